@@ -9,12 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.tiering.erasing import DropToken, Erasures, Unsaved
+from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.leases import KINDS
 from kvdepot.testing.faulty import MemoryTier
+from kvdepot.tiers import parse
+from kvdepot.tiers.worker import Erased
 from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, store
 from tests.core.host import look, new_host
 from tests.core.test_quotas import engine, fill, pages
@@ -420,6 +425,26 @@ def test_a_tier_that_cannot_erase_is_counted() -> None:
     assert host.answers[asked] == 4
     assert host.depot.status().tiers[0].counters["unreleased_chunks"] == 4
     host.assert_quiet()
+
+
+def test_what_is_erased_at_once_is_bounded_by_objects_however_many_ranks_and_chunks_are_dropped() -> None:
+    tier = TierState(0, parse("redis://localhost:1"))
+    erasures = Erasures([tier])
+    namespace = Namespace(1, "", "m", 200, 1)
+    namespace.layouts = {rank: bytes(32) for rank in range(200)}
+    keys = [bytes([number]) * 32 for number in range(256)]
+    erasures.add(Unsaved(namespace, key, b"") for key in keys)
+    erases = erasures.dispatch()
+    assert [len(erase.names) for erase in erases] == [64] and not erasures.dispatch()
+    assert len(namespace.facts) == 64, "no names were made that are not needed yet"
+    names: list[str] = []
+    while erases:
+        (erase,) = erases
+        names += erase.names
+        assert len(erase.names) <= 64 and isinstance(erase.token, DropToken) and erasures
+        erases = erasures.ended(erase.token, Erased())
+    assert names == [facts_of(namespace, rank).name(b"", key) for key in keys for rank in range(200)]
+    assert not erasures
 
 
 # -- a machine against a plain model

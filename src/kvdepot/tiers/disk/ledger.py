@@ -102,9 +102,9 @@ class Ledger:
             return size + other_bytes <= self.capacity_bytes and size <= (cap or size)
 
     def owners(self) -> dict[str, int]:
-        """Bytes that are counted for each owner with a quota."""
+        """Bytes that are counted for each quota, by `rules.owner_prefix`."""
         with self._lock:
-            return {owner: self._accounts.used[owner] for owner in self._rules.quotas}
+            return self._accounts.used_by_prefix()
 
     # -- objects
 

@@ -140,8 +140,9 @@ function showStores(status) {
   list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);
   const tenants = status.tenants ?? [];
   $("tenants-part").hidden = !tenants.length;
-  rows($("tenants"), tenants, (tenant) => tenant.tenant, [
-    ["name", (tenant) => tenant.tenant || "others", (tenant) => tenant.tenant],
+  const whose = (tenant) => [tenant.tenant, tenant.salt && `salt ${tenant.salt}`].filter(Boolean).join(" ");
+  rows($("tenants"), tenants, whose, [
+    ["name", (tenant) => whose(tenant) || "others", whose],
     ["num", (tenant) => bytes(tenant.used_bytes)],
     ["num", (tenant) => bytes(tenant.floor_bytes)],
     ["num", (tenant) => (tenant.cap_bytes ? bytes(tenant.cap_bytes) : none)],
