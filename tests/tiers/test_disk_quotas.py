@@ -266,6 +266,18 @@ def test_an_object_beyond_a_cap_is_refused_and_evicts_nothing(start: Callable[..
     assert tier.usage().counters == {"refused": 1}
 
 
+def test_a_write_that_corrupt_objects_leave_no_room_for_below_a_cap_evicts_nothing(start: Callable[..., Disk]) -> None:
+    tier = start(of_tenants(blue=on_disk(cap=6)), 64 * BLOCK)
+    for number in range(6):
+        assert write(tier, "blue", number) and write(tier, "red", number)
+    tier.remove([name_of("blue", number) for number in range(3)], spoilt=True)
+    assert tier.usage().counters == {"quarantined": 3}
+    assert not write(tier, "blue", 9, blocks=4), "three blocks of the cap are in quarantine"
+    assert there(tier, "blue", range(6)) == [3, 4, 5] and there(tier, "red", range(6)) == list(range(6))
+    assert write(tier, "red", 9, blocks=4) and write(tier, "blue", 8, blocks=3), "others' cap is not concerned"
+    assert there(tier, "blue", range(9)) == [8]
+
+
 def test_a_smaller_capacity_is_divided_by_quotas_as_soon_as_a_server_starts(start: Callable[..., Disk]) -> None:
     tier = start(Rules())
     for number in range(8):
