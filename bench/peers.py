@@ -179,15 +179,15 @@ def ask(connection: socket.socket, path: str) -> float:
 
 def flood(url: str, kind: str) -> None:
     """Send one kind of message as fast as the server takes it, until stdin closes; ready when the first is sent."""
-    from kvdepot.memory.shm import Lease
+    from kvdepot.memory.shm import LivenessFile
     from kvdepot.protocol import wire
 
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    lease = Lease()
+    liveness = LivenessFile()
     socket.connect(url)
-    socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, lease.name, lease.secret)))
+    socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, liveness.name, liveness.secret)))
     socket.recv()
     lookup = wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32)))
     status = wire.encode_request(1, wire.Status())
@@ -206,7 +206,7 @@ def flood(url: str, kind: str) -> None:
     threading.Thread(target=send, daemon=True).start()
     answer("ready")
     sys.stdin.read()
-    lease.close()
+    liveness.close()
     os._exit(0)  # the thread has the socket
 
 

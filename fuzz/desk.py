@@ -94,7 +94,7 @@ class Arena:
 
 
 class Client:
-    """One run of a client: a later one may have its identity, but not its memory and lease."""
+    """One run of a client: a later one may have its identity, but not its memory and liveness file."""
 
     _lives = itertools.count()
 
@@ -310,7 +310,7 @@ class Desk(Harness):
 
     def give_up_stores(self, client: Client) -> None:
         """The engine raises the fence, and immediately reuses the blocks of its stores."""
-        self.leases[client.identity].fence = client.ticket
+        self.liveness_files[client.identity].fence = client.ticket
         mine = [question for question in self.asked.values() if question.client is client]
         for question in mine:
             if question.is_store:

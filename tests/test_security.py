@@ -28,7 +28,7 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import load
 from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, UnknownClient
-from kvdepot.memory.shm import Lease
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.keys import salt_tag
@@ -65,42 +65,48 @@ def raw(loopback: Depot) -> Iterator[Raw]:
     client.close()
 
 
-# -- leases
+# -- liveness files
 
 
-def test_a_hello_with_a_living_clients_lease_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
+def test_a_hello_with_a_living_clients_liveness_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
     victim = MessageQueueClient(loopback.url, loopback.context)
     victim.learn_chunk_size(10.0)
     try:
-        for guess in (b"", bytes(16), secrets.token_bytes(16), victim.lease.secret[:15], victim.lease.secret + b"x"):
-            assert type(raw.introduce(victim.lease.name, guess)) is BadRequest
+        for guess in (
+            b"",
+            bytes(16),
+            secrets.token_bytes(16),
+            victim.liveness.secret[:15],
+            victim.liveness.secret + b"x",
+        ):
+            assert type(raw.introduce(victim.liveness.name, guess)) is BadRequest
             assert type(raw.ask(wire.Noop())) is UnknownClient
     finally:
         victim.close()
 
 
-def test_a_lease_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
-    refused = raw.introduce(raw.lease.name, secrets.token_bytes(16))
+def test_a_liveness_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
+    refused = raw.introduce(raw.liveness.name, secrets.token_bytes(16))
     assert type(refused) is BadRequest
     assert "secret" in str(refused)
-    assert raw.lease.secret.hex() not in str(refused)
-    assert str(raw.lease.secret) not in str(refused)
+    assert raw.liveness.secret.hex() not in str(refused)
+    assert str(raw.liveness.secret) not in str(refused)
     raw.hello()
     assert raw.ask(wire.Noop()) == "ok"
 
 
-def test_a_lease_without_a_secret_is_refused(raw: Raw) -> None:
-    with Path(SHM / raw.lease.name).open("r+b") as page:
+def test_a_liveness_without_a_secret_is_refused(raw: Raw) -> None:
+    with Path(SHM / raw.liveness.name).open("r+b") as page:
         page.write(bytes(4096))
     for guess in (b"", bytes(16)):
-        assert type(raw.introduce(raw.lease.name, guess)) is BadRequest
+        assert type(raw.introduce(raw.liveness.name, guess)) is BadRequest
 
 
-def test_one_lease_serves_one_client(raw: Raw, loopback: Depot) -> None:
+def test_one_liveness_serves_one_client(raw: Raw, loopback: Depot) -> None:
     raw.hello()
     other = Raw(loopback)
     try:
-        assert type(other.introduce(raw.lease.name, raw.lease.secret)) is BadRequest
+        assert type(other.introduce(raw.liveness.name, raw.liveness.secret)) is BadRequest
         assert type(other.ask(wire.Noop())) is UnknownClient
         other.hello()
     finally:
@@ -108,23 +114,23 @@ def test_one_lease_serves_one_client(raw: Raw, loopback: Depot) -> None:
     assert raw.ask(wire.Noop()) == "ok"
 
 
-def test_a_client_does_not_change_its_lease(raw: Raw) -> None:
+def test_a_client_does_not_change_its_liveness(raw: Raw) -> None:
     raw.hello()
-    other = Lease()
+    other = LivenessFile()
     try:
         assert type(raw.introduce(other.name, other.secret)) is BadRequest
-        assert type(raw.introduce(raw.lease.name, other.secret)) is BadRequest
+        assert type(raw.introduce(raw.liveness.name, other.secret)) is BadRequest
     finally:
         other.close()
-    assert raw.introduce(raw.lease.name, raw.lease.secret)[0] == wire.VERSION
+    assert raw.introduce(raw.liveness.name, raw.liveness.secret)[0] == wire.VERSION
 
 
 def test_no_repr_shows_a_leases_secret(raw: Raw) -> None:
-    hello = Offer(raw.lease.name, raw.lease.secret, True).hello
-    for text in (repr(hello), str(hello), repr(raw.lease)):
-        assert raw.lease.name in text
-        assert repr(raw.lease.secret)[2:-1] not in text
-        assert raw.lease.secret.hex() not in text
+    hello = Offer(raw.liveness.name, raw.liveness.secret, True).hello
+    for text in (repr(hello), str(hello), repr(raw.liveness)):
+        assert raw.liveness.name in text
+        assert repr(raw.liveness.secret)[2:-1] not in text
+        assert raw.liveness.secret.hex() not in text
 
 
 # -- modes and owners
@@ -140,7 +146,7 @@ def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path
         os.umask(old)
     try:
         client.learn_chunk_size(20.0)
-        files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.lease.name]
+        files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.liveness.name]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
     finally:
         client.close()
@@ -265,28 +271,28 @@ def test_kvdepots_own_files_are_not_registered_as_tensors(raw: Raw, loopback: De
     neighbour = start_depot(arena_mib=4)
     for arena in (loopback.name, neighbour.name):
         assert "arena" in str(refused(raw, arena))
-    other = Lease()
+    other = LivenessFile()
     try:
-        for lease in (raw.lease, other):
-            assert "lease" in str(refused(raw, lease.name))
+        for liveness in (raw.liveness, other):
+            assert "liveness file" in str(refused(raw, liveness.name))
     finally:
         other.close()
     assert raw.ask(wire.Status())["instances"] == 0
 
 
-def test_a_lease_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
+def test_a_liveness_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", _IMPOSTOR, loopback.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
-        lease = SHM / child.stdout.readline().strip()
+        liveness = SHM / child.stdout.readline().strip()
         child.kill()
     try:
         eventually(lambda: loopback.status()["clients"] == 1)
-        assert lease.is_dir()
+        assert liveness.is_dir()
     finally:
-        lease.rmdir()
+        liveness.rmdir()
 
 
 _IMPOSTOR = """
@@ -294,9 +300,9 @@ import os, sys, zmq
 from kvdepot.client import MessageQueueClient
 client = MessageQueueClient(sys.argv[1], zmq.Context())
 client.learn_chunk_size(10.0)
-os.unlink("/dev/shm/" + client.lease.name)
-os.mkdir("/dev/shm/" + client.lease.name)
-print(client.lease.name, flush=True)
+os.unlink("/dev/shm/" + client.liveness.name)
+os.mkdir("/dev/shm/" + client.liveness.name)
+print(client.liveness.name, flush=True)
 sys.stdin.read()
 """
 
@@ -458,9 +464,9 @@ def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, k
     thief.setsockopt(zmq.ROUTING_ID, identity)
     thief.setsockopt(zmq.LINGER, 0)
     thief.connect(keyed.url)
-    lease = alice.lease
+    liveness = alice.liveness
     for number, request in enumerate(
-        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(lease.name, lease.secret, False).hello]
+        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(liveness.name, liveness.secret, False).hello]
     ):
         thief.send(wire.encode_request(number, request))
         assert thief.poll(10_000)
@@ -698,15 +704,15 @@ def test_nothing_prints_a_secret(
     raw.close()
     key = curve.read_client_key(keys / "carol.key")
     told = [
-        json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.lease for client in clients]),
+        json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.liveness for client in clients]),
         repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
         Path(f"/proc/{server.process.pid}/cmdline").read_text(), run("status", "--url", server.url).stdout,
         run("status", "--json", "--url", server.url).stdout,
         run("status", "--help").stdout, run("keygen", keys, "alice").stderr,
         run("keygen", keys, "eve").stdout,
     ]  # fmt: skip
-    hidden = [*secrets_in(keys), *(client.lease.secret.hex() for client in clients)]
-    hidden += [repr(client.lease.secret)[2:-1] for client in clients]
+    hidden = [*secrets_in(keys), *(client.liveness.secret.hex() for client in clients)]
+    hidden += [repr(client.liveness.secret)[2:-1] for client in clients]
     engine.close()
     assert server.stop() == 0
     told += [server.logged(), caplog.text]

@@ -203,7 +203,7 @@ class Soak:
         """Our shared-memory files, by kind."""
         for child in (*self.children, *([self.odd] if self.odd else ())):
             self.leases |= child.leases
-        leases = [*sorted(self.leases), self.client.lease.name]
+        leases = [*sorted(self.leases), self.client.liveness.name]
         torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
         tensors = [name for name, found in torches if found and int(found[1]) in self.pids]
         return {

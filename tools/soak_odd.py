@@ -23,7 +23,7 @@ import zmq
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Lease
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -39,7 +39,7 @@ class Odd:
         self.socket.setsockopt(zmq.LINGER, self.random.choice((0, 50)))
         self.socket.setsockopt(zmq.SNDTIMEO, 200)
         self.socket.connect(url)
-        self.leases: list[Lease] = []
+        self.leases: list[LivenessFile] = []
         self.sent = 0
 
     def send(self, *frames: bytes) -> None:
@@ -53,7 +53,7 @@ class Odd:
         self.send(wire.encode_request(self.sent, request))
 
     def hello(self) -> None:
-        lease = Lease()
+        lease = LivenessFile()
         print(json.dumps({"lease": lease.name}), flush=True)
         self.leases.append(lease)
         offer = Offer(lease.name, lease.secret, False)

@@ -11,7 +11,7 @@ import pytest
 from kvdepot import cli
 from kvdepot.config import Config
 from tests.cli.command import run
-from tests.conftest import Depot, StartDepot
+from tests.conftest import Depot, StartDepot, eventually
 
 # -- serve
 
@@ -34,8 +34,9 @@ def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GB", "1")
     depot = start_depot(chunk_size=100)
-    assert "environment variable KVDEPOT_ARENA_GB is not a setting; did you mean KVDEPOT_ARENA_GIB?" in depot.logged()
-    assert "chunk size 100 is not a multiple of 16" in depot.logged()
+    told = "environment variable KVDEPOT_ARENA_GB is not a setting; did you mean KVDEPOT_ARENA_GIB?"
+    eventually(lambda: told in depot.logged())
+    eventually(lambda: "chunk size 100 is not a multiple of 16" in depot.logged())
     assert cli.main(["config", "--chunk-size", "100", "--json"]) == 0
     said = capfd.readouterr()
     assert json.loads(said.out)["settings"]["chunk_size"]["value"] == 100

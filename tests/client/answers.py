@@ -9,7 +9,7 @@ from kvdepot.client.socket import MessagingFuture
 from kvdepot.protocol import wire
 
 
-class Lease:
+class LivenessFile:
     """Records its fence."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Answering:
         self.heard = 0
         self.is_welcomed = True
         self.wants_tokens = False
-        self.lease = Lease()
+        self.liveness = LivenessFile()
         self.asked: list[wire.Request] = []
         self._futures: list[MessagingFuture[Any]] = []
 

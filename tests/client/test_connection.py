@@ -99,7 +99,7 @@ class Server:
         self.process.communicate()
 
 
-LEASE = b"secret of a lease"
+LEASE = b"secret of a liveness file"
 
 
 class Talk:

@@ -164,7 +164,7 @@ def test_stores_of_all_groups_are_given_up_together(worker: WorkerClient, peer: 
     peer.answer(True)
     worker.give_up_stores({"a"}, 0.0)
     last = peer.asked[-1]
-    assert isinstance(last, wire.Store) and peer.lease.fence == last.ticket
+    assert isinstance(last, wire.Store) and peer.liveness.fence == last.ticket
     assert worker.counters["stores_given_up"] == 1
 
 

@@ -98,8 +98,8 @@ def test_stores_that_are_given_up_are_fenced_off_with_all_before_them(worker: Wo
     for request_id in ("a", "b"):
         worker.submit_store([request_id], [transfer(request_id, [1, 2])], None)
     worker.give_up_stores({"unknown"}, 0.0)
-    assert peer.lease.fence == 0
+    assert peer.liveness.fence == 0
     worker.give_up_stores({"a"}, 0.0)
     last = peer.asked[-1]
-    assert isinstance(last, wire.Store) and peer.lease.fence == last.ticket
+    assert isinstance(last, wire.Store) and peer.liveness.fence == last.ticket
     assert worker.counters["stores_given_up"] == 1

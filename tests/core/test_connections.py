@@ -25,7 +25,7 @@ from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, Seal
-from kvdepot.testing.harness import ArenaName, Harness, PlainLease
+from kvdepot.testing.harness import ArenaName, Harness, PlainLiveness
 
 
 def harness(url: str = "ipc:///nowhere", **settings: Any) -> Harness:
@@ -51,55 +51,55 @@ def test_nobody_is_served_before_hello_and_nobody_who_has_died(server: Harness) 
     assert server.depot.counters["clients_died"] == 1
 
 
-def test_a_client_that_left_in_order_has_not_died_and_its_lease_is_removed(server: Harness) -> None:
+def test_a_client_that_left_in_order_has_not_died_and_its_liveness_is_removed(server: Harness) -> None:
     server.hello(b"one")
-    lease = server.leases[b"one"]
-    lease.left = True
+    liveness = server.liveness_files[b"one"]
+    liveness.left = True
     server.die(b"one")
-    assert server.depot.counters["clients_died"] == 0 and lease.removed
+    assert server.depot.counters["clients_died"] == 0 and liveness.removed
 
 
-def test_a_hello_is_refused_without_its_leases_secret_and_keeps_nothing(server: Harness) -> None:
+def test_a_hello_is_refused_without_its_liveness_files_secret_and_keeps_nothing(server: Harness) -> None:
     server.hello(b"one")
-    name = server.leases[b"one"].name
-    for lease, secret, why in (
-        ("no such lease", b"x" * 16, LayoutError),
+    name = server.liveness_files[b"one"].name
+    for liveness, secret, why in (
+        ("no such liveness file", b"x" * 16, LayoutError),
         (name, b"x" * 16, BadRequest),  # somebody else's
     ):
-        offer = Offer(lease, secret, is_sealed=False)
+        offer = Offer(liveness, secret, is_sealed=False)
         proof = ask(server, b"two", offer.hello)
         prove, _ = offer.accept(proof, server.boot, server.arena_name.secret)
         assert isinstance(ask(server, b"two", prove), why)
         assert server.depot.client(b"two") is None
     assert isinstance(ask(server, b"two", prove), UnknownClient)  # a proof counts once
     server.hello(b"two")
-    server.leases[b"three"] = PlainLease("its own", b"s" * 16)
+    server.liveness_files[b"three"] = PlainLiveness("its own", b"s" * 16)
     offer = Offer("its own", b"x" * 16, is_sealed=False)
     prove, _ = offer.accept(ask(server, b"three", offer.hello), server.boot, server.arena_name.secret)
     assert isinstance(ask(server, b"three", prove), BadRequest)
     assert server.depot.counters["hellos_refused"] == 1 and server.depot.client(b"three") is None
 
 
-def test_a_lease_that_nobody_holds_lets_nobody_in(server: Harness) -> None:
+def test_a_liveness_that_nobody_holds_lets_nobody_in(server: Harness) -> None:
     server.hello(b"one")
-    server.leases[b"one"].alive = False
-    offer = Offer(server.leases[b"one"].name, server.leases[b"one"].secret, is_sealed=False)
+    server.liveness_files[b"one"].alive = False
+    offer = Offer(server.liveness_files[b"one"].name, server.liveness_files[b"one"].secret, is_sealed=False)
     server.act(server.connections.drop_dead())
     prove, _ = offer.accept(ask(server, b"one", offer.hello), server.boot, server.arena_name.secret)
-    with pytest.raises(BadRequest, match=r"the lock of lease .* is not held"):
+    with pytest.raises(BadRequest, match=r"the lock of liveness file .* is not held"):
         raise ask(server, b"one", prove)
 
 
-def test_a_client_keeps_its_lease_however_often_it_says_hello(server: Harness) -> None:
+def test_a_client_keeps_its_liveness_however_often_it_says_hello(server: Harness) -> None:
     server.hello(b"one")
     server.hello(b"one")
     answer = ask(server, b"one", Offer("another", b"x" * 16, is_sealed=False).hello)
-    assert isinstance(answer, BadRequest) and "another lease" in str(answer)
+    assert isinstance(answer, BadRequest) and "another liveness file" in str(answer)
     assert ask(server, b"one", wire.Noop()) == "ok"
 
 
 def test_another_version_and_a_lost_arena_are_told_at_hello(server: Harness) -> None:
-    assert isinstance(ask(server, b"one", wire.Hello(wire.VERSION + 1, "lease")), VersionMismatch)
+    assert isinstance(ask(server, b"one", wire.Hello(wire.VERSION + 1, "liveness file")), VersionMismatch)
     assert isinstance(server.arena_name, ArenaName)
     server.arena_name.lost = True
     with pytest.raises(ArenaError, match="removed or replaced"):
@@ -118,11 +118,11 @@ def test_an_identity_belongs_to_the_user_who_said_hello_with_it(server: Harness)
 
 def sealed(server: Harness, identity: bytes) -> Seal:
     """Introduce a client whose messages are sealed from then on."""
-    server.leases.pop(identity, None)
+    server.liveness_files.pop(identity, None)
     with pytest.raises(KVDepotError, match="must be sealed"):
         server.hello(identity)
-    lease = server.leases[identity] = PlainLease(f"lease of {identity!r}")
-    offer = Offer(lease.name, lease.secret, is_sealed=True)
+    liveness = server.liveness_files[identity] = PlainLiveness(f"liveness file of {identity!r}")
+    offer = Offer(liveness.name, liveness.secret, is_sealed=True)
     prove, seal = offer.accept(ask(server, identity, offer.hello), server.boot, server.arena_name.secret)
     assert isinstance(ask(server, identity, prove), wire.Welcome) and seal is not None
     return seal
@@ -189,11 +189,11 @@ def test_a_message_of_several_frames_or_too_many_bytes_is_refused_by_its_number(
 
 
 def test_hellos_that_are_never_proved_are_forgotten_from_the_oldest(server: Harness) -> None:
-    offers = [Offer(f"lease {i}", b"x" * 16, is_sealed=False) for i in range(1100)]
+    offers = [Offer(f"liveness file {i}", b"x" * 16, is_sealed=False) for i in range(1100)]
     for i, offer in enumerate(offers):
         ask(server, b"%d" % i, offer.hello)
     assert isinstance(ask(server, b"0", wire.Prove(bytes(32))), UnknownClient)
-    assert isinstance(ask(server, b"1099", wire.Prove(bytes(32))), LayoutError)  # there is no such lease
+    assert isinstance(ask(server, b"1099", wire.Prove(bytes(32))), LayoutError)  # there is no such liveness file
     assert "1023 in handshake" in repr(server.connections)
 
 

@@ -172,7 +172,7 @@ def test_a_store_that_finds_no_room_says_so_and_keeps_the_head() -> None:
 def test_a_store_whose_fence_was_raised_is_discarded(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     asked = desk.send(client, store(chain, ticket=7))
-    desk.leases[client].fence = 7
+    desk.liveness_files[client].fence = 7
     desk.settle()
     assert desk.answers[asked] is False
     assert desk.ask(client, lookup(chain)) == 0
@@ -182,7 +182,7 @@ def test_a_store_whose_fence_was_raised_is_discarded(desk: Desk, client: bytes) 
 def test_a_fence_of_earlier_stores_leaves_later_ones_alone(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     asked = desk.send(client, store(chain, ticket=8))
-    desk.leases[client].fence = 7
+    desk.liveness_files[client].fence = 7
     desk.settle()
     assert desk.answers[asked] is True
     assert desk.ask(client, lookup(chain)) == 2
@@ -191,7 +191,7 @@ def test_a_fence_of_earlier_stores_leaves_later_ones_alone(desk: Desk, client: b
 def test_a_retrieve_knows_no_fence(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     desk.ask(client, store(chain))
-    desk.leases[client].fence = 2**63
+    desk.liveness_files[client].fence = 2**63
     assert desk.ask(client, retrieve(chain)) == [True, True]
 
 
@@ -915,8 +915,8 @@ class DepotMachine(RuleBasedStateMachine):
 
     @rule(client=CLIENTS, fence=st.integers(1, 9))
     def raise_fence(self, client: bytes, fence: int) -> None:
-        if client in self.desk.leases:
-            self.desk.leases[client].fence = max(self.desk.leases[client].fence, fence)
+        if client in self.desk.liveness_files:
+            self.desk.liveness_files[client].fence = max(self.desk.liveness_files[client].fence, fence)
 
     @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
     def ask_something(self, client: bytes, kind: type[Any]) -> None:
@@ -945,7 +945,7 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS)
     def die(self, client: bytes) -> None:
         self.desk.die(client)
-        self.desk.leases.pop(client, None)
+        self.desk.liveness_files.pop(client, None)
         self.lives[client] += 1
         # Its memory went with it: who says hello under its name next has other tensors.
         self.begun = [begun for begun in self.begun if begun[1] != client]

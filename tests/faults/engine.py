@@ -422,9 +422,9 @@ class ToyEngine:
         return {"steps": 0, "wrong": self.wrong, "worker": dict(self.worker.counters), **counters}
 
     def files(self) -> list[str]:
-        """Names of this engine's files in /dev/shm: its leases and its tensors."""
-        leases = [adapter.mq_client.lease.name for adapter in (self.scheduler, self.worker)]
-        return leases + [KVCacheHandle(tensor).view.mapping for tensor in self.caches.values()]
+        """Names of this engine's files in /dev/shm: its liveness files and its tensors."""
+        liveness_files = [adapter.mq_client.liveness.name for adapter in (self.scheduler, self.worker)]
+        return liveness_files + [KVCacheHandle(tensor).view.mapping for tensor in self.caches.values()]
 
     def close(self) -> None:
         """The worker's shutdown, then the scheduler's; safe twice."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.memory.shm import Lease, LeaseView
+from kvdepot.memory.shm import LivenessFile, LivenessView
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, Watcher, footprint
 
@@ -123,7 +123,7 @@ child = fork()
 if child == 0:
     time.sleep(120)
     os._exit(0)
-print(client.lease.name, child, flush=True)
+print(client.liveness.name, child, flush=True)
 sys.stdin.read()
 """
 
@@ -136,27 +136,27 @@ def test_a_killed_client_is_gone_though_a_process_that_it_forked_lives_on(
     command = [sys.executable, "-c", FORKS, depot.url, language]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
-        lease, child = client.stdout.readline().split()
+        liveness, child = client.stdout.readline().split()
         try:
-            assert (SHM / lease).exists()
+            assert (SHM / liveness).exists()
             client.kill()
             client.wait()
             os.kill(int(child), 0)
-            eventually(lambda: not (SHM / lease).exists())
+            eventually(lambda: not (SHM / liveness).exists())
         finally:
             client.kill()
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_process_that_closes_its_parents_lease_takes_nothing_from_the_parent() -> None:
-    lease = Lease()
+def test_a_forked_process_that_closes_its_parents_liveness_takes_nothing_from_the_parent() -> None:
+    liveness = LivenessFile()
     child = os.fork()
     if child == 0:
-        lease.raise_fence(7)
-        lease.close()
+        liveness.raise_fence(7)
+        liveness.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    view = LeaseView(lease.name)
+    view = LivenessView(liveness.name)
     assert view.fence == 0 and not view.has_left() and view.is_alive()
     view.close(remove=False)
-    lease.close()
+    liveness.close()

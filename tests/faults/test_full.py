@@ -176,7 +176,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
     status = driver.tell("server_status")
     assert status["counters"]["failed_chunks"] >= stored.count(False)
     assert status["reserved_shards"] == status["operations"] == 0
-    assert f"{SHM} is full" in place.logged()
+    eventually(lambda: f"{SHM} is full" in place.logged())
     place.empty()
     for family in families:
         assert driver.tell("store", family=family, chunks=2) is True

@@ -259,8 +259,8 @@ def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
                 return base
             case "the arena":
                 return scene.depot.name
-            case "a lease":
-                return scene.good.worker.mq_client.lease.name
+            case "a liveness file":
+                return scene.good.worker.mq_client.liveness.name
             case "a FIFO":
                 os.mkfifo(target)
             case "a symbolic link":
@@ -288,7 +288,7 @@ def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
     "kind",
     [
         "a path", "a path upwards", "the folder", "the folder above", "nothing", "a zero byte", "a name of 10 kB",
-        "what is not there", "the arena", "a lease", "a FIFO", "a symbolic link", "a folder", "a socket",
+        "what is not there", "the arena", "a liveness file", "a FIFO", "a symbolic link", "a folder", "a socket",
         "another user's file",
     ],
 )  # fmt: skip
@@ -309,7 +309,7 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
 
 
 @pytest.mark.parametrize("name", ["../kvdepot-card-x", "kvdepot-card-../../etc/passwd", "passwd", "", "kvdepot-card-0"])
-def test_a_hello_with_a_lease_that_is_none_is_refused(scene: Scene, name: str) -> None:
+def test_a_hello_with_a_liveness_that_is_none_is_refused(scene: Scene, name: str) -> None:
     stranger = Raw(scene.depot)
     answer = stranger.introduce(name, bytes(16))
     stranger.close()

@@ -1,4 +1,4 @@
-"""Clients' leases in shared memory: they are removed after their client's death, and not before."""
+"""Clients' liveness files in shared memory: they are removed after their client's death, and not before."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SHM = Path("/dev/shm")
 
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
-def test_the_lease_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
+def test_the_liveness_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
     code = (
-        "import os; from kvdepot.memory.shm import Lease\n"
-        "lease = Lease(); print(lease.name, flush=True); os.kill(os.getpid(), 9)"
+        "import os; from kvdepot.memory.shm import LivenessFile\n"
+        "page = LivenessFile(); print(page.name, flush=True); os.kill(os.getpid(), 9)"
     )
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert died.returncode == -signal.SIGKILL
-    lease = SHM / died.stdout.strip()
+    liveness = SHM / died.stdout.strip()
     server = server or start_depot(arena_mib=4)
-    eventually(lambda: not lease.exists())
+    eventually(lambda: not liveness.exists())
     assert works(server)
     assert "Traceback" not in server.logged()
 
@@ -42,37 +42,37 @@ def test_the_lease_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot
 NO_ROOM = """
 import os, resource
 from kvdepot.errors import ArenaError
-from kvdepot.memory.shm import SHM, Lease
+from kvdepot.memory.shm import SHM, LivenessFile
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 files = os.listdir("/proc/self/fd")
-lease = Lease.__new__(Lease)
+page = LivenessFile.__new__(LivenessFile)
 try:
-    lease.__init__()
+    page.__init__()
 except ArenaError:
-    print((SHM / f".{lease.name}").exists(), os.listdir("/proc/self/fd") == files)
+    print((SHM / f".{page.name}").exists(), os.listdir("/proc/self/fd") == files)
 """
 
 
-def test_a_lease_that_finds_no_room_leaves_nothing_behind() -> None:
+def test_a_liveness_that_finds_no_room_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False True\n"
 
 
-def test_a_lease_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
+def test_a_liveness_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
     name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
     path = SHM / f".{name}"
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         stack.callback(os.close, fd)
-        shm.sweep_leases()
+        shm.sweep_liveness_files()
         assert path.exists(), "its client is about to lock it and to give it its name"
         an_hour_ago = time.time() - 3600
         os.utime(path, (an_hour_ago, an_hour_ago))
         assert locks.lock(fd)
-        shm.sweep_leases()
+        shm.sweep_liveness_files()
         assert path.exists(), "its client lives"
         fcntl.flock(fd, fcntl.LOCK_UN)
-        shm.sweep_leases()
+        shm.sweep_liveness_files()
         assert not path.exists(), "its client died while it made it"

@@ -11,7 +11,7 @@ import zmq
 from kvdepot import errors
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Lease
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import handshake, wire
 from tests.conftest import Depot
 
@@ -24,7 +24,7 @@ class Raw:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(depot.url)
         self._numbers = itertools.count(1)
-        self.lease = Lease()
+        self.liveness = LivenessFile()
         self._sealed = handshake.is_open_to_all(depot.url)
         self._seals: list[handshake.Seal] = []  # of what we send; and an older one that may still be answered with
         self._boot = b""
@@ -57,13 +57,13 @@ class Raw:
         return self.ask_bytes(wire.encode_request(0, request)[8:])
 
     def hello(self) -> Raw:
-        value = self.introduce(self.lease.name, self.lease.secret)
+        value = self.introduce(self.liveness.name, self.liveness.secret)
         assert isinstance(value, list), value
         return self
 
-    def introduce(self, lease: str, secret: bytes) -> Any:
-        """Complete the handshake with this lease; returns the welcome, or the error."""
-        offer = handshake.Offer(lease, secret, self._sealed)
+    def introduce(self, liveness: str, secret: bytes) -> Any:
+        """Complete the handshake with this liveness file; returns the welcome, or the error."""
+        offer = handshake.Offer(liveness, secret, self._sealed)
         number = next(self._numbers)
         value = self._exchange(number, wire.encode_request(number, offer.hello))
         if not isinstance(value, list):
@@ -87,4 +87,4 @@ class Raw:
 
     def close(self) -> None:
         self._socket.close()
-        self.lease.close()
+        self.liveness.close()

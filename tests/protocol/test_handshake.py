@@ -16,7 +16,7 @@ import zmq
 from kvdepot.client import MessageQueueClient
 from kvdepot.client.socket import _others_between
 from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient, VersionMismatch
-from kvdepot.memory.shm import Lease
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, is_sealed
 from tests.conftest import SHM, Depot, StartDepot, eventually
@@ -111,7 +111,7 @@ def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
     try:
         with pytest.raises(Unavailable) as error:
             client.ask(LOOKUP).result(20.0)
-        assert impostor.heard and not any(client.lease.secret in frame for frame in impostor.heard)
+        assert impostor.heard and not any(client.liveness.secret in frame for frame in impostor.heard)
         assert {type(wire.decode_request(frame)[1]) for frame in impostor.heard} == {wire.Hello}
         return str(error.value)
     finally:
@@ -119,12 +119,12 @@ def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
 
 
 @pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
-def test_who_names_the_clients_own_lease_as_its_arena_is_not_believed(
+def test_who_names_the_clients_own_liveness_as_its_arena_is_not_believed(
     url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
 ) -> None:
     for claimed in (
-        lambda hello: (wire.Proof(wire.VERSION, hello.lease, bytes(16), bytes(32)), b"bootboot"),
-        lambda hello: ([hello.version, hello.lease, 256, 0.0], b"bootboot"),  # as servers said it before
+        lambda hello: (wire.Proof(wire.VERSION, hello.liveness, bytes(16), bytes(32)), b"bootboot"),
+        lambda hello: ([hello.version, hello.liveness, 256, 0.0], b"bootboot"),  # as servers said it before
         lambda hello: ("ok", b"bootboot"),
     ):
         impostor = start_impostor(url, lie(claimed))
@@ -166,10 +166,10 @@ def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed
 def test_a_proof_for_one_client_is_none_for_another(
     context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
 ) -> None:
-    """Any client can make a server prove itself, but only for that client's nonce and lease."""
+    """Any client can make a server prove itself, but only for that client's nonce and liveness file."""
     real = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)
     asking = Raw(real)
-    value = asking.ask(Offer(asking.lease.name, asking.lease.secret, True).hello)
+    value = asking.ask(Offer(asking.liveness.name, asking.liveness.secret, True).hello)
     proof, boot = msgspec.convert(value, wire.Proof), asking._boot
     url = open_urls()["abstract"]
     impostor = start_impostor(url, lie(lambda _: (proof, boot)))
@@ -267,7 +267,7 @@ def test_who_stands_in_between_can_neither_repeat_nor_alter_nor_make_up_requests
 def test_a_server_that_every_user_can_reach_takes_no_client_whose_messages_are_not_sealed(relay: Relay) -> None:
     raw = Raw(relay._depot)
     raw._sealed = False
-    refused = raw.introduce(raw.lease.name, raw.lease.secret)
+    refused = raw.introduce(raw.liveness.name, raw.liveness.secret)
     assert type(refused) is BadRequest and "sealed" in str(refused)
     raw.close()
 
@@ -334,16 +334,16 @@ class OldHello(msgspec.Struct, tag="Hello", array_like=True, frozen=True):
     """As it was up to version 3."""
 
     version: int
-    lease: str
+    liveness: str
     secret: bytes
 
 
 def test_a_client_of_the_last_version_is_told_so_by_this_server(start_depot: StartDepot) -> None:
-    raw, lease = Raw(start_depot(arena_mib=8)), Lease()
-    refused = raw.ask_bytes(msgspec.msgpack.encode(OldHello(3, lease.name, lease.secret)))
+    raw, liveness = Raw(start_depot(arena_mib=8)), LivenessFile()
+    refused = raw.ask_bytes(msgspec.msgpack.encode(OldHello(3, liveness.name, liveness.secret)))
     assert type(refused) is VersionMismatch and "protocol 3" in str(refused)
     raw.close()
-    lease.close()
+    liveness.close()
 
 
 def test_a_client_of_this_version_is_told_so_by_a_server_of_the_last(
@@ -359,7 +359,7 @@ def test_a_client_of_this_version_is_told_so_by_a_server_of_the_last(
     client = MessageQueueClient(url, context)
     with pytest.raises(VersionMismatch, match=f"speaks {wire.VERSION}"):
         client.ask(LOOKUP).result(10.0)
-    assert impostor.heard and not any(client.lease.secret in frame for frame in impostor.heard)
+    assert impostor.heard and not any(client.liveness.secret in frame for frame in impostor.heard)
     client.close()
 
 

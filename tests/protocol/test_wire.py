@@ -260,7 +260,7 @@ def test_requests_before_hello_are_refused_by_name(raw: Raw, request_: wire.Requ
 
 @pytest.mark.parametrize("version", [0, wire.VERSION + 1, -1, 2**63])
 def test_another_protocol_version_is_refused_and_said(raw: Raw, version: int) -> None:
-    value = raw.ask(wire.Hello(version, raw.lease.name, bytes(16)))
+    value = raw.ask(wire.Hello(version, raw.liveness.name, bytes(16)))
     assert type(value) is errors.VersionMismatch
     assert str(version) in str(value)
     assert type(raw.ask(wire.Noop())) is errors.UnknownClient
@@ -272,19 +272,19 @@ def test_a_second_hello_changes_nothing(known: Raw) -> None:
 
 
 @pytest.mark.parametrize(
-    "lease",
+    "liveness",
     [
         "", "kvdepot-card-", "kvdepot-card-nobody", "../../etc/passwd", "kvdepot-card-../../../etc/passwd",
         "kvdepot-card-a/b", "kvdepot-card-" + "x" * 300, "kvdepot-card-\0", "other",
     ],
 )  # fmt: skip
-def test_a_lease_that_is_none_is_refused(raw: Raw, lease: str) -> None:
-    assert isinstance(raw.introduce(lease, bytes(16)), errors.BadRequest)
+def test_a_liveness_that_is_none_is_refused(raw: Raw, liveness: str) -> None:
+    assert isinstance(raw.introduce(liveness, bytes(16)), errors.BadRequest)
     assert type(raw.ask(wire.Noop())) is errors.UnknownClient
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE])
-def test_a_lease_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) -> None:
+def test_a_liveness_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) -> None:
     path = SHM / f"kvdepot-card-{secrets.token_hex(8)}"
     path.write_bytes(bytes(size))
     try:

@@ -332,7 +332,7 @@ class Checks:
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
-        left = self.met.intersection(self.host.leases)
+        left = self.met.intersection(self.host.liveness_files)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
         assert not len(self.depot.sessions._waiting), "lookups that wait for stores, and nobody stores"

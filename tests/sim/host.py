@@ -32,8 +32,8 @@ LOST_S = DEADLINE_S + 15.0
 """The same where an answer was lost with a connection: a client that recovers may wait for it until its deadline."""
 
 
-class Lease:
-    """A client's lease: a page with a fence, and a lock that goes with its owner."""
+class LivenessFile:
+    """A client's liveness file: a page with a fence, and a lock that goes with its owner."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -42,10 +42,10 @@ class Lease:
         self.locked = True
 
 
-class ClientLease:
-    """The client's side of its lease, as shm.Lease."""
+class ClientLiveness:
+    """The client's side of its liveness file, as shm.LivenessFile."""
 
-    def __init__(self, host: Host, page: Lease) -> None:
+    def __init__(self, host: Host, page: LivenessFile) -> None:
         self._host = host
         self.page = page
         self.name = page.name
@@ -57,7 +57,7 @@ class ClientLease:
 
     def close(self) -> None:
         self.page.locked = False
-        self._host.leases.pop(self.name, None)
+        self._host.liveness_files.pop(self.name, None)
 
 
 class Watch:
@@ -98,8 +98,8 @@ class Client(MessageQueueClient):
         self.name = name
         self.server_url = "sim://"
         self.process = process
-        page = host.new_lease(f"card-{name}")
-        self.lease = ClientLease(host, page)  # type: ignore[assignment]
+        page = host.new_liveness(f"card-{name}")
+        self.liveness = ClientLiveness(host, page)  # type: ignore[assignment]
         self.chains = contract.Chains()
         self._closed = False
         self._inbox: list[bytes | bool] = []  # frames, and that the connection was made (True) or broke
@@ -225,9 +225,9 @@ class Client(MessageQueueClient):
 
     def gone(self) -> None:
         """The kernel's part when its process ends, and the end of a close."""
-        self.lease.page.locked = False
+        self.liveness.page.locked = False
         if self._closed:
-            self.lease.close()
+            self.liveness.close()
         self.link.close()
         if self in self.host.clients:
             self.host.clients.remove(self)
@@ -256,7 +256,7 @@ class Host:
     table_slots: int
     validate_every: int = 8
     files: dict[str, ArenaFile] = field(default_factory=dict)
-    leases: dict[str, Lease] = field(default_factory=dict)
+    liveness_files: dict[str, LivenessFile] = field(default_factory=dict)
     memories: dict[str, Memory] = field(default_factory=dict)
     truth: dict[tuple[bytes, bytes], tuple[Model, tuple[bytes, ...]]] = field(default_factory=dict)
     """(layout fingerprint, key) -> whose chunk it is, and the seeds of its blocks."""
@@ -293,10 +293,10 @@ class Host:
         spread = self.world.spread
         return spread(0.005, 1.0) if slow or self.copies_slow else spread(0.00002, 0.005)
 
-    def new_lease(self, name: str) -> Lease:
+    def new_liveness(self, name: str) -> LivenessFile:
         """A client's page, which it holds from now on."""
-        lease = self.leases[name] = Lease(name)
-        return lease
+        liveness = self.liveness_files[name] = LivenessFile(name)
+        return liveness
 
     def start_server(self) -> None:
         if self.server is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvdepot.core.actions import Reply
-from kvdepot.core.clients import Client, NoLease
+from kvdepot.core.clients import AlwaysAlive, Client
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import NoRoom, Reserved
@@ -114,7 +114,7 @@ class Neighbours:
         cap = draw.randint(floor, pages) if draw.random() < 0.6 else 0
         quota = Quota(floor * PAGE, cap * PAGE, draw.choice([0.5, 1.0, 3.0])) if draw.random() < 0.9 else None
         try:
-            server.depot._set_quota(Client(b"", NoLease()), wire.SetQuota(neighbour.tenant, quota))
+            server.depot._set_quota(Client(b"", AlwaysAlive()), wire.SetQuota(neighbour.tenant, quota))
         except BadRequest:
             counters["quota_refused"] += 1  # the floors do not fit
             return
@@ -160,7 +160,9 @@ class Neighbours:
             name, "retain", f"model of {neighbour.tenant}", 1, 1, key, ttl_s=ttl_s, priority=draw.choice([20, 50])
         )
         try:
-            actions = server.depot.sessions.lease(Client(b"", NoLease(), neighbour.tenant), b"", request, server.now)
+            actions = server.depot.sessions.lease(
+                Client(b"", AlwaysAlive(), neighbour.tenant), b"", request, server.now
+            )
         except Busy:
             counters["lease_refused"] += 1
             return

@@ -64,7 +64,7 @@ class _Odd:
         self._number = 0
         self._seal: Seal | None = None
         self._heard: list[bytes] = []
-        self.lease = host.new_lease(f"lease-{name}")
+        self.liveness = host.new_liveness(f"liveness-{name}")
 
     def reply(self, frame: bytes) -> bool:
         """As Link.reply."""
@@ -72,7 +72,7 @@ class _Odd:
         return True
 
     def die(self) -> None:
-        self.lease.locked = False
+        self.liveness.locked = False
 
     def _ask(self, request: wire.Request, welcomed: Seal | None = None) -> Any:
         """The answer to a request, which comes at once. welcomed: what seals from this answer on."""
@@ -102,18 +102,18 @@ class _Odd:
         assert server is not None
         self._must_be_refused(wire.Noop(), UnknownClient)
         self._must_be_refused(wire.Prove(bytes(32)), UnknownClient)
-        others = [client for client in self._host.clients if client.lease.page.locked]
-        if others:  # a lease that somebody else holds, whose secret it cannot know
-            page = draw.choice(others).lease.page
+        others = [client for client in self._host.clients if client.liveness.page.locked]
+        if others:  # a liveness file that somebody else holds, whose secret it cannot know
+            page = draw.choice(others).liveness.page
             self._ask(Offer(page.name, bytes(16), is_sealed=False).hello)
             self._must_be_refused(wire.Prove(draw.randbytes(32)), BadRequest)
-        offer = Offer(self.lease.name, self.lease.secret, is_sealed=draw.random() < 0.5)
+        offer = Offer(self.liveness.name, self.liveness.secret, is_sealed=draw.random() < 0.5)
         self._ask(offer.hello)
         self._must_be_refused(wire.Prove(draw.randbytes(32)), BadRequest)
         prove, seal = offer.accept(wire_proof(self._ask(offer.hello)), server.boot, server.file.secret)
         welcome = self._ask(prove, welcomed=seal)
         assert not isinstance(welcome, KVDepotError), welcome
-        self._must_be_refused(Offer("another-lease", bytes(16), is_sealed=False).hello, BadRequest)
+        self._must_be_refused(Offer("another-liveness", bytes(16), is_sealed=False).hello, BadRequest)
         self._look_around()
         if self._host.config.max_rate == LOUD_RATE:
             self._flood()

@@ -31,7 +31,7 @@ from kvdepot.testing.simulation import Link
 from kvdepot.tiers.worker import Erase, Erased, Load, Save, TierTask
 from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
-from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
+from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 from tests.sim.waits import Waits
 
@@ -92,7 +92,7 @@ class Server(Checks, Harness):
         tiers = [tier_worker.store.config for tier_worker in self.tier_workers]
         Harness.__init__(
             self, config, index, self._map, tiers, boot=self.boot, arena=self.file,
-            open_lease=lambda name: LeaseView(self.host, name), tenant=lambda user: user,
+            open_liveness=lambda name: LivenessView(self.host, name), tenant=lambda user: user,
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
         self.now = self.world.now
@@ -101,9 +101,9 @@ class Server(Checks, Harness):
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
-        self.met: set[str] = set()  # leases that have said hello
-        for name in [name for name, lease in self.host.leases.items() if not lease.locked]:
-            del self.host.leases[name]  # as shm.sweep_cards
+        self.met: set[str] = set()  # clients that have said hello
+        for name in [name for name, liveness in self.host.liveness_files.items() if not liveness.locked]:
+            del self.host.liveness_files[name]  # as shm.sweep_liveness_files
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
@@ -426,7 +426,7 @@ class Server(Checks, Harness):
         elif isinstance(value, wire.Welcome):
             client = self.depot.client(reply.client)
             assert client is not None
-            self.met.add(client.lease.name)
+            self.met.add(client.liveness.name)
         if not link.reply(frame):
             self.world.counters["replies_without_connection"] += 1
 

@@ -1,4 +1,4 @@
-"""What a simulated server has in shared memory: the arena's file, engines' tensors and leases; and its index."""
+"""What a simulated server has in shared memory: its arena, engines' tensors and liveness files; and its index."""
 
 from __future__ import annotations
 
@@ -69,31 +69,31 @@ class SimMapped(HostTensors):
         super().close()
 
 
-class LeaseView:
-    """The server's side of a lease."""
+class LivenessView:
+    """The server's side of a liveness file."""
 
     def __init__(self, host: Host, name: str) -> None:
-        found = host.leases.get(name)
+        found = host.liveness_files.get(name)
         if found is None:
             raise LayoutError(f"shared memory {name} cannot be opened")
-        self.lease = found
+        self.liveness = found
         self._host = host
         self._closed = False
 
     @property
     def fence(self) -> int:
-        return 2**64 - 1 if self._closed else self.lease.fence
+        return 2**64 - 1 if self._closed else self.liveness.fence
 
     @property
     def name(self) -> str:
-        return self.lease.name
+        return self.liveness.name
 
     @property
     def secret(self) -> bytes:
-        return self.lease.secret
+        return self.liveness.secret
 
     def is_alive(self) -> bool:
-        return self.lease.locked
+        return self.liveness.locked
 
     def has_left(self) -> bool:
         return False
@@ -101,7 +101,7 @@ class LeaseView:
     def close(self, remove: bool) -> None:
         self._closed = True
         if remove:
-            self._host.leases.pop(self.lease.name, None)
+            self._host.liveness_files.pop(self.liveness.name, None)
 
 
 class SealedIndex(Index):

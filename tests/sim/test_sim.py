@@ -99,7 +99,9 @@ def shows_every_tenant_everything(patch: Patch) -> None:
 
 
 def _as_one_tenant(welcome: Any) -> Any:
-    return lambda self, identity, lease, user="", tenant="", seal=None: welcome(self, identity, lease, user, "", seal)
+    return lambda self, identity, liveness, user="", tenant="", seal=None: welcome(
+        self, identity, liveness, user, "", seal
+    )
 
 
 @breaks(5)

@@ -39,7 +39,7 @@ def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address
     eventually(web.is_well)
     assert second != first
     assert works(web.depot)
-    assert "the web process ended with status -9" in web.depot.logged()
+    eventually(lambda: "the web process ended with status -9" in web.depot.logged())
 
 
 def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
@@ -56,8 +56,8 @@ def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
     second = eventually(lambda: web.child() not in (0, first) and web.child())
     eventually(web.is_well)
     assert second != first
-    assert "in hang" in web.depot.logged()
-    assert "the web process ended with status 1" in web.depot.logged()
+    eventually(lambda: "in hang" in web.depot.logged())
+    eventually(lambda: "the web process ended with status 1" in web.depot.logged())
     assert works(web.depot)
 
 

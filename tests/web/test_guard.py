@@ -117,7 +117,7 @@ def test_a_probe_tells_a_stranger_no_path(start_depot: StartDepot) -> None:
 
 
 def test_the_log_says_when_other_hosts_can_reach_it(web: Web, public: Web) -> None:
-    assert "other hosts can reach HTTP" in public.depot.logged()
+    eventually(lambda: "other hosts can reach HTTP" in public.depot.logged())
     assert "other hosts" not in web.depot.logged()
 
 

@@ -105,7 +105,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
                 arena[at] ^= 0xFF
                 at = arena.find(engine.cache[0].numpy().tobytes(), at + 1)
         assert engine.retrieve(prompt(100, 1), BLOCKS[PER_CHUNK:])
-        engine.worker.mq_client.lease.raise_fence(1 << 60)
+        engine.worker.mq_client.liveness.raise_fence(1 << 60)
         engine.store(prompt(300, 1), BLOCKS[:PER_CHUNK])
         told = fresh(web)
         assert told["retrieve_misses_total"] == 2
@@ -146,7 +146,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         before = fresh(web)
         assert (before["saved_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
         admin.forget(person, engine.model, "")
-        engine.worker.mq_client.lease.close()
+        engine.worker.mq_client.liveness.close()
         other = Engine(depot, BLOCK_BYTES)
         other.store(prompt(1), BLOCKS)
         person.ask(wire.Clear(other.model)).result(10.0)

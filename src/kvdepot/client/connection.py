@@ -85,14 +85,14 @@ class Connection:
     def __init__(
         self,
         url: str,
-        lease: str,
+        liveness: str,
         send: Callable[[bytes], bool],
         watch: Callable[[str, bytes], Watch],
         clock: Callable[[], float],
         secret: bytes = b"",
         others_between: Callable[[], bool] = bool,
     ) -> None:
-        """lease, secret: name and secret of the client's lease (memory/shm.py).
+        """liveness file, secret: name and secret of the client's liveness file (memory/shm.py).
 
         send: sends a frame; False where there is no connection. watch: opens a Watch of an arena and incarnation, or
         raises a KVDepotError. others_between: called at each hello: whether another user's process could be in between.
@@ -106,7 +106,7 @@ class Connection:
         self._url = url
         self._send = send
         self._clock = clock
-        self._handshake = Handshake(url, lease, secret, watch, others_between)
+        self._handshake = Handshake(url, liveness, secret, watch, others_between)
         self._servers = Servers(clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}

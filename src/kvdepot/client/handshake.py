@@ -24,7 +24,7 @@ class Handshake:
     def __init__(
         self,
         url: str,
-        lease: str,
+        liveness: str,
         secret: bytes,
         watch: Callable[[str, bytes], Watch],
         others_between: Callable[[], bool],
@@ -32,16 +32,16 @@ class Handshake:
         """The arguments are those of Connection."""
         self.proved: Server | None = None  # has proved itself, but has not welcomed us yet
         self._url = url
-        self._lease = lease
+        self._liveness = liveness
         self._secret = secret
         self._open_watch = watch
         self._others_between = others_between
-        self._offer = Offer(lease, secret, False)  # our last hello
+        self._offer = Offer(liveness, secret, False)  # our last hello
         self._seals: list[Seal] = []  # the first seals what we send; replies may still carry the one before
 
     def hello(self) -> wire.Hello:
         """Begin a handshake: its first message."""
-        self._offer = Offer(self._lease, self._secret, self._others_between())
+        self._offer = Offer(self._liveness, self._secret, self._others_between())
         return self._offer.hello
 
     def check(self, answer: object, incarnation: bytes) -> tuple[wire.Prove, Seal | None]:

@@ -24,7 +24,7 @@ from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connec
 from kvdepot.config import default_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Lease
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.curve import Key, read_client_key
@@ -159,7 +159,7 @@ class Client:
         _check_owner(server_url)
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
-        self.lease = Lease()
+        self.liveness = LivenessFile()
         self._lock = threading.RLock()
         self._closed = False
         self._socket = context.socket(zmq.DEALER)
@@ -175,7 +175,7 @@ class Client:
             self._monitor = Monitor(self._socket, _MADE | zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as exc:
             self._socket.close()
-            self.lease.close()
+            self.liveness.close()
             raise Unavailable(f"ZeroMQ cannot make a socket: {exc.strerror}") from exc
         self._fds = [cast(int, each.getsockopt(zmq.FD)) for each in (self._socket, self._monitor.socket)]
         self._has_events = select.poll()
@@ -185,12 +185,12 @@ class Client:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
             self._close_sockets()
-            self.lease.close()
+            self.liveness.close()
             raise Unavailable(f"invalid server address {server_url!r}: {exc.strerror}") from exc
         # CURVE authenticates each message itself.
         between = partial(_others_between, server_url) if keys is None else bool
         self._connection = Connection(
-            server_url, self.lease.name, self._send, Watch, time.monotonic, self.lease.secret, between
+            server_url, self.liveness.name, self._send, Watch, time.monotonic, self.liveness.secret, between
         )
 
     def __repr__(self) -> str:
@@ -347,7 +347,7 @@ class Client:
             self._closed = True
             self._connection.close()
             self._close_sockets()
-            self.lease.close()
+            self.liveness.close()
 
     def _close_sockets(self) -> None:
         self._monitor.close()

@@ -334,7 +334,7 @@ class WorkerClient:
         if not self.client.wait(lambda: all(each.done() for each in stores), timeout_s):
             given_up = [each for each in stores if not each.done()]
             self.counters["stores_given_up"] += len(given_up)
-            self.client.lease.raise_fence(self._last_ticket)
+            self.client.liveness.raise_fence(self._last_ticket)
             for each in given_up:
                 if each.futures is None:
                     each.fail(KVDepotError("its blocks were reused before its event happened"))

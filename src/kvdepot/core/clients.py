@@ -18,11 +18,11 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Client", "Idleness", "Instance", "Lease", "NoLease", "PendingLookup", "Session"]
+__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
 
 
-class Lease(Protocol):
-    """The part of a client's lease (shm.LeaseView) that the core uses."""
+class Liveness(Protocol):
+    """The part of a client's liveness file (shm.LivenessView) that the core uses."""
 
     @property
     def name(self) -> str: ...
@@ -44,8 +44,8 @@ class Lease(Protocol):
         """Close it; with `remove`, also remove its file."""
 
 
-class NoLease:
-    """The lease of the depot's internal client, which looks up what leases are for."""
+class AlwaysAlive:
+    """The liveness of the depot's internal client, which looks up what leases are for."""
 
     name = ""
     secret = b""
@@ -122,7 +122,7 @@ class Client:
     """One connection that has passed the handshake."""
 
     identity: bytes
-    lease: Lease
+    liveness: Liveness
     tenant: str = ""
     user: str = ""  # the user whose key its connection has; empty: the server has no keys
     seal: Seal | None = None  # of its messages, if they are sealed

@@ -1,8 +1,8 @@
 """Checks each message before the depot decides it (rate limit, seal, handshake, user), and encodes each reply.
 
 Called with wire frames by server/loop.py on the deciding thread, and in tests by testing/harness.py. No sockets or
-clocks; the arena, the leases and the tenants of users are injected. A client exists from its `Prove` until nobody holds
-its lease any longer; then all it holds is released.
+clocks; the arena, the liveness files and the tenants of users are injected. A client exists from its `Prove` until
+nobody holds its liveness file any longer; then all it holds is released.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.clients import Client, Lease
+from kvdepot.core.clients import Client, Liveness
 from kvdepot.core.depot import Depot
 from kvdepot.core.rates import Rates
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, UnknownClient, VersionMismatch
@@ -59,16 +59,16 @@ class Connections:
         depot: Depot,
         boot: bytes,
         arena: OwnArena,
-        open_lease: Callable[[str], Lease],
+        open_liveness: Callable[[str], Liveness],
         tenant: Callable[[str], str] = lambda user: "",
     ) -> None:
-        """boot: the incarnation's id, sent in every reply. open_lease: opens a lease by name; raises KVDepotError.
-        tenant: returns the tenant of a user."""
+        """boot: the incarnation's id, sent in every reply. open_liveness: opens a liveness file by name; raises
+        KVDepotError. tenant: returns the tenant of a user."""
         self._config = config
         self._depot = depot
         self._boot = boot
         self._arena = arena
-        self._open_lease = open_lease
+        self._open_liveness = open_liveness
         self._tenant = tenant
         self._rates = Rates(config.max_rate)
         self._challenges: dict[bytes, Challenge] = {}  # of clients between Hello and Prove
@@ -154,8 +154,8 @@ class Connections:
                 f"the server's arena {self._arena.path} was removed or replaced while it ran, so no client can "
                 "verify its identity: restart the server"
             )
-        if known is not None and hello.lease != known.lease.name:
-            raise BadRequest("this client is known under another lease")
+        if known is not None and hello.liveness != known.liveness.name:
+            raise BadRequest("this client is known under another liveness file")
         if self._must_seal and not hello.sealed:
             raise BadRequest("messages must be sealed because every user of this host can connect")
         challenge = Challenge(hello, self._boot, self._arena.name, self._arena.secret)
@@ -172,23 +172,23 @@ class Connections:
         if known is None:
             self._meet(identity, user, challenge, prove)
         else:
-            known.seal = challenge.check(prove, known.lease.secret)
+            known.seal = challenge.check(prove, known.liveness.secret)
         lookup_s = self._config.lookup_s if self._depot.tiering else 0.0
         return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s, self._config.wants_tokens)
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:
-        """Add a new client if it proves that it owns its lease. Raises KVDepotError, and then keeps nothing."""
-        if any(client.lease.name == challenge.lease for client in self._depot.clients):
-            raise BadRequest(f"lease {challenge.lease} belongs to another client")
-        lease = self._open_lease(challenge.lease)
+        """Add a new client if it proves that it owns its liveness file. Raises KVDepotError, and then keeps nothing."""
+        if any(client.liveness.name == challenge.liveness for client in self._depot.clients):
+            raise BadRequest(f"liveness file {challenge.liveness} belongs to another client")
+        liveness = self._open_liveness(challenge.liveness)
         try:
-            if not lease.is_alive():
-                raise BadRequest(f"the lock of lease {challenge.lease[:64]!r} is not held")
-            seal = challenge.check(prove, lease.secret)
-            self._depot.welcome(identity, lease, user, self._tenant(user), seal)
+            if not liveness.is_alive():
+                raise BadRequest(f"the lock of liveness file {challenge.liveness[:64]!r} is not held")
+            seal = challenge.check(prove, liveness.secret)
+            self._depot.welcome(identity, liveness, user, self._tenant(user), seal)
         except KVDepotError:
             self._depot.counters["hellos_refused"] += 1
-            lease.close(remove=False)
+            liveness.close(remove=False)
             raise
 
     # -- time and close
@@ -199,21 +199,21 @@ class Connections:
         return [*self._depot.tick(now, wall), *self.drop_dead()]
 
     def drop_dead(self) -> list[Action]:
-        """Remove clients whose lease is no longer held, and release what they hold."""
+        """Remove clients whose liveness file is no longer held, and release what they hold."""
         actions: list[Action] = []
-        for client in [client for client in self._depot.clients if not client.lease.is_alive()]:
+        for client in [client for client in self._depot.clients if not client.liveness.is_alive()]:
             level = logging.INFO if client.is_engine else logging.DEBUG  # probes connect every few seconds
             log.log(level, "client %s is gone", client.called, extra={"client": client.called})
-            actions += self._depot.died(client.identity, client.lease.has_left())
+            actions += self._depot.died(client.identity, client.liveness.has_left())
             self._depot.report.latencies.gone(client.identity)
             self._challenges.pop(client.identity, None)
-            client.lease.close(remove=True)
+            client.liveness.close(remove=True)
         return actions
 
     def close(self) -> None:
-        """Close all leases without removing their files."""
+        """Close all liveness files without removing their files."""
         for client in self._depot.clients:
-            client.lease.close(remove=False)
+            client.liveness.close(remove=False)
 
 
 def _open(client: Client | None, frame: bytes) -> tuple[bytes, wire.Request | ProtocolError]:

@@ -15,7 +15,7 @@ from typing import Any
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, check_salt, chunks_named
-from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
+from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
@@ -110,7 +110,7 @@ class Depot:
     # -- events
 
     def welcome(
-        self, identity: bytes, lease: Lease, user: str = "", tenant: str = "", seal: Seal | None = None
+        self, identity: bytes, liveness: Liveness, user: str = "", tenant: str = "", seal: Seal | None = None
     ) -> None:
         """Add a client that has passed the handshake; it can access only this tenant's chunks.
 
@@ -120,7 +120,7 @@ class Depot:
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
-        self._clients[identity] = Client(identity, lease, tenant, user, seal, self.now, self.now)
+        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now)
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""

@@ -14,7 +14,7 @@ import logging
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
-from kvdepot.core.clients import Client, NoLease, PendingLookup, Session
+from kvdepot.core.clients import AlwaysAlive, Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.coming import coming_part
 from kvdepot.core.index.index import Index
@@ -313,7 +313,7 @@ class Sessions:
                 self._counters["errors"] += 1
                 value = exc
             return [*gone, Reply(client.identity, number, value)]
-        keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
+        keeper = self._keepers.setdefault(client.tenant, Client(b"", AlwaysAlive(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
             request.salt, request.chunk_tokens,

@@ -15,7 +15,7 @@ import numpy as np
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_shards, check_source, check_targets
-from kvdepot.core.clients import Client, Instance, Lease
+from kvdepot.core.clients import Client, Instance, Liveness
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
@@ -132,7 +132,7 @@ class Transfers:
         if not pieces:
             _tell("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
-        return self._start(operation, pieces, client.lease, request.ticket)
+        return self._start(operation, pieces, client.liveness, request.ticket)
 
     def retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
         """Copy the chunks that are present into the engine's blocks; then reply with one bool per key.
@@ -186,7 +186,9 @@ class Transfers:
             )
         return instance
 
-    def _start(self, operation: _Operation, pieces: list[CopyPiece], lease: Lease | None, ticket: int) -> list[Action]:
+    def _start(
+        self, operation: _Operation, pieces: list[CopyPiece], liveness: Liveness | None, ticket: int
+    ) -> list[Action]:
         client, instance = operation.client, operation.instance
         assert instance.mapped is not None and len(pieces) == len(operation.chunks)
         client.queued += 1
@@ -199,7 +201,7 @@ class Transfers:
         whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):
             token = CopyToken(operation, first, min(first + step, len(pieces)))
-            fence = None if lease is None else partial(getattr, lease, "fence")
+            fence = None if liveness is None else partial(getattr, liveness, "fence")
             tasks.append(
                 Copy(token, operation.is_store, instance.mapped, pieces[first : token.end], fence, ticket, whole)
             )

@@ -1,17 +1,17 @@
 """Files in /dev/shm.
 
-Used by the server (arena, mapping clients' tensors) and the client (its lease). The owner of a file locks it as long as
-it lives (locks.py). A forked child inherits neither: a lease is held open by its mapping alone, which a fork does not
-inherit (MADV_DONTFORK), and a server's descriptors are closed in the processes that Python starts.
+Used by the server (arena, mapping clients' tensors) and the client (its liveness file). The owner of a file locks it as
+long as it lives (locks.py). A forked child inherits neither: a liveness file is held open by its mapping alone, which a
+fork does not inherit (MADV_DONTFORK), and a server's descriptors are closed in the processes that Python starts.
 
-A **lease** is a client's page of shared memory:
+A **liveness file** is a client's page of shared memory:
 
     offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
-    offset 8, 16 bytes   secret: the client of this lease must prove that it knows it (protocol/handshake.py)
+    offset 8, 16 bytes   secret: the client of this liveness file must prove that it knows it (protocol/handshake.py)
     offset 24, uint8     left: 1 once the client has closed its connection; stays 0 if it was killed or crashed
 
-Every user of the host can see the names of leases, but only the owner can read the page. So the secret proves that a
-client belongs to this user, even over a TCP port that any user can reach.
+Every user of the host can see the names of liveness files, but only the owner can read the page. So the secret proves
+that a client belongs to this user, even over a TCP port that any user can reach.
 
 A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads the
 fence after it has copied and before it seals, so a copy that is sealed ended before the fence was raised.
@@ -35,17 +35,17 @@ from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutErr
 __all__ = [
     "ARENA_MAGIC",
     "SHM",
-    "Lease",
-    "LeaseView",
+    "LivenessFile",
+    "LivenessView",
     "is_being_made",
     "map_shared",
     "populate",
-    "sweep_leases",
+    "sweep_liveness_files",
 ]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
-_LEASE = "kvdepot-card-"
+_LIVENESS = "kvdepot-card-"
 ARENA_MAGIC = b"kvdepot\0"
 """The first bytes of every arena (memory/arena_header.py)."""
 _SECRET = slice(8, 24)
@@ -97,11 +97,11 @@ def _failed(what: str, exc: OSError) -> KVDepotError:
 def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
     """Map `size` bytes of an engine's file, readable and writable. Returns mapping and descriptor; the caller closes.
 
-    Raises LayoutError if the file is smaller, or is an arena or a lease: a copy into those would overwrite kvdepot's
-    own state. Raises Busy if there are no free descriptors or address space.
+    Raises LayoutError if the file is smaller, or is an arena or a liveness file: a copy into those would overwrite
+    kvdepot's own state. Raises Busy if there are no free descriptors or address space.
     """
-    if _LEASE in name:
-        raise LayoutError(f"shared memory {name} is a client's lease, not KV tensors")
+    if _LIVENESS in name:
+        raise LayoutError(f"shared memory {name} is a client's liveness file, not KV tensors")
     fd = open_shared(name)
     try:
         actual = os.fstat(fd).st_size
@@ -145,7 +145,7 @@ def do_not_fork(address: int, size: int) -> None:
     _libc.madvise(address, size, _MADV_DONTFORK)
 
 
-class Lease:
+class LivenessFile:
     """The client's side: creates the page, holds its lock, raises the fence, and removes the page when closed.
 
     In a forked child it does nothing.
@@ -155,7 +155,7 @@ class Lease:
         """Raises ArenaError, and then leaves nothing behind."""
         self._owner = os.getpid()
         self._address = 0
-        self.name = f"{_LEASE}{os.urandom(8).hex()}"
+        self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
         hidden = path.with_name(f".{self.name}")  # until it is locked, so that nobody takes it for stale
@@ -171,7 +171,7 @@ class Lease:
             self._unmap()
             if fd >= 0:
                 hidden.unlink(missing_ok=True)
-            raise ArenaError(f"{SHM} cannot hold this client's lease: {exc}") from exc
+            raise ArenaError(f"{SHM} cannot hold this client's liveness file: {exc}") from exc
         finally:
             if fd >= 0:
                 os.close(fd)  # the mapping keeps the file open, and its lock
@@ -179,7 +179,7 @@ class Lease:
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
 
     def __repr__(self) -> str:
-        return f"<Lease {self.name}>"
+        return f"<LivenessFile {self.name}>"
 
     @staticmethod
     def _map(fd: int) -> int:
@@ -214,28 +214,28 @@ class Lease:
             self._unmap()
 
 
-class LeaseView:
-    """The server's side of a client's lease."""
+class LivenessView:
+    """The server's side of a client's liveness file."""
 
     def __init__(self, name: str) -> None:
-        if not name.startswith(_LEASE):
-            raise BadRequest(f"{name[:64]!r} is not the name of a client's lease")
+        if not name.startswith(_LIVENESS):
+            raise BadRequest(f"{name[:64]!r} is not the name of a client's liveness file")
         self.name = name
         self._fd = open_shared(name)
         try:
             if os.fstat(self._fd).st_size < mmap.PAGESIZE:
-                raise BadRequest(f"lease {name} is shorter than a page")
+                raise BadRequest(f"liveness file {name} is shorter than a page")
             self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         except OSError as exc:
             os.close(self._fd)
-            raise _failed(f"lease {name} cannot be mapped", exc) from exc
+            raise _failed(f"liveness file {name} cannot be mapped", exc) from exc
         except BadRequest:
             os.close(self._fd)
             raise
         self._fence = memoryview(self._page).cast("Q")
 
     def __repr__(self) -> str:
-        return f"<LeaseView {self.name}>"
+        return f"<LivenessView {self.name}>"
 
     @property
     def secret(self) -> bytes:
@@ -244,7 +244,7 @@ class LeaseView:
 
     @property
     def fence(self) -> int:
-        """Stores with a ticket up to this are void; all once the lease is closed, because its client is dead."""
+        """Stores with a ticket up to this are void; all once the file is closed, because its client is dead."""
         try:
             return self._fence[0]
         except ValueError:
@@ -285,10 +285,10 @@ def is_being_made(path: Path) -> bool:
     return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
 
 
-def sweep_leases() -> int:
-    """Remove leases of clients that died while no server watched them; returns how many. Keeps those of the living."""
+def sweep_liveness_files() -> int:
+    """Remove the liveness files of clients that died while no server watched them, and no others; returns how many."""
     removed = 0
-    for path in SHM.glob(f"*{_LEASE}*"):
+    for path in SHM.glob(f"*{_LIVENESS}*"):
         try:
             if is_being_made(path):
                 continue  # its owner is about to lock it, and would fail while we check the lock

@@ -7,20 +7,20 @@ port. An impostor as the server could make an engine decode anything; an imposto
 cache. TCP does not identify users, and ZeroMQ does not pass on the kernel's credentials of a unix socket's peer. The
 file system does identify users, on every transport: a file of mode 0600 in /dev/shm is readable by its owner alone (and
 by root, who can do anything). So each end keeps a secret in such a file, the server in its arena (new at each start),
-the client in its lease. The server proves that it can read its arena, the client that it can read both:
+the client in its liveness file. The server proves that it can read its arena, the client that it can read both:
 
     client                                     server
-    Hello(version, lease, nonce, sealed)   ->
+    Hello(version, liveness file, nonce, sealed)   ->
                                           <-   Proof(version, arena, nonce, mac)       mac: by the arena's secret
     opens the arena's file itself: a plain file of its own user that no other user can
     open, whose header has the boot id that answered, and whose lock is held
     Prove(mac)                            ->                                           mac: by both secrets
-                                               opens the lease: of its own user, lock held
+                                               opens the liveness file: of its own user, lock held
                                           <-   Welcome
 
 Both MACs are keyed BLAKE3 over all of `_Terms`: the fresh nonces of both ends (no proof can be replayed), the boot id,
 both names, and whether messages are sealed. No secret is ever sent. Before its second message the client has disclosed
-only the name of its lease, which every user can list.
+only the name of its liveness file, which every user can list.
 
 That alone would not stop a man in the middle who forwards the handshake to a real server and then forges answers, or
 who takes over the address when the server ends, to which ZeroMQ reconnects by itself. So where one is possible, both
@@ -69,7 +69,7 @@ class _Terms(msgspec.Struct, array_like=True, frozen=True):
     version: int
     boot: bytes
     arena: str
-    lease: str
+    liveness: str
     client_nonce: bytes
     server_nonce: bytes
     sealed: bool
@@ -82,16 +82,16 @@ def _mac(secret: bytes, purpose: bytes, terms: _Terms) -> bytes:
     return blake3(purpose + b"\0" + _encode(terms), key=secret).digest()
 
 
-def _session_key(arena_secret: bytes, lease_secret: bytes, terms: _Terms) -> bytes:
-    return blake3(b"session\0" + _encode([lease_secret, terms]), key=arena_secret).digest()
+def _session_key(arena_secret: bytes, liveness_secret: bytes, terms: _Terms) -> bytes:
+    return blake3(b"session\0" + _encode([liveness_secret, terms]), key=arena_secret).digest()
 
 
 class Offer:
     """The client's side of one handshake."""
 
-    def __init__(self, lease: str, lease_secret: bytes, is_sealed: bool) -> None:
-        self.hello = wire.Hello(wire.VERSION, lease, os.urandom(_NONCE_BYTES), is_sealed)
-        self._lease_secret = lease_secret
+    def __init__(self, liveness: str, liveness_secret: bytes, is_sealed: bool) -> None:
+        self.hello = wire.Hello(wire.VERSION, liveness, os.urandom(_NONCE_BYTES), is_sealed)
+        self._liveness_secret = liveness_secret
 
     def accept(self, proof: wire.Proof, boot: bytes, arena_secret: bytes) -> tuple[wire.Prove, Seal | None]:
         """Check the server's proof; returns our own, and the seal for further messages (None: they are not sealed).
@@ -100,12 +100,12 @@ class Offer:
         if the proof is wrong.
         """
         hello = self.hello
-        terms = _Terms(hello.version, boot, proof.arena, hello.lease, hello.nonce, proof.nonce, hello.sealed)
+        terms = _Terms(hello.version, boot, proof.arena, hello.liveness, hello.nonce, proof.nonce, hello.sealed)
         if len(arena_secret) != SECRET_BYTES or not any(arena_secret):
             raise Unavailable("its arena has no secret")
         if not compare_digest(proof.mac, _mac(arena_secret, b"server", terms)):
             raise Unavailable("it cannot read that arena")
-        key = _session_key(arena_secret, self._lease_secret, terms)
+        key = _session_key(arena_secret, self._liveness_secret, terms)
         return wire.Prove(_mac(key, b"client", terms)), Seal(key, is_server=False) if hello.sealed else None
 
 
@@ -113,20 +113,22 @@ class Challenge:
     """The server's side of one handshake, from `Hello` to `Prove`."""
 
     def __init__(self, hello: wire.Hello, boot: bytes, arena: str, arena_secret: bytes) -> None:
-        self.lease = hello.lease
+        self.liveness = hello.liveness
         self._secret = arena_secret
         nonce = os.urandom(_NONCE_BYTES)
-        self._terms = terms = _Terms(hello.version, boot, arena, hello.lease, hello.nonce, nonce, hello.sealed)
+        self._terms = terms = _Terms(hello.version, boot, arena, hello.liveness, hello.nonce, nonce, hello.sealed)
         self.proof = wire.Proof(wire.VERSION, arena, nonce, _mac(arena_secret, b"server", terms))
 
-    def check(self, prove: wire.Prove, lease_secret: bytes) -> Seal | None:
+    def check(self, prove: wire.Prove, liveness_secret: bytes) -> Seal | None:
         """Check the client's proof; returns the seal for further messages (None: they are not sealed).
 
         Raises BadRequest if the client cannot read both files.
         """
-        key = _session_key(self._secret, lease_secret, self._terms)
-        if not any(lease_secret) or not compare_digest(prove.mac, _mac(key, b"client", self._terms)):
-            raise BadRequest(f"this client has not proved that it knows the secret of lease {self.lease[:64]}")
+        key = _session_key(self._secret, liveness_secret, self._terms)
+        if not any(liveness_secret) or not compare_digest(prove.mac, _mac(key, b"client", self._terms)):
+            raise BadRequest(
+                f"this client has not proved that it knows the secret of liveness file {self.liveness[:64]}"
+            )
         return Seal(key, is_server=True) if self._terms.sealed else None
 
 

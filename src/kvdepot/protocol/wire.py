@@ -82,23 +82,24 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 
 
 class Hello(_Message, frozen=True):
-    """First message. `lease` is the client's liveness file (see memory/shm.py), `nonce` fresh random bytes.
+    """First message. liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes.
 
     sealed: whether messages after `Welcome` are sealed. Answer: `Proof` fields as a list. The version stays the
     first field in every version of the protocol.
     """
 
     version: int
-    lease: str
+    liveness: str
     nonce: bytes = b""
     sealed: bool = False
 
     def __repr__(self) -> str:
-        return f"Hello(version={self.version}, lease={self.lease!r}, sealed={self.sealed})"
+        return f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed})"
 
 
 class Prove(_Message, frozen=True):
-    """Second message: the client proves that it can read arena and lease. Answer: `Welcome` fields as a list."""
+    """Second message: the client proves that it can read the arena and its liveness file. Answer: `Welcome` fields as a
+    list."""
 
     mac: bytes
 

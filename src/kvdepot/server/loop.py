@@ -108,7 +108,7 @@ class Server:
                 is_tenant=self._listener.is_tenant,
             )  # fmt: skip
             self.connections = Connections(
-                config, self.depot, self.boot, self.arena, shm.LeaseView, self._listener.tenant
+                config, self.depot, self.boot, self.arena, shm.LivenessView, self._listener.tenant
             )
             closing.callback(self.connections.close)
             if self._feed is not None:
@@ -269,7 +269,7 @@ class Server:
         report.reach(*self._obstacle())
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
-            self._copier.submit(Call(None, shm.sweep_leases))
+            self._copier.submit(Call(None, shm.sweep_liveness_files))
         gc.collect(1)
 
     def _tick_feed(self, feed: Feed) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
-from kvdepot.core.clients import Lease
+from kvdepot.core.clients import Liveness
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
@@ -28,7 +28,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.tiers import TierConfig
 from kvdepot.tiers.worker import TierTask
 
-__all__ = ["ArenaName", "Harness", "PlainLease"]
+__all__ = ["ArenaName", "Harness", "PlainLiveness"]
 
 
 @dataclass
@@ -48,8 +48,8 @@ class ArenaName:
 
 
 @dataclass(eq=False)
-class PlainLease:
-    """A client's lease without a file; serves as both the client's and the server's end."""
+class PlainLiveness:
+    """A client's liveness file without a file; serves as both the client's and the server's end."""
 
     name: str
     secret: bytes = b"l" * 16
@@ -65,7 +65,7 @@ class PlainLease:
         return self.left
 
     def close(self, remove: bool) -> None:
-        self.fence = 2**64 - 1  # as shm.LeaseView: a closed lease voids every store
+        self.fence = 2**64 - 1  # as shm.LivenessView: a closed liveness file voids every store
         self.removed |= remove
 
 
@@ -81,19 +81,19 @@ class Harness:
         *,
         boot: bytes = b"\1" * wire.BOOT_BYTES,
         arena: OwnArena | None = None,
-        open_lease: Callable[[str], Lease] | None = None,
+        open_liveness: Callable[[str], Liveness] | None = None,
         tenant: Callable[[str], str] = lambda user: "",
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        """arena, open_lease: by default those of this file. For the other parameters, see Depot and Connections."""
+        """arena, open_liveness: by default those of this file. For the other parameters, see Depot and Connections."""
         self.index = index
         self.boot = boot
         self.arena_name = arena or ArenaName()
-        self.leases: dict[bytes, PlainLease] = {}  # of clients that `hello` admitted, by identity
+        self.liveness_files: dict[bytes, PlainLiveness] = {}  # of clients that `hello` admitted, by identity
         self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
         self.depot = Depot(config, index, map_layout, tiers, boot=boot, step_chunks=step_chunks)
         self.connections = Connections(
-            config, self.depot, boot, self.arena_name, open_lease or self._open_lease, tenant
+            config, self.depot, boot, self.arena_name, open_liveness or self._open_liveness, tenant
         )
         self.now = 0.0
         self.answers: dict[tuple[bytes, bytes], object] = {}  # by client and number
@@ -104,10 +104,10 @@ class Harness:
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
         self._numbers = itertools.count(1)
 
-    def _open_lease(self, name: str) -> Lease:
-        for lease in self.leases.values():
-            if lease.name == name:
-                return lease
+    def _open_liveness(self, name: str) -> Liveness:
+        for liveness in self.liveness_files.values():
+            if liveness.name == name:
+                return liveness
         raise LayoutError(f"shared memory {name} cannot be opened")
 
     # -- actions
@@ -189,23 +189,23 @@ class Harness:
         return identity, number.to_bytes(wire.ID_BYTES, "little")
 
     def hello(self, identity: bytes = b"one", user: str = "") -> bytes:
-        """Run a client's handshake, with its lease or a new one. Raises the error that the server replies.
+        """Run a client's handshake, with its liveness file or a new one. Raises the error that the server replies.
 
         user: the user whose key its connection has.
         """
         self.users[identity] = user
-        lease = self.leases.get(identity)
-        if lease is None:
-            lease = self.leases[identity] = PlainLease(f"lease {next(self._numbers)} of {identity!r}")
+        liveness = self.liveness_files.get(identity)
+        if liveness is None:
+            liveness = self.liveness_files[identity] = PlainLiveness(f"liveness {next(self._numbers)} of {identity!r}")
         try:
-            offer = Offer(lease.name, lease.secret, is_sealed=False)
+            offer = Offer(liveness.name, liveness.secret, is_sealed=False)
             proof = self._asked(identity, offer.hello)
             assert isinstance(proof, wire.Proof), f"{proof!r} is no proof"
             prove, _ = offer.accept(proof, self.boot, self.arena_name.secret)
             self._asked(identity, prove)
         except KVDepotError:
             if not self._lives(identity):
-                del self.leases[identity]
+                del self.liveness_files[identity]
             raise
         return identity
 
@@ -217,8 +217,8 @@ class Harness:
 
     def die(self, identity: bytes) -> None:
         """Let a client die, and the server notice."""
-        lease = self.leases.pop(identity, None)
-        if lease is not None:
-            lease.alive = False
+        liveness = self.liveness_files.pop(identity, None)
+        if liveness is not None:
+            liveness.alive = False
         self.act(self.connections.drop_dead())
         self._forget_dead()

@@ -124,7 +124,7 @@ class GuardedClient(MessageQueueClient):
         """
         if not self.wait(lambda: all(store.query() for store in self._stores), timeout_s):
             log.warning("stores were dropped: the server did not copy them within %g s", timeout_s)
-            self.lease.raise_fence(self._last_ticket)
+            self.liveness.raise_fence(self._last_ticket)
         self._stores.clear()
 
     def take_failed_blocks(self) -> set[int]:
