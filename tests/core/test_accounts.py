@@ -478,6 +478,24 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index.validate()
 
 
+def test_what_is_still_loaded_after_a_store_took_its_place_moves_with_its_salts_chunks() -> None:
+    house, x = House(16), TAGS[1]
+    loading = house.reserve("a", (1,), PAGE, is_load=True, tag=x).chunk.shards[0]
+    chunk = house.reserve("a", (1,), PAGE, tag=x).chunk
+    assert loading.state is State.REPLACED
+    for tag, used in ((x, [0, 2]), (b"", [0, 2, 0])):
+        house.index.set_quota("a", pages(), tag)
+        assert [account.used // PAGE for account in house.index.accounts.all()] == used
+    house.index.set_quota("a", None, x)
+    assert [account.used // PAGE for account in house.index.accounts.all()] == [0, 2]
+    house.index.remove(chunk, Reason.FAILED, 0)
+    house.index.set_quota("a", None)
+    house.index.validate()
+    house.index.give_back(chunk, loading)
+    assert house.index.accounts.rest.used == 0
+    house.index.validate()
+
+
 def test_tenants_and_salts_together_have_at_most_so_many_quotas() -> None:
     index = House(16).index
     for number in range(MOST_QUOTAS - 1):
@@ -538,8 +556,10 @@ def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
     chunk = house.store("a", tag=y, born=50)
     assert chunk is not None
     assert not house.index.is_too_old(chunk, 1) and house.index.is_too_old(chunk, 0)
+    assert [house.index.expire(wall) for wall in (99, 100)] == [0, 1]
+    house.store("a", tag=y, born=100)
     house.index.set_quota("a", None)
-    assert [house.index.expire(wall) for wall in (139, 140)] == [0, 1]
+    assert [house.index.expire(wall) for wall in (189, 190)] == [0, 1]
 
 
 @pytest.mark.parametrize("first", [None, Quota()])
