@@ -587,4 +587,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 class TestLeaseMachine(LeaseMachine.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

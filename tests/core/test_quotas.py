@@ -412,6 +412,27 @@ def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) ->
     assert desk.depot.leases.totals("")[0] == 1, "both no longer fit above the floors"
 
 
+def test_no_lease_of_another_account_ends_for_a_salts_lease(desk: Desk) -> None:
+    client, tag = engine(desk, ""), salt_tag("alice")
+    desk.ask(client, wire.SetQuota("", pages(2, 8), tag))
+    prompts = {"theirs": (10, b""), "first": (4, tag), "second": (4, tag)}
+    for name, (chunks, salt) in prompts.items():
+        request = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt)
+        assert desk.ask(client, wire.Store(1, 1, [request])) is True
+
+    def lease(name: str, ttl_s: int) -> object:
+        chunks, salt = prompts[name]
+        hashes = bytes(prompt(name, chunks).hashes)
+        return desk.ask(client, wire.Lease(name, "retain", "m", 1, PER_CHUNK, hashes, salt, ttl_s=ttl_s))
+
+    assert (lease("theirs", 50), lease("first", 0)) == (10, 4), "half of the salt's cap"
+    assert isinstance(lease("second", 0), Busy)
+    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
+    assert desk.ask(client, wire.EndLease("first")) is True
+    assert (lease("first", 50), lease("second", 0)) == (4, 4), "one of its own ends for it"
+    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
+
+
 def test_a_salts_chunks_have_its_quota_on_disk(on_disk: tuple[Host, Disk]) -> None:
     host, tier = on_disk
     tag = salt_tag("alice")

@@ -303,6 +303,26 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
     assert tier.usage().objects == 0 and tier.usage().counters["expired"] == 1 + 1
 
 
+def test_of_the_limits_of_tier_tenant_and_salt_the_shortest_applies(start: Callable[..., Disk]) -> None:
+    short, own = SALTS[1:]
+    tier = start(Rules())
+    for salt in SALTS:
+        for tenant in ("blue", "red"):
+            assert write(tier, tenant, 1, born=WALL, salt=salt)
+    quotas = {("blue", b""): on_disk(ttl_s=50), ("blue", own): on_disk(ttl_s=10), ("red", own): on_disk(ttl_s=90)}
+    rules = Rules.of(quotas, {short: 20}, 70)
+    left = []
+    for seconds in (9, 10, 19, 20, 49, 50, 69, 70):
+        enforce(tier, rules, WALL + seconds)
+        left.append(tier.usage().objects)
+    assert left == [6, 5, 5, 3, 3, 2, 2, 0]
+    assert write(tier, "blue", 2, born=WALL + 100, salt=own) and write(tier, "blue", 3, born=WALL + 100)
+    quotas["blue", own] = on_disk(ttl_s=60)
+    for seconds, count in ((149, 2), (150, 0)):
+        enforce(tier, Rules.of(quotas, {}, 0), WALL + seconds)
+        assert tier.usage().objects == count, "a tenant's limit also holds for its salt with a quota"
+
+
 def test_an_object_that_is_being_read_does_not_keep_an_account_above_its_cap(start: Callable[..., Disk]) -> None:
     tier = start(Rules())
     for number in range(6):
