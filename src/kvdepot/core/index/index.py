@@ -757,14 +757,15 @@ class Index:
     def _open(self, source: Account, tenant: str, tag: bytes, quota: Quota) -> None:
         """Open an account for chunks that belong to `source`."""
         salt, of_tenant = tenant_salt(tenant, tag), self._of_tenant(tenant)
-        all_own = [chunk for chunk in _all_chunks(of_tenant) if not tag or chunk.salt == salt]
-        own = [chunk for chunk in all_own if chunk.account is source]
+        named = [chunk for chunk in _all_chunks(of_tenant) if not tag or chunk.salt == salt]
+        own = [chunk for chunk in named if chunk.account is source]
+        aging = [chunk for chunk in named if chunk.account is not source] if quota.ttl_s else []  # in salts' accounts
         left: list[Chunk] = []
         if own:  # a queue cannot give up chunks that are still there, so those that stay get a new one
             moved = set(map(id, own))
             there = self.namespaces.all() if source is self.accounts.rest else of_tenant
             left = [each for each in _all_chunks(there) if each.account is source and id(each) not in moved]
-        _refuse_many(len(all_own) + len(left))
+        _refuse_many(len(own) + len(left) + len(aging))
         self._spared.put_all_back()
         new = self.accounts.open(tenant, tag, quota)
         self._move(own, source, new, new, of_tenant)
@@ -772,8 +773,7 @@ class Index:
             self.accounts.renew(source)
         self._queue(own)
         self._queue(left)
-        if quota.ttl_s:
-            _note_all(new.ages, [chunk for chunk in all_own if chunk.account is not new])
+        _note_all(new.ages, aging)
 
     def _close(self, account: Account) -> None:
         """Move an account's chunks to the one that they would belong to without it, and remove it."""
