@@ -14,6 +14,7 @@ from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
+from kvdepot.tiers.format import tenant_prefix
 
 GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
@@ -367,7 +368,35 @@ def test_salts_are_tables_of_the_file_and_are_not_shown(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, "[salts.hush]\nttl_s = 60\n[salts.'with a blank']\nttl_s = 5"), environ={})
     assert loaded.salt_ttls == {salt_tag("hush"): 60, salt_tag("with a blank"): 5}
     assert "hush" not in repr(loaded) and "'ttl_s': 60" in repr(loaded)
-    assert load(environ={"KVDEPOT_SALTS": "hush"}).salts == {}
+    assert load(environ={"KVDEPOT_SALTS": "hush"}).salts == {} and loaded.quotas == {}
+
+
+def test_a_salt_with_more_than_a_time_to_live_has_a_quota_of_one_tenant(tmp_path: Path) -> None:
+    text = """
+        [tenants.blue]
+        floor_gib = 1
+        [salts.alice]
+        cap_gib = "512MiB"
+        ttl_s = 60
+        [salts.bob]
+        tenant = "blue"
+        disk_cap_gib = 2
+        [salts.hush]
+        ttl_s = 5
+        [salts.own]
+        tenant = ""
+    """
+    loaded = load(write(tmp_path, text), environ={})
+    assert loaded.quotas == {
+        ("blue", b""): Quota(1 << 30),
+        ("", salt_tag("alice")): Quota(0, 1 << 29, 1.0, 60),
+        ("blue", salt_tag("bob")): Quota(0, 0, 1.0, 0, 0, 2 << 30),
+        ("", salt_tag("own")): Quota(),
+    }
+    assert loaded.salt_ttls == {salt_tag("hush"): 5}
+    own = f"{salt_tag('alice').hex()}/{tenant_prefix('')}"
+    assert loaded.rules.quotas[own].ttl_s == 60 and len(loaded.rules.quotas) == 4
+    assert not any(salt in repr(loaded) for salt in ("alice", "bob", "hush"))
 
 
 @pytest.mark.parametrize(
@@ -384,9 +413,9 @@ def test_salts_are_tables_of_the_file_and_are_not_shown(tmp_path: Path) -> None:
         ("[tenants.blue]\nweight = nan", "tenants.blue.weight: "),
         ("[tenants.blue]\nttl_s = 1.5", "tenants.blue.ttl_s: "),
         ("salts = 3", "salts: 3 is not a table: write [salts.NAME]"),
-        ("[salts.hush]", "salts.hush.ttl_s: must be given"),
-        ("[salts.hush]\nttl_s = 0", "salts.hush.ttl_s: 0 is out of range"),
-        ("[salts.hush]\ncap_gib = 1\nttl_s = 2", "salts.hush.cap_gib: "),
+        ("[salts.hush]", "salts.hush: it says nothing: give ttl_s, or a quota"),
+        ("[salts.hush]\nttl_s = -1", "salts.hush.ttl_s: -1 is out of range"),
+        ("[salts.hush]\ncap_gib = 1\nfloor_gib = 2", "salts.hush.cap_gib: 1 is below floor_gib, 2"),
         ("[salts.'']\nttl_s = 1", "salts: a salt has at least one character"),
         ("\n".join(f"[salts.s{number}]\nttl_s = 1" for number in range(65)), "salts: 65 tables"),
     ],

@@ -31,6 +31,7 @@ from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, Un
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.cli.command import keygen, run
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -791,6 +792,12 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
             (8 << 20, 32 << 20, 2.5)
         ]
         assert "32 MiB" in run("quota", "--url", server.url).stdout
+        salts = json.loads(run("quota", "blue", "--salt", "alice", "--floor", "1MiB", *where).stdout)
+        tag = salt_tag("alice").hex()[:16]
+        assert [(each["tenant"], each["salt"], each["floor_bytes"]) for each in salts] == [("blue", tag, 1 << 20)]
+        assert tag in run("quota", "--url", server.url).stdout
+        assert run("quota", "--floor", "1MiB", *where).returncode == 2
+        assert json.loads(run("quota", "blue", "--salt", "alice", "--remove", *where).stdout) == []
         assert json.loads(run("quota", "blue", "--remove", *where).stdout) == []
         assert server.status()["tenants"] == [] and of_blue.hits(tokens) == CHUNK
     finally:
@@ -802,7 +809,9 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
     [
         ("[tenants.green]", True, "tenants.green: no client has this tenant"),
         ("[tenants.blue]", False, "tenants.blue: no client has this tenant, because clients need no keys"),
-        ("[tenants.blue]\nfloor_gib = 1", True, "tenants.blue: the floors of all tenants together"),
+        ("[tenants.blue]\nfloor_gib = 1", True, "tenants.blue: all floors together"),
+        ("[salts.alice]\ntenant = 'green'", True, f"quota of salt {salt_tag('alice').hex()[:16]} of green: no client"),
+        ("[salts.alice]\nfloor_gib = 1", False, "of clients without a tenant: all floors together"),
     ],
 )
 def test_a_server_does_not_start_with_quotas_that_cannot_hold(
@@ -813,4 +822,4 @@ def test_a_server_does_not_start_with_quotas_that_cannot_hold(
     ended = run("serve", "--config", settings, *(["--keys", keys] if has_keys else []), "--url", f"ipc://{keys}/d.sock",
                 "--arena-gib", "0.01", "--arena-name", f"kvdepot-test-{secrets.token_hex(6)}")  # fmt: skip
     assert ended.returncode == 2
-    assert said in ended.stderr
+    assert said in ended.stderr and "alice" not in ended.stderr

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
-from kvdepot.protocol.keys import salt_tag
+from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.rules import Rules
@@ -29,7 +29,7 @@ from kvdepot.values import explain, in_units, suggestion
 __all__ = [
     "ONLY_IN_FILE",
     "Config",
-    "Expiry",
+    "SaltShare",
     "Share",
     "default_key",
     "default_url",
@@ -118,12 +118,23 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Quota(*memory, self.weight, self.ttl_s, *disk)
 
 
-class Expiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When chunks of requests with one cache salt expire: a table `[salts.SALT]` of the file."""
+class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
+    """What requests with one cache salt get: a table `[salts.SALT]` of the file. With `ttl_s` alone it holds for
+    every tenant, without a quota.
+    """
 
-    ttl_s: Annotated[
-        int, Meta(ge=1, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
-    ]
+    tenant: Annotated[str | None, Meta(description="whose requests; without it, clients without a tenant")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.ttl_s or self.has_quota):
+            raise ValueError("it says nothing: give ttl_s, or a quota (with tenant, a floor, a cap or another weight)")
+
+    @property
+    def has_quota(self) -> bool:
+        """Whether it says more than `ttl_s`."""
+        fields = [each for each in msgspec.structs.fields(self) if each.name != "ttl_s"]
+        return any(getattr(self, each.name) != each.default for each in fields)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,7 +192,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "disk_floor_gib and disk_cap_gib"
         ),
     ] = {}
-    salts: Annotated[dict[str, Expiry], Meta(description="expiry by cache salt: tables [salts.SALT] with ttl_s")] = {}
+    salts: Annotated[
+        dict[str, SaltShare],
+        Meta(description="expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
+    ] = {}
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
@@ -265,12 +279,22 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def salt_ttls(self) -> dict[bytes, int]:
         """Seconds after which chunks expire, by the tag of their cache salt (`keys.salt_tag`), for every tenant."""
-        return {salt_tag(salt): each.ttl_s for salt, each in self.salts.items()}
+        return {salt_tag(salt): each.ttl_s for salt, each in self.salts.items() if not each.has_quota}
+
+    @property
+    def quotas(self) -> dict[tuple[str, bytes], Quota]:
+        """By tenant and tag of a cache salt (`keys.salt_tag`; empty: the tenant's)."""
+        tenants = {(tenant, b""): share.quota for tenant, share in self.tenants.items()}
+        salts = {
+            (share.tenant or "", salt_tag(salt)): share.quota for salt, share in self.salts.items() if share.has_quota
+        }
+        return tenants | salts
 
     @property
     def rules(self) -> Rules:
         """What tiers follow from the start. Local ones remove nothing because of its age until the core tells them."""
-        return Rules.of({tenant: share.quota for tenant, share in self.tenants.items()}, {}, self.ttl_s)
+        quotas = {(tenant, tenant_salt(tenant, tag)): quota for (tenant, tag), quota in self.quotas.items()}
+        return Rules.of(quotas, {}, self.ttl_s)
 
     @property
     def wants_tokens(self) -> bool:
@@ -369,7 +393,7 @@ def load_with_sources(
             merged[name] = urls.split()
     _refuse_unknown(source)
     merged = in_units(merged)
-    for name, kind in (("tenants", Share), ("salts", Expiry)):
+    for name, kind in (("tenants", Share), ("salts", SaltShare)):
         if name in merged:
             merged[name] = _tables(name, merged[name], kind, source[name])
     try:
@@ -438,5 +462,8 @@ def masked(config: Config) -> dict[str, object]:
     """The settings by name, for display; secrets in the URLs of tiers are shown as ***."""
     values = msgspec.structs.asdict(config)
     tenants = {name: msgspec.structs.asdict(share) for name, share in config.tenants.items()}
-    salts = {tag.hex(): {"ttl_s": ttl_s} for tag, ttl_s in config.salt_ttls.items()}  # users may keep salts secret
+    salts = {
+        salt_tag(salt).hex(): msgspec.structs.asdict(share) if share.has_quota else {"ttl_s": share.ttl_s}
+        for salt, share in config.salts.items()
+    }  # users may keep salts secret
     return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants, "salts": salts}

@@ -1,4 +1,4 @@
-"""Resetting an engine's cache: all chunks of its model are forgotten, or it learns that some may remain."""
+"""Administration by a client: an engine's cache is reset, prompts are dropped, leases are listed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.errors import BadRequest
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -98,5 +99,58 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
             depot.process.wait(HANG_S)
         assert admin.reset(client, "model@1") is False
         assert "chunks of model@1 may remain stored: kvdepot:" in caplog.text
+    finally:
+        client.close()
+
+
+def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
+    start_depot: StartDepot, tensors: Path, tmp_path: Path
+) -> None:
+    depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
+    client = MessageQueueClient(depot.url, depot.context)
+    try:
+        gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
+        eventually(lambda: objects(depot) == 2 * CHUNKS)
+        prompt = admin.make_prompt(client, [], gone, "model@1", "")
+        keys = [gone[start : start + HASH_BYTES].hex() for start in range(0, len(gone), HASH_BYTES)]
+
+        def on_disk() -> list[str]:
+            names = [path.name for path in (tmp_path / "tier").rglob("*")]
+            return [key for key in keys if any(name.startswith(key) for name in names)]
+
+        assert admin.drop(client, prompt, keep=2) == CHUNKS - 2
+        eventually(lambda: on_disk() == keys[:2])  # tiers follow after the answer
+        assert (found(client, "model@1", gone), found(client, "model@2", kept)) == (2, CHUNKS)
+        client.ask(wire.EndSession("model@1")).result(20.0)
+        assert admin.drop(client, prompt) == 2
+        eventually(lambda: not on_disk())
+        assert found(client, "model@1", gone) == 0
+        assert admin.drop(client, prompt) == 0, "nothing was there to be dropped"
+    finally:
+        client.close()
+
+
+def test_leases_are_listed_with_their_sums_until_and_after_they_end(start_depot: StartDepot, tensors: Path) -> None:
+    depot = start_depot()
+    client = MessageQueueClient(depot.url, depot.context)
+    try:
+        assert admin.leases(client) == ([], [])
+        hashes = fill(client, tensors, "model", 1)
+        prompt = admin.make_prompt(client, [], hashes, "model", "")
+        assert admin.lease(client, "kept", prompt, "retain", 600, 70) == CHUNKS
+        admin.lease(client, "going", prompt, "expire", 600)
+        receipts, sums = admin.leases(client)
+        shown = {each.name: (each.kind, each.chunks, each.priority, each.ended) for each in receipts}
+        assert shown["kept"] == ("retain", CHUNKS, 70, "")
+        assert shown["going"][0] == "expire" and shown["going"][3] == ""
+        held = {each.kind: (each.leases, each.bytes) for each in sums}
+        assert held["retain"] == (1, depot.status()["leased_bytes"]) and held["expire"] == (1, 0)
+        admin.end_lease(client, "kept", drops=True)
+        receipts, sums = admin.leases(client)
+        assert {each.name: each.ended for each in receipts} == {"kept": "released", "going": ""}
+        assert {each.kind: each.leases for each in sums} == {"retain": 0, "expire": 1}
+        eventually(lambda: depot.status()["chunks"] == 0)
+        with pytest.raises(BadRequest, match="no lease 'kept'"):
+            admin.end_lease(client, "kept")
     finally:
         client.close()

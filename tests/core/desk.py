@@ -13,7 +13,7 @@ from kvdepot.core.admission import stored_salts
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
-from kvdepot.eviction import Lru
+from kvdepot.eviction import POLICIES
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy, Mapped
@@ -60,10 +60,11 @@ class Desk(Harness):
         settings: dict[str, Any] | None = None,
         map_layout: Callable[[Layout], Mapped] | None = None,
         tiers: Sequence[TierConfig] = (),
+        policy: str = "lru",
     ) -> None:
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
         index = Index(
-            Allocator(0, pages * PAGE), Lru, ttl_s=config.ttl_s, chunk_tokens=config.chunk_size,
+            Allocator(0, pages * PAGE), POLICIES[policy], ttl_s=config.ttl_s, chunk_tokens=config.chunk_size,
             salt_ttls=stored_salts(config.salt_ttls, ["blue", "red"]),
         )  # fmt: skip
         self.mapped: list[Tensors] = []

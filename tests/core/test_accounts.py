@@ -1,9 +1,10 @@
-"""Quotas of tenants: floors, caps and weights, compared with sums over all chunks; and chunks that change accounts."""
+"""Quotas of tenants and salts: floors, caps and weights, compared with sums over all chunks; changes of accounts."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections import Counter
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import settings
@@ -19,12 +20,19 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
+from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import MOST_QUOTAS, Quota
 from tests.core.shelf import key_of
 
 TENANTS = ["", "a", "b", "c"]
 SIZES = {"": 2 * PAGE, "a": PAGE, "b": 3 * PAGE - 1, "c": 2 * PAGE}
 """Bytes of a tenant's chunks."""
+TAGS = [b"", salt_tag("x"), salt_tag("y")]
+
+Owner: TypeAlias = tuple[str, bytes]
+"""A tenant and the tag of a salt, or no tag."""
+OWNERS: list[Owner] = [(tenant, tag) for tenant in TENANTS for tag in TAGS]
+OF_PATHS = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 
 
 def pages(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:
@@ -44,21 +52,23 @@ class House:
         namespace.live = 1
         return namespace
 
-    def reserve(self, tenant: str, path: tuple[int, ...], size: int, is_load: bool = False) -> Any:
+    def reserve(self, tenant: str, path: tuple[int, ...], size: int, is_load: bool = False, tag: bytes = b"") -> Any:
         parent = key_of(path[:-1]) if len(path) > 1 else b"root"
         namespace = self.namespaces[tenant]
         (outcome,) = self.index.reserve_missing(
-            namespace, 0, key_of(path), parent, len(path), size, wall=0, is_load=is_load
+            namespace, 0, key_of(path), parent, len(path), size, tenant_salt(tenant, tag), wall=0, is_load=is_load
         )
         return outcome
 
-    def store(self, tenant: str, path: tuple[int, ...] | None = None, size: int = PAGE) -> Chunk | None:
+    def store(
+        self, tenant: str, path: tuple[int, ...] | None = None, size: int = PAGE, tag: bytes = b"", born: int = 0
+    ) -> Chunk | None:
         """Store a chunk, by default one of a new prompt; None where there is no room."""
-        outcome = self.reserve(tenant, path or (1_000_000 + next(self._names),), size)
+        outcome = self.reserve(tenant, path or (1_000_000 + next(self._names),), size, tag=tag)
         if isinstance(outcome, NoRoom):
             return None
         chunk: Chunk = outcome.chunk
-        self.index.seal(chunk, 0)
+        self.index.seal(chunk, 0, born=born)
         return chunk
 
     def fill(self, *tenants: str, chunks: int = 100) -> None:
@@ -66,78 +76,90 @@ class House:
             for tenant in tenants:
                 assert self.store(tenant) is not None
 
-    def used(self, tenant: str) -> int:
-        """Pages of a tenant, counted by its chunks' extents."""
-        shards = [shard for chunk in self.namespaces[tenant].chunks.values() for shard in chunk.shards.values()]
-        return sum(size for shard in shards for _, size in shard.extents) // PAGE
+    def used(self, tenant: str, tag: bytes | None = None) -> int:
+        """Pages of a tenant, or of one salt of it, counted by its chunks' extents."""
+        salts = None if tag is None else tenant_salt(tenant, tag)
+        chunks = [each for each in self.namespaces[tenant].chunks.values() if salts in (None, each.salt)]
+        return sum(size for chunk in chunks for shard in chunk.shards.values() for _, size in shard.extents) // PAGE
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """Stores, loads, pins and changes of quotas by three tenants with a quota, or without, and one that has none."""
+    """Stores, loads, pins and changes of quotas by tenants and salts, with a quota or without.
+
+    A client may say another salt for a chunk than for the one before it. Nothing but its word says which salt it has.
+    """
 
     @initialize(capacity=st.integers(8, 40), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, capacity: int, policy: str) -> None:
         self.house = House(capacity, policy)
         self.capacity = capacity
         self.index = self.house.index
-        self.quotas: dict[str, Quota] = {}
-        self.over: dict[str, int] = {}  # tenants above a cap that was lowered, and the pages that they may have at most
+        self.quotas: dict[Owner, Quota] = {}
+        self.over: dict[Owner, int] = {}  # those above a cap that was lowered, and the pages that they may have at most
         self.open: list[Chunk] = []
         self.pins: list[list[Chunk]] = []
-        self.late: list[tuple[str, Any]] = []  # shards that a store replaced while they were being loaded
+        self.late: list[tuple[Owner, Chunk, Any]] = []  # shards that a store replaced while they were being loaded
 
-    def used(self) -> dict[str, int]:
-        """Pages by tenant, from the chunks, and from what is still being loaded although it was replaced."""
-        used = {tenant: self.house.used(tenant) for tenant in TENANTS}
-        for tenant, shard in self.late:
-            used[tenant] += sum(size for _, size in shard.extents) // PAGE
+    def account(self, owner: Owner) -> Owner:
+        """Whose quota an owner's chunks count for; ("", b""): nobody's."""
+        tenants = owner[0], b""
+        return owner if owner in self.quotas else tenants if tenants in self.quotas else ("", b"")
+
+    def owner_of(self, chunk: Chunk) -> Owner:
+        tenant = chunk.namespace.tenant
+        return next((tenant, tag) for tag in TAGS if tenant_salt(tenant, tag) == chunk.salt)
+
+    def used(self) -> Counter[Owner]:
+        """Pages by account, from the chunks, and from what is still being loaded although it was replaced."""
+        used: Counter[Owner] = Counter()
+        for owner in OWNERS:
+            used[self.account(owner)] += self.house.used(*owner)
+        for owner, _, shard in self.late:
+            used[self.account(owner)] += sum(size for _, size in shard.extents) // PAGE
         return used
 
-    @rule(
-        tenant=st.sampled_from(TENANTS),
-        path=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
-        is_load=st.booleans(),
-        seals=st.booleans(),
-    )
-    def store(self, tenant: str, path: tuple[int, ...], is_load: bool, seals: bool) -> None:
+    @rule(owner=st.sampled_from(OWNERS), path=OF_PATHS, is_load=st.booleans(), seals=st.booleans())
+    def store(self, owner: Owner, path: tuple[int, ...], is_load: bool, seals: bool) -> None:
+        tenant, tag = owner
         before, size = self.used(), SIZES[tenant]
         old = self.house.namespaces[tenant].chunks.get(key_of(path))
         loading = old.shards[0] if old is not None else None
-        outcome = self.house.reserve(tenant, path, size, is_load)
+        owner = owner if old is None else self.owner_of(old)
+        outcome = self.house.reserve(tenant, path, size, is_load, tag)
         after = self.used()
         if isinstance(outcome, Replaced):
             assert loading is not None and loading.state is State.REPLACED
-            self.late.append((tenant, loading))
+            self.late.append((owner, outcome.chunk, loading))
             after = self.used()
-        for other in self.quotas.keys() - {tenant}:
+        for other in self.quotas.keys() - {self.account(owner)}:
             floor = self.quotas[other].floor_bytes / PAGE
-            assert after[other] == before[other] or after[other] >= floor, f"{tenant} took {other} below its floor"
+            assert after[other] == before[other] or after[other] >= floor, f"{owner} took {other} below its floor"
         if isinstance(outcome, NoRoom):
-            self.check_refusal(tenant, path, -(-size // PAGE), outcome.is_capped)
+            self.check_refusal(owner, path, -(-size // PAGE), outcome.is_capped)
         if isinstance(outcome, Reserved):
             self.open.append(outcome.chunk)
             if seals:
                 self.seal(self.open.pop())
 
-    def check_refusal(self, tenant: str, path: tuple[int, ...], size: int, is_capped: bool) -> None:
+    def check_refusal(self, owner: Owner, path: tuple[int, ...], size: int, is_capped: bool) -> None:
         """A store is refused only if nothing may be evicted for it."""
-        used, index = self.used(), self.index
-        account = index.accounts.of(tenant)
-        cap = self.quotas.get(tenant, Quota()).cap_bytes / PAGE or self.capacity
-        assert is_capped == (used[tenant] + size > cap and cap < self.capacity)
-        if used[tenant] > cap or size > min(cap, self.capacity):
+        used, index, account = self.used(), self.index, self.account(owner)
+        cap = self.quotas.get(account, Quota()).cap_bytes / PAGE or self.capacity
+        assert is_capped == (used[account] + size > cap and cap < self.capacity)
+        if used[account] > cap or size > min(cap, self.capacity):
             return
-        needed = self.house.namespaces[tenant].chunks.get(key_of(path[:-1]))
+        needed = self.house.namespaces[owner[0]].chunks.get(key_of(path[:-1]))
         evictable = [
             chunk
             for namespace in index.namespaces.all()
             for chunk in namespace.chunks.values()
             if is_evictable(chunk) and chunk is not needed
         ]
-        assert not any(chunk.namespace.account is account for chunk in evictable)
+        assert not any(self.account(self.owner_of(chunk)) == account for chunk in evictable)
         for chunk in [] if is_capped else evictable:
-            floor = self.quotas[chunk.namespace.tenant].floor_bytes / PAGE if chunk.namespace.tenant else 0
-            assert used[chunk.namespace.tenant] - chunk.bytes // PAGE < floor, "somebody could have spared a chunk"
+            other = self.account(self.owner_of(chunk))
+            floor = self.quotas.get(other, Quota()).floor_bytes / PAGE
+            assert used[other] - chunk.bytes // PAGE < floor, "somebody could have spared a chunk"
 
     def seal(self, chunk: Chunk) -> None:
         self.index.seal(chunk, 0)
@@ -154,10 +176,10 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule()
     def end_a_load_that_was_replaced(self) -> None:
-        tenant, shard = self.late.pop()
-        self.index.give_back(self.house.namespaces[tenant], shard)
+        _, chunk, shard = self.late.pop()
+        self.index.give_back(chunk, shard)
 
-    @rule(tenant=st.sampled_from(TENANTS), path=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple))
+    @rule(tenant=st.sampled_from(TENANTS), path=OF_PATHS)
     def pin(self, tenant: str, path: tuple[int, ...]) -> None:
         hashes = b"".join(key_of(path[: i + 1]) for i in range(len(path)))
         chunks = self.index.match(self.house.namespaces[tenant], hashes).chunks
@@ -170,37 +192,41 @@ class QuotaMachine(RuleBasedStateMachine):
         self.index.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
 
     @rule(
-        tenant=st.sampled_from(TENANTS[1:]),
+        owner=st.sampled_from(OWNERS[1:]),
         floor=st.integers(0, 12),
         cap=st.integers(0, 30),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
     )
-    def set_a_quota(self, tenant: str, floor: int, cap: int, weight: float) -> None:
-        quota = pages(floor, cap, weight)
-        floors = floor + sum(each.floor_bytes // PAGE for name, each in self.quotas.items() if name != tenant)
+    def set_a_quota(self, owner: Owner, floor: int, cap: int, weight: float) -> None:
+        (tenant, tag), quota = owner, pages(floor, cap, weight)
+        floors = floor + sum(each.floor_bytes // PAGE for name, each in self.quotas.items() if name != owner)
         if (cap and cap < floor) or floors > self.capacity:
             with pytest.raises(BadRequest):
-                self.index.set_quota(tenant, quota)
+                self.index.set_quota(tenant, quota, tag)
             return
-        self.index.set_quota(tenant, quota)
-        self.quotas[tenant] = quota
-        self.over[tenant] = self.used()[tenant]
+        self.index.set_quota(tenant, quota, tag)
+        self.quotas[owner] = quota
+        self.over[owner] = self.used()[owner]
 
-    @rule(tenant=st.sampled_from(TENANTS[1:]))
-    def end_a_quota(self, tenant: str) -> None:
-        self.index.set_quota(tenant, None)
-        self.quotas.pop(tenant, None)
-        self.over.pop(tenant, None)
+    @rule(owner=st.sampled_from(OWNERS[1:]))
+    def end_a_quota(self, owner: Owner) -> None:
+        tenant, tag = owner
+        self.index.set_quota(tenant, None, tag)
+        self.quotas.pop(owner, None)
+        self.over.pop(owner, None)
+        if (tenant, b"") in self.quotas:  # a salt's chunks may be too many for their tenant's cap
+            self.over[tenant, b""] = self.used()[tenant, b""]
 
     @rule(most=st.integers(1, 4))
     def trim(self, most: int) -> None:
         before = self.index.evicted
         goes_on = self.index.trim(most)
         assert self.index.evicted - before <= most
-        for tenant, quota in self.quotas.items() if not goes_on else ():
-            if quota.cap_bytes and self.used()[tenant] * PAGE > quota.cap_bytes:
-                chunks = self.house.namespaces[tenant].chunks.values()
-                assert not any(map(is_evictable, chunks)), "a tenant is above its cap, and its chunks could go"
+        for owner, quota in self.quotas.items() if not goes_on else ():
+            if quota.cap_bytes and self.used()[owner] * PAGE > quota.cap_bytes:
+                chunks = self.house.namespaces[owner[0]].chunks.values()
+                own = [chunk for chunk in chunks if self.account(self.owner_of(chunk)) == owner]
+                assert not any(map(is_evictable, own)), "somebody is above a cap, and the chunks could go"
 
     @invariant()
     def sums_agree_and_nobody_is_above_a_cap(self) -> None:
@@ -208,22 +234,22 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         used = self.used()
-        for tenant, quota in self.quotas.items():
-            assert self.index.accounts.of(tenant).used == used[tenant] * PAGE
+        for owner, quota in self.quotas.items():
+            tenant, tag = owner
+            assert self.index.accounts.of(tenant, tenant_salt(tenant, tag)).used == used[owner] * PAGE
             if quota.cap_bytes:
-                limit = max(quota.cap_bytes // PAGE, self.over[tenant])
-                assert used[tenant] <= limit, f"{tenant} has {used[tenant]} pages, and may have {limit}"
-                self.over[tenant] = used[tenant]
-        rest = sum(used[tenant] for tenant in TENANTS if tenant not in self.quotas)
-        assert self.index.accounts.rest.used == rest * PAGE
+                limit = max(quota.cap_bytes // PAGE, self.over[owner])
+                assert used[owner] <= limit, f"{owner} has {used[owner]} pages, and may have {limit}"
+                self.over[owner] = used[owner]
+        assert self.index.accounts.rest.used == used["", b""] * PAGE
 
     def teardown(self) -> None:
         for pins in getattr(self, "pins", []):
             self.index.release(pins)
         for chunk in getattr(self, "open", []):
             self.index.remove(chunk, Reason.FAILED, 0)
-        for tenant, shard in getattr(self, "late", []):
-            self.index.give_back(self.house.namespaces[tenant], shard)
+        for _, chunk, shard in getattr(self, "late", []):
+            self.index.give_back(chunk, shard)
         if hasattr(self, "index"):
             self.index.validate()
             assert not any(is_evictable(chunk) and not chunk.queued for n in self.index.namespaces.all()
@@ -410,6 +436,87 @@ def test_too_many_chunks_are_not_moved_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert house.index.accounts.of("a").quota == pages(1)
 
 
+# -- salts
+
+
+def test_a_salts_first_quota_moves_its_chunks_and_its_end_moves_them_back_to_their_tenant() -> None:
+    house = House(64)
+    x, y = TAGS[1:]
+    for tag in (x, y, b""):
+        for number in range(4):
+            house.store("a", (len(tag), number, tag[0] if tag else 0), tag=tag)
+            house.store("", (len(tag), number, tag[0] if tag else 0), tag=tag)
+    index = house.index
+    index.set_quota("a", pages(2))
+    index.set_quota("a", pages(3), x)
+    index.set_quota("", pages(1), y)
+    chunks = {(account.tenant, account.tag): account.chunks for account in index.accounts.all()}
+    assert chunks == {("", b""): 8, ("a", b""): 8, ("a", x): 4, ("", y): 4}
+    index.validate()
+    index.set_quota("a", None)
+    assert (index.accounts.rest.chunks, index.accounts.of("a", tenant_salt("a", x)).chunks) == (16, 4)
+    index.set_quota("a", pages(5))
+    index.set_quota("a", None, x)
+    assert index.accounts.of("a").chunks == 12
+    index.validate()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chain(policy: str) -> None:
+    table = memoryview(bytearray(256 * SLOT_BYTES))
+    house, x = House(16, policy, Records(table)), TAGS[1]
+    house.index.set_quota("a", pages(), x)
+    assert house.store("a", (1,)) is not None
+    other = house.store("a", (1, 2), tag=x)
+    assert other is not None and (other.parent, other.position) == (None, 0)
+    house.index.set_quota("a", pages(), TAGS[2])
+    for number in range(40):
+        house.store("a", (number, 3), tag=x)
+    house.index.validate()
+    index = Index(Allocator(0, 16 * PAGE), Lru, Records(table))
+    restore(index)
+    index.validate()
+
+
+def test_what_is_still_loaded_after_a_store_took_its_place_moves_with_its_salts_chunks() -> None:
+    house, x = House(16), TAGS[1]
+    loading = house.reserve("a", (1,), PAGE, is_load=True, tag=x).chunk.shards[0]
+    chunk = house.reserve("a", (1,), PAGE, tag=x).chunk
+    assert loading.state is State.REPLACED
+    for tag, used in ((x, [0, 2]), (b"", [0, 2, 0])):
+        house.index.set_quota("a", pages(), tag)
+        assert [account.used // PAGE for account in house.index.accounts.all()] == used
+    house.index.set_quota("a", None, x)
+    assert [account.used // PAGE for account in house.index.accounts.all()] == [0, 2]
+    house.index.remove(chunk, Reason.FAILED, 0)
+    house.index.set_quota("a", None)
+    house.index.validate()
+    house.index.give_back(chunk, loading)
+    assert house.index.accounts.rest.used == 0
+    house.index.validate()
+
+
+def test_tenants_and_salts_together_have_at_most_so_many_quotas() -> None:
+    index = House(16).index
+    for number in range(MOST_QUOTAS - 1):
+        index.set_quota("a", pages(), salt_tag(f"{number}"))
+    index.set_quota("a", pages())
+    for tenant, tag in (("b", b""), ("", salt_tag("more"))):
+        with pytest.raises(BadRequest, match=str(MOST_QUOTAS)):
+            index.set_quota(tenant, pages(), tag)
+
+
+def test_a_salt_without_chunks_gets_a_quota_beside_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MOST_MOVED", 3)
+    house = House(16)
+    house.fill("a", chunks=8)
+    house.index.set_quota("a", pages(1), TAGS[1])
+    house.store("a", tag=TAGS[2])
+    with pytest.raises(Busy):
+        house.index.set_quota("a", pages(1), TAGS[2])
+    house.index.validate()
+
+
 # -- expiry
 
 
@@ -435,6 +542,24 @@ def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> Non
     house.store("a")
     house.index.set_quota("a", None)
     assert house.index.expire(1000) == 0 and house.used("a") == 1
+
+
+def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
+    house = House(16, ttl_s=100)
+    x, y = TAGS[1:]
+    house.index.set_quota("a", pages(ttl_s=20), x)
+    house.index.set_quota("a", pages(ttl_s=90), y)
+    for tag in (x, y, b""):
+        house.store("a", tag=tag)
+    house.index.set_quota("a", pages(ttl_s=50))  # also for what is in the accounts of salts
+    assert [house.index.expire(wall) for wall in (19, 20, 49, 50)] == [0, 1, 0, 2]
+    chunk = house.store("a", tag=y, born=50)
+    assert chunk is not None
+    assert not house.index.is_too_old(chunk, 1) and house.index.is_too_old(chunk, 0)
+    assert [house.index.expire(wall) for wall in (99, 100)] == [0, 1]
+    house.store("a", tag=y, born=100)
+    house.index.set_quota("a", None)
+    assert [house.index.expire(wall) for wall in (189, 190)] == [0, 1]
 
 
 @pytest.mark.parametrize("first", [None, Quota()])
@@ -473,4 +598,21 @@ def test_a_restart_finds_each_chunk_in_its_tenants_account_and_trims_what_a_lowe
     assert index.trim(5) and index.accounts.of("a").chunks == 15
     assert not index.trim(100)
     assert [account.used // PAGE for account in index.accounts.all()] == [20, 8, 0]
+    index.validate()
+
+
+def test_a_restart_finds_each_chunk_in_its_salts_account() -> None:
+    table = memoryview(bytearray(256 * SLOT_BYTES))
+    house, tag = House(64, records=Records(table)), TAGS[1]
+    for _ in range(5):
+        for tenant in ("a", ""):
+            house.store(tenant, tag=tag)
+            house.store(tenant)
+    index = Index(Allocator(0, 64 * PAGE), Lru, Records(table))
+    index.set_quota("a", pages(cap=3), tag)
+    restore(index)
+    index.validate()
+    assert [account.chunks for account in index.accounts.all()] == [15, 5]
+    assert not index.trim(100)
+    assert [account.chunks for account in index.accounts.all()] == [15, 3]
     index.validate()

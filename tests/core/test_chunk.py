@@ -105,7 +105,7 @@ class States(RuleBasedStateMachine):
         self.index = self.shelf.index
         self.chain = keys("c", 3)
         self.open: dict[tuple[int, int], Chunk] = {}  # by number and rank: reservations that nobody has replaced
-        self.replaced: list[Shard] = []
+        self.replaced: list[tuple[Chunk, Shard]] = []
         self.held: list[Chunk] = []
         self.scopes: list[Any] = []
 
@@ -137,7 +137,7 @@ class States(RuleBasedStateMachine):
             return
         if isinstance(outcome, Replaced):
             assert shard is not None and shard.state is State.REPLACED
-            self.replaced.append(shard)
+            self.replaced.append((outcome.chunk, shard))
         assert outcome.chunk.shards[rank].state is (State.LOADING if is_load else State.RESERVED)
         self.open[number, rank] = outcome.chunk
 
@@ -219,10 +219,10 @@ class States(RuleBasedStateMachine):
     @precondition(lambda self: self.replaced)
     @rule()
     def give_back(self) -> None:
-        shard = self.replaced.pop()
-        self.index.give_back(self.shelf.namespace, shard)
+        chunk, shard = self.replaced.pop()
+        self.index.give_back(chunk, shard)
         with pytest.raises(IllegalTransition):
-            self.index.give_back(self.shelf.namespace, shard)
+            self.index.give_back(chunk, shard)
 
     @rule(end=st.integers(0, 3))
     def queries_change_nothing(self, end: int) -> None:
@@ -254,8 +254,8 @@ class States(RuleBasedStateMachine):
         self.index.release(self.held)
         for (_, rank), chunk in self.open.items():
             self.index.remove(chunk, Reason.FAILED, rank)
-        for shard in self.replaced:
-            self.index.give_back(self.shelf.namespace, shard)
+        for chunk, shard in self.replaced:
+            self.index.give_back(chunk, shard)
         for scope in self.scopes:
             self.index.end_removal(scope)
         while self.shelf.namespace.chunks:
@@ -302,7 +302,7 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
     loading = head.shards[1]
     reserve(first, 1)
     assert loading.state is State.REPLACED
-    index.give_back(namespace, loading)
+    index.give_back(head, loading)
     index.seal(head, 1)
     index.remove(reserve(first, 0, is_load=True), Reason.FAILED, 0)
     index.hold([head])

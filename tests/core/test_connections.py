@@ -165,6 +165,18 @@ def test_what_is_beyond_the_rate_is_refused_until_the_next_second_and_a_status_c
     assert not isinstance(ask(server, b"one", wire.Status()), KVDepotError)
 
 
+def test_a_list_of_leases_counts_by_their_number_and_can_always_be_asked_for() -> None:
+    for max_rate, served in ((1000, 1000 // (4 + 10)), (32, 3)):
+        server = harness(max_rate=max_rate)
+        for client in (b"one", b"two"):
+            server.hello(client)
+        for number in range(1000):
+            request = wire.Lease(f"{number}", "retain", "m", 1, 1, bytes(32))
+            assert server.depot.handle(b"one", b"", request) and len(server.depot.leases) == number + 1
+        answers = [ask(server, b"two", wire.Leases()) for _ in range(served + 1)]
+        assert [isinstance(answer, Busy) for answer in answers] == [False] * served + [True]
+
+
 def test_a_message_of_several_frames_or_too_many_bytes_is_refused_by_its_number(server: Harness) -> None:
     server.hello(b"one")
     frame = wire.encode_request(9, wire.Noop())

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvdepot.core.index.accounts import Account
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.tiering.erasing import DropToken, Erasures, Unsaved
+from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
+from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import KINDS
 from kvdepot.testing.faulty import MemoryTier
-from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, store
+from kvdepot.tiers import parse
+from kvdepot.tiers.worker import Erased
+from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, shards, store
 from tests.core.host import look, new_host
 from tests.core.test_quotas import engine, fill, pages
 
@@ -422,15 +430,42 @@ def test_a_tier_that_cannot_erase_is_counted() -> None:
     host.assert_quiet()
 
 
+def test_what_is_erased_at_once_is_bounded_by_objects_however_many_ranks_and_chunks_are_dropped() -> None:
+    tier = TierState(0, parse("redis://localhost:1"))
+    erasures = Erasures([tier])
+    namespace = Namespace(1, "", "m", 200, 1)
+    namespace.layouts = {rank: bytes(32) for rank in range(200)}
+    keys = [bytes([number]) * 32 for number in range(256)]
+    erasures.add(Unsaved(namespace, key, b"") for key in keys)
+    erases = erasures.dispatch()
+    assert [len(erase.names) for erase in erases] == [64] and not erasures.dispatch()
+    assert len(namespace.facts) == 64, "no names were made that are not needed yet"
+    names: list[str] = []
+    while erases:
+        (erase,) = erases
+        names += erase.names
+        assert len(erase.names) <= 64 and isinstance(erase.token, DropToken) and erasures
+        erases = erasures.ended(erase.token, Erased())
+    assert names == [facts_of(namespace, rank).name(b"", key) for key in keys for rank in range(200)]
+    assert not erasures
+
+
 # -- a machine against a plain model
 
 
 _TENANTS = ("blue", "red", "")
 _ARENA = 24
+_TAG = salt_tag("user")
+_QUOTAS = [("blue", b""), ("red", b""), ("blue", _TAG), ("", _TAG)]
+
+
+def salt_of(what: str) -> bytes:
+    """Half of the prompts have a salt."""
+    return _TAG if what in "cd" else b""
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Leases, stores and quotas of three tenants; the model knows names, chunks and ends."""
+    """Leases, stores and quotas of three tenants and a salt; the model knows names, chunks and ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,24 +474,32 @@ class LeaseMachine(RuleBasedStateMachine):
         self.desk.hello(b"admin")
         self.clients = {tenant: engine(self.desk, tenant) for tenant in _TENANTS}
         self.model: dict[tuple[str, str], tuple[str, int, float, int]] = {}  # prompt, chunks, end, priority
-        self.floors: dict[str, int] = {}
+        self.expiring: dict[tuple[str, str], int] = {}  # of those, the leases of kind expire: chunks of their prompts
+        self.floors: dict[tuple[str, bytes], int] = {}
+
+    def account(self, tenant: str, what: str) -> Account:
+        return self.desk.index.accounts.of(tenant, tenant_salt(tenant, salt_of(what)))
 
     @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("abcd"), chunks=st.integers(1, 6))
     def store(self, tenant: str, name: str, chunks: int) -> None:
-        self.desk.ask(self.clients[tenant], store(prompt(name, chunks)))
+        salted = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt_of(name))
+        self.desk.ask(self.clients[tenant], wire.Store(1, 1, [salted]))
         growing = [(key, each) for key, each in self.model.items() if key[0] == tenant and each[0] == name]
         for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
             gone = self.model.pop(key)
             grown = [each for other, each in growing if other != key and gone[3] <= each[3]]
             assert gone[2] < float("inf") and grown, "no lease that grew needed its room"
+            assert self.account(tenant, gone[0]) is self.account(tenant, name), "it gave up another account's room"
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
         chunks=st.integers(1, 6), ttl_s=st.sampled_from([0, 3, 50]), priority=st.sampled_from([0, 50, 100]),
+        kind=st.sampled_from(["retain", "retain", "expire"]),
     )  # fmt: skip
-    def lease(self, tenant: str, name: str, what: str, chunks: int, ttl_s: int, priority: int) -> None:
+    def lease(self, tenant: str, name: str, what: str, chunks: int, ttl_s: int, priority: int, kind: str) -> None:
         before = dict(self.model)
-        request = lease(prompt(what, chunks), name, ttl_s=ttl_s, priority=priority)
+        options = {"kind": kind, "ttl_s": ttl_s or (3 if kind == "expire" else 0), "priority": priority}
+        request = lease(prompt(what, chunks), name, salt=salt_of(what), **options)
         matched = has(self.desk, self.clients[tenant], prompt(what, chunks))
         answer = self.desk.ask(self.clients[tenant], request)
         there = names(self.desk, tenant) if tenant else self._names("")
@@ -464,11 +507,15 @@ class LeaseMachine(RuleBasedStateMachine):
             assert there == {key[1] for key in before if key[0] == tenant}, "a refused lease changes something"
             return
         assert answer == matched
-        end = self.desk.now + ttl_s if ttl_s else float("inf")
-        self.model[tenant, name] = (what, matched, end, priority)
+        end = self.desk.now + request.ttl_s if request.ttl_s else float("inf")
+        self.model[tenant, name] = (what, matched if kind == "retain" else 0, end, priority)
+        self.expiring.pop((tenant, name), None)
+        if kind == "expire":
+            self.expiring[tenant, name] = chunks
         for key in [key for key in self.model if key[0] == tenant and key[1] not in there]:
             gone = self.model.pop(key)
             assert gone[2] < float("inf") and gone[3] <= priority, "this lease need not make room"
+            assert self.account(tenant, gone[0]) is self.account(tenant, what), "it gave up another account's room"
 
     def _names(self, tenant: str) -> set[str]:
         return set(self.desk.depot.leases._by_tenant.get(tenant, {}))
@@ -481,17 +528,30 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 4))
     def wait(self, seconds: int) -> None:
         now = self.desk.now + seconds
+        over = [key for key in self.expiring if key in self.model and self.model[key][2] <= now]
+        expired = {(key[0], self.model[key][0], self.expiring.pop(key)) for key in over}
+        there = {each: has(self.desk, self.clients[each[0]], prompt(each[1], 6)) for each in expired}
         self.desk.tick(now, 1000.0 + now)
         self.desk.settle()
         self.model = {key: each for key, each in self.model.items() if each[2] > now}
+        for tenant, what, chunks in expired:
+            held = [
+                each.chunks
+                for each in self.desk.depot.leases._by_tenant.get(tenant, {}).values()
+                if bytes(each.keys())[:32] == bytes(prompt(what, 1).hashes) and each.holds
+            ]
+            left = has(self.desk, self.clients[tenant], prompt(what, 6))
+            if there[tenant, what, chunks] <= chunks:
+                assert left == max(held, default=0), "what has expired is gone, unless another lease holds it"
         for tenant in _TENANTS:  # those that nobody stored end after a minute
             for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
                 assert self.model.pop(key)[1] == 0
 
-    @rule(tenant=st.sampled_from(("blue", "red")), floor=st.sampled_from([0, 4, 8]), cap=st.sampled_from([0, 8, 16]))
-    def quota(self, tenant: str, floor: int, cap: int) -> None:
-        if self.desk.ask(b"admin", wire.SetQuota(tenant, pages(floor, cap))) is None:
-            self.floors[tenant] = floor
+    @rule(owner=st.sampled_from(_QUOTAS), floor=st.sampled_from([0, 4, 8, None]), cap=st.sampled_from([0, 8, 16]))
+    def quota(self, owner: tuple[str, bytes], floor: int | None, cap: int) -> None:
+        quota = None if floor is None else pages(floor, cap)
+        if self.desk.ask(b"admin", wire.SetQuota(owner[0], quota, owner[1])) is None:
+            self.floors[owner] = floor or 0
         for key in [key for key in self.model if key[1] not in self._names(key[0])]:
             del self.model[key]
 
@@ -499,11 +559,11 @@ class LeaseMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.desk.index.validate()
         leases, accounts = self.desk.depot.leases, self.desk.index.accounts
-        held: dict[str, int] = {}
+        held: dict[Account, int] = {}
         for (tenant, name), (what, chunks, _, _) in self.model.items():
             there = has(self.desk, self.clients[tenant], prompt(what, 6))
             assert there >= chunks, f"{name} of {tenant!r} leases {chunks} chunks, and {there} are there"
-            account = accounts.of(tenant).tenant
+            account = self.account(tenant, what)
             held[account] = held.get(account, 0) + leases._by_tenant[tenant][name].held
             assert leases._by_tenant[tenant][name].held >= chunks * PAGE
         assert {(t, n) for t, each in leases._by_tenant.items() for n in each} == set(self.model)
@@ -511,7 +571,7 @@ class LeaseMachine(RuleBasedStateMachine):
         floors = sum(self.floors.values()) * PAGE
         half = (_ARENA * PAGE - floors) // 2
         for account in accounts.all():
-            own = held.get(account.tenant, 0)
+            own = held.get(account, 0)
             floor = account.quota.floor_bytes
             assert own <= min(floor + half, max((account.quota.cap_bytes or _ARENA * PAGE) // 2, floor))
             above_all += max(0, own - floor)
@@ -527,4 +587,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 class TestLeaseMachine(LeaseMachine.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

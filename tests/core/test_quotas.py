@@ -1,4 +1,4 @@
-"""Tenants' quotas as clients see them: who may change them, what a status tells, and what stores and tiers do."""
+"""Quotas as clients see them: who may change them, what a status tells, and what stores and tiers do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvdepot.config import Expiry
-from kvdepot.errors import BadRequest
+from kvdepot.config import SaltShare
+from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import salt_tag
+from kvdepot.protocol.keys import ChunkChain, salt_tag
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TenantStatus
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
@@ -71,7 +71,7 @@ def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:
 def test_a_quota_that_cannot_hold_is_refused_with_the_reason(desk: Desk) -> None:
     desk.hello(b"admin")
     assert desk.ask(b"admin", wire.SetQuota("red", pages(20))) is None
-    for quota, fault in ((pages(13), "floors of all tenants"), (pages(4, 3), "below"), (pages(weight=-1.0), "weight")):
+    for quota, fault in ((pages(13), "all floors together"), (pages(4, 3), "below"), (pages(weight=-1.0), "weight")):
         answer = desk.ask(b"admin", wire.SetQuota("blue", quota))
         assert isinstance(answer, BadRequest) and fault in str(answer)
     assert told(desk).keys() == {"", "red"}
@@ -284,7 +284,7 @@ def salted(name: str, salt: bytes) -> wire.Store:
 def on_disk(tmp_path: Path) -> Iterator[tuple[Host, Disk]]:
     """A host with a directory behind memory, which gets all that is stored."""
     tier = Disk(tmp_path / "tier", 20 * OBJECT)
-    host = new_host((f"disk://{tmp_path}/tier", tier), pages=256, salts={"brief": Expiry(30)}, lookup_s=8.0)
+    host = new_host((f"disk://{tmp_path}/tier", tier), pages=256, salts={"brief": SaltShare(ttl_s=30)}, lookup_s=8.0)
     yield host, tier
     tier.close()
 
@@ -333,7 +333,7 @@ def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tena
 def test_an_expired_object_of_a_salt_is_not_served_from_a_tier_that_still_has_it() -> None:
     tier, tag = MemoryTier(), salt_tag("brief")
     here = new_host(("redis://localhost:1", tier))
-    there = new_host(("redis://localhost:1", tier), salts={"brief": Expiry(30)}, lookup_s=8.0)
+    there = new_host(("redis://localhost:1", tier), salts={"brief": SaltShare(ttl_s=30)}, lookup_s=8.0)
     assert here.find(b"one", salted("a", tag)) is True
     there.tick(1.0, 1029.0)
     assert there.find(b"one", look(prompt("a", 1), salt=tag)) == 1
@@ -343,3 +343,112 @@ def test_an_expired_object_of_a_salt_is_not_served_from_a_tier_that_still_has_it
     assert there.find(b"one", look(prompt("a", 1), "later", salt=tag)) == 0
     assert len(tier.objects) == 1, "a shared tier keeps what another server may serve"
     there.assert_quiet()
+
+
+# -- of cache salts
+
+
+def of_salts(desk: Desk, tenant: str = "") -> dict[tuple[str, str], TenantStatus]:
+    return {(each.tenant, each.salt): each for each in desk.depot.status(tenant).tenants}
+
+
+def test_a_salt_has_a_quota_of_its_own_which_its_tenant_sees_by_its_tag(desk: Desk) -> None:
+    desk.hello(b"admin")
+    blue, red = engine(desk, "blue"), engine(desk, "red")
+    tag = salt_tag("alice")
+    for number in range(3):
+        for client in (blue, red):
+            assert desk.ask(client, salted(f"first {number}", tag)) is True
+    assert desk.ask(b"admin", wire.SetQuota("blue", pages(cap=5), tag)) is None
+    for number in range(6):
+        for salt in (tag, salt_tag("bob"), b""):
+            desk.ask(blue, salted(f"then {number} {salt.hex()}", salt))
+    shown = {whose: each.chunks for whose, each in of_salts(desk).items()}
+    assert shown == {("", ""): 3 + 12, ("blue", tag.hex()[:16]): 5}
+    assert of_salts(desk)["blue", tag.hex()[:16]].quota == pages(cap=5)
+    assert of_salts(desk, "blue").keys() == {("blue", tag.hex()[:16])} and of_salts(desk, "red") == {}
+    (event,) = [event.text for event in desk.depot.status().events if event.kind == "quota"]
+    assert event.startswith(f"salt {tag.hex()[:16]} of blue: ") and "alice" not in event
+    assert desk.ask(b"admin", wire.SetQuota("blue", None, tag)) is None
+    assert of_salts(desk) == {}
+    desk.index.validate()
+
+
+def test_a_salt_of_clients_without_a_tenant_can_have_a_quota_although_they_cannot(desk: Desk) -> None:
+    desk.hello(b"admin")
+    desk.depot._is_tenant = "blue".__eq__
+    tag = salt_tag("alice")
+    assert isinstance(desk.ask(b"admin", wire.SetQuota("", pages(1))), BadRequest)
+    assert isinstance(desk.ask(b"admin", wire.SetQuota("red", pages(1), tag)), BadRequest)
+    assert isinstance(desk.ask(b"admin", wire.SetQuota("", pages(1), b"short")), BadRequest)
+    assert isinstance(desk.ask(b"admin", wire.SetQuota("", disk(1), tag)), BadRequest)
+    assert desk.ask(b"admin", wire.SetQuota("", pages(1), tag)) is None
+    assert of_salts(desk).keys() == {("", ""), ("", tag.hex()[:16])}
+
+
+def test_a_store_beyond_a_salts_cap_counts_for_the_salt(desk: Desk) -> None:
+    admin, tag = engine(desk, ""), salt_tag("alice")
+    desk.ask(admin, wire.SetQuota("", pages(cap=2), tag))
+    request = wire.Store(1, 1, [msgspec.structs.replace(shards(prompt("long", 5)), salt=tag)])
+    assert desk.ask(admin, request) is False
+    assert {each.salt: each.capped_chunks for each in of_salts(desk).values()} == {"": 0, tag.hex()[:16]: 3}
+
+
+def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) -> None:
+    client, tag = engine(desk, ""), salt_tag("alice")
+    desk.ask(client, wire.SetQuota("", pages(8, 8), tag))
+    ours, theirs = prompt("ours", 8), prompt("theirs", 12)
+    for chain, salt in ((ours, tag), (theirs, b"")):
+        assert desk.ask(client, wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])) is True
+
+    def lease(name: str, chain: ChunkChain, chunks: int, salt: bytes) -> object:
+        hashes = bytes(chain.hashes[: 32 * chunks])
+        return desk.ask(client, wire.Lease(name, "retain", "m", 1, PER_CHUNK, hashes, salt))
+
+    assert lease("a", theirs, 12, b"") == 12, "half of the 24 pages above the floor"
+    assert isinstance(lease("b", prompt("theirs", 12), 1, b""), Busy)
+    assert lease("c", ours, 8, tag) == 8, "all of its floor"
+    assert desk.ask(client, wire.SetQuota("", pages(4, 16), tag)) is None
+    assert desk.depot.leases.totals("")[0] == 1, "both no longer fit above the floors"
+
+
+def test_no_lease_of_another_account_ends_for_a_salts_lease(desk: Desk) -> None:
+    client, tag = engine(desk, ""), salt_tag("alice")
+    desk.ask(client, wire.SetQuota("", pages(2, 8), tag))
+    prompts = {"theirs": (10, b""), "first": (4, tag), "second": (4, tag)}
+    for name, (chunks, salt) in prompts.items():
+        request = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt)
+        assert desk.ask(client, wire.Store(1, 1, [request])) is True
+
+    def lease(name: str, ttl_s: int) -> object:
+        chunks, salt = prompts[name]
+        hashes = bytes(prompt(name, chunks).hashes)
+        return desk.ask(client, wire.Lease(name, "retain", "m", 1, PER_CHUNK, hashes, salt, ttl_s=ttl_s))
+
+    assert (lease("theirs", 50), lease("first", 0)) == (10, 4), "half of the salt's cap"
+    assert isinstance(lease("second", 0), Busy)
+    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
+    assert desk.ask(client, wire.EndLease("first")) is True
+    assert (lease("first", 50), lease("second", 0)) == (4, 4), "one of its own ends for it"
+    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
+
+
+def test_a_salts_chunks_have_its_quota_on_disk(on_disk: tuple[Host, Disk]) -> None:
+    host, tier = on_disk
+    tag = salt_tag("alice")
+    blue = engine(host, "blue")
+    assert host.ask(b"one", wire.SetQuota("blue", disk(4), tag)) is None
+    assert host.ask(b"one", wire.SetQuota("blue", disk(cap=3))) is None
+    host.tick(1.0, 1001.0)
+    host.rest()
+    for salt, count in ((tag, 6), (b"", 6), (salt_tag("bob"), 6)):
+        for number in range(count):
+            assert host.find(blue, salted(f"{number} {salt.hex()}", salt)) is True
+    for number in range(30):
+        assert host.find(b"one", store(prompt(f"{number}", 1))) is True
+    host.tick(20.0, 1020.0)
+    host.rest()
+    shown = {whose: each.disk_bytes // OBJECT for whose, each in of_salts(host).items() if each.disk_bytes is not None}
+    assert shown["blue", tag.hex()[:16]] >= 4 and shown["blue", ""] <= 3
+    assert tier.usage().objects == 20
+    host.assert_quiet()

@@ -6,17 +6,19 @@ import random
 
 import pytest
 
+from kvdepot.errors import Busy
+from kvdepot.eviction import POLICIES
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.leases import Receipt
 from tests.core.desk import Desk, lookup, prompt, store
 from tests.core.test_leases import branch, has, lease
-from tests.core.test_quotas import engine, fill
+from tests.core.test_quotas import engine, fill, pages
 
 
-def new_desk(pages: int = 16) -> tuple[Desk, bytes]:
-    desk = Desk(pages=pages)
+def new_desk(pages: int = 16, policy: str = "lru") -> tuple[Desk, bytes]:
+    desk = Desk(pages=pages, policy=policy)
     desk.tick(0.0, 1000.0)
     return desk, engine(desk, "blue")
 
@@ -123,4 +125,44 @@ def test_without_the_lease_exactly_those_chunks_are_evicted_that_count_as_spared
             desk.ask(client, store(prompt(f"flood {number}", 1)))
         evicted = there - has(without, red, leased)
         assert receipt(beside).spared_bytes == evicted * PAGE, f"after {number + 1} chunks"
+        beside.index.validate()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(8))
+def test_no_more_counts_as_spared_than_is_evicted_without_the_lease(policy: str, seed: int) -> None:
+    """Several accounts want space; nothing is asked for again that was evicted."""
+    rng = random.Random(seed)
+    prompts: list[ChunkChain] = [branch(f"p{n % 3}", rng.randint(1, 2), n) for n in range(8)]
+    leased = prompts[1]
+    steps = [rng.randrange(8) for _ in range(6)] + [1] + [rng.randrange(2, 8) for _ in range(6)]
+    quotas = [
+        (tenant, pages(rng.choice([0, 3]), rng.choice([0, 9, 14]), rng.choice([0.5, 1.0, 3.0])))
+        for tenant in ("blue", "red")
+        if rng.random() < 0.8
+    ]
+    floods = [rng.choice(["blue", "red", "one"]) for _ in range(rng.randint(10, 60))]
+    desks = []
+    for _ in range(2):
+        desk, blue = new_desk(24, policy)
+        clients = {"blue": blue, "red": engine(desk, "red"), "one": engine(desk, "one")}
+        desk.hello(b"admin")
+        for tenant, quota in quotas:
+            assert desk.ask(b"admin", wire.SetQuota(tenant, quota)) is None
+        desks.append((desk, clients))
+    for step in steps:
+        for desk, clients in desks:
+            desk.ask(clients["blue"], store(prompts[step]))
+    (beside, one), (without, other) = desks
+    there = has(beside, one["blue"], leased)
+    assert there == has(without, other["blue"], leased)
+    if isinstance(beside.ask(one["blue"], lease(leased)), Busy):
+        return
+    without.ask(other["blue"], lookup(leased))  # a lease is a use, too
+    without.ask(other["blue"], wire.EndSession("r"))
+    for number, tenant in enumerate(floods):
+        for desk, clients in desks:
+            desk.ask(clients[tenant], store(prompt(f"flood {number}", 1)))
+        evicted = there - has(without, other["blue"], leased)
+        assert receipt(beside).spared_bytes <= evicted * PAGE, f"after {number + 1} chunks"
         beside.index.validate()

@@ -86,7 +86,7 @@ class Checks:
         tiering = self.depot.tiering
         arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._lookups._arrivals.values())
         replaced = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        detached = sum(namespace.detached_bytes for namespace in self.index.namespaces.all())
+        detached = sum(namespace.detached.total() for namespace in self.index.namespaces.all())
         assert replaced == detached or (replaced > 0) == (detached > 0)
         assert self.index.accounts.leaving >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:

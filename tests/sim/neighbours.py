@@ -1,4 +1,4 @@
-"""Tenants with quotas beside the engines: they fill the arena, pin, lease, and have their quotas changed.
+"""Tenants and salts with quotas beside the engines: they fill the arena, pin, lease, and have their quotas changed.
 
 They are in some runs only, without tiers, and what they do is drawn from numbers of their own. They have no tensors, so
 they ask the index itself; the engines, who have no quota, ask for their space by messages as ever. After every step of
@@ -16,20 +16,23 @@ from typing import TYPE_CHECKING
 
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import AlwaysAlive, Client
+from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import NoRoom, Reserved
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
-from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.keys import salt_tag, tenant_salt
+from kvdepot.protocol.quotas import Quota, name_of
 from tests.sim.tiers import WALL
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.server import Server
 
-_TENANTS = ("blue", "red")
+_TAG = salt_tag("a user of blue's")
+_OWNERS = (("blue", b""), ("red", b""), ("blue", _TAG))
 
 
 def are_there(seed: int) -> bool:
@@ -40,12 +43,25 @@ def are_there(seed: int) -> bool:
 @dataclass(eq=False)
 class _Neighbour:
     tenant: str
+    tag: bytes = b""  # of a salt; empty: the tenant's other requests
     server: Server | None = None  # of which the following tells
     quota: Quota | None = None
     used: int = 0  # bytes, after the last step
     held: list[Chunk] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)  # keys, the latest
     leased: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # by name: key, and end
+
+    @property
+    def salt(self) -> bytes:
+        return tenant_salt(self.tenant, self.tag)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.tenant, self.tag)
+
+    def account(self, server: Server) -> Account:
+        """Its own, or its tenant's, or that of everybody without a quota."""
+        return server.index.accounts.of(self.tenant, self.salt)
 
 
 class Neighbours:
@@ -55,7 +71,7 @@ class Neighbours:
         self._host = host
         self._random = random.Random(host.world.seed ^ 0x9B0)
         self._leasing = random.Random(host.world.seed ^ 0x1EA5E)
-        self._all = [_Neighbour(tenant) for tenant in _TENANTS]
+        self._all = [_Neighbour(tenant, tag) for tenant, tag in _OWNERS]
         self._acting: _Neighbour | None = None
         self._over = False
         self._pause_s = 0.01
@@ -81,7 +97,7 @@ class Neighbours:
             if neighbour.server is not server:
                 neighbour.server, neighbour.quota, neighbour.held = server, None, []
                 neighbour.stored, neighbour.leased = [], {}
-                neighbour.used = server.index.accounts.of(neighbour.tenant).used
+                neighbour.used = neighbour.account(server).used
             with self._as(neighbour, server):
                 if neighbour.quota is None or draw.random() < 0.1:
                     self._set_quota(neighbour, server)
@@ -114,13 +130,15 @@ class Neighbours:
         cap = draw.randint(floor, pages) if draw.random() < 0.6 else 0
         quota = Quota(floor * PAGE, cap * PAGE, draw.choice([0.5, 1.0, 3.0])) if draw.random() < 0.9 else None
         try:
-            server.depot._set_quota(Client(b"", AlwaysAlive()), wire.SetQuota(neighbour.tenant, quota))
+            server.depot._set_quota(Client(b"", AlwaysAlive()), wire.SetQuota(neighbour.tenant, quota, neighbour.tag))
         except BadRequest:
             counters["quota_refused"] += 1  # the floors do not fit
             return
         counters["quota_set"] += 1
         neighbour.quota = quota
-        neighbour.used = server.index.accounts.of(neighbour.tenant).used
+        for each in self._all:  # chunks may have moved between the accounts of a tenant and its salt
+            if each.server is server and each.tenant == neighbour.tenant:
+                each.used = each.account(server).used
         counters["quota_below_use"] += quota is not None and 0 < quota.cap_bytes < neighbour.used
 
     def _store(self, neighbour: _Neighbour, server: Server) -> None:
@@ -130,7 +148,9 @@ class Neighbours:
         namespace.live += 1
         for _ in range(draw.randint(1, 6)):
             key = draw.randbytes(32)
-            (outcome,) = Index.reserve_missing(index, namespace, 0, key, b"root", 1, size, wall=int(WALL + server.now))
+            (outcome,) = Index.reserve_missing(
+                index, namespace, 0, key, b"root", 1, size, neighbour.salt, wall=int(WALL + server.now)
+            )
             if isinstance(outcome, NoRoom):
                 self._host.world.counters["capped" if outcome.is_capped else "neighbour_without_room"] += 1
                 break
@@ -146,7 +166,7 @@ class Neighbours:
     def _lease(self, neighbour: _Neighbour, server: Server) -> None:
         """Lease a chunk that it has stored, or end a lease."""
         draw, counters = self._leasing, self._host.world.counters
-        name, key = f"l{draw.randrange(12)}", draw.choice(neighbour.stored)
+        name, key = f"{neighbour.name} {draw.randrange(12)}", draw.choice(neighbour.stored)
         if draw.random() < 0.2:
             ended = server.depot.leases.end(neighbour.tenant, name, server.now)
             if neighbour.leased.pop(name, None) is not None and ended is None:  # it has ended since the last check
@@ -157,7 +177,15 @@ class Neighbours:
             return
         ttl_s = draw.choice([0, 1, 20])
         request = wire.Lease(
-            name, "retain", f"model of {neighbour.tenant}", 1, 1, key, ttl_s=ttl_s, priority=draw.choice([20, 50])
+            name,
+            "retain",
+            f"model of {neighbour.tenant}",
+            1,
+            1,
+            key,
+            neighbour.tag,
+            ttl_s=ttl_s,
+            priority=draw.choice([20, 50]),
         )
         try:
             actions = server.depot.sessions.lease(
@@ -183,14 +211,16 @@ class Neighbours:
                 del neighbour.leased[name]
             elif server.now < ends and not self._host.config.ttl_s:
                 chunk = self._namespace(neighbour, server.index).chunks.get(key)
-                assert chunk is not None and chunk.sealed, f"{name} of {neighbour.tenant} is leased, and is gone"
+                assert chunk is not None and chunk.sealed, f"{name} is leased, and is gone"
 
     def _check_budget(self, server: Server) -> None:
         index = server.index
-        held: dict[str, int] = {}
-        floors = {each.tenant: each.quota.floor_bytes for each in self._all if each.quota and each.server is server}
+        held: dict[tuple[str, bytes], int] = {}
+        owners = [each for each in self._all if each.quota and each.server is server]
+        floors = {(each.tenant, each.salt): each.quota.floor_bytes for each in owners if each.quota}
         for lease in server.depot.leases._all():
-            whose = lease.tenant if lease.tenant in floors else ""
+            own, tenants = (lease.tenant, lease.salt), (lease.tenant, b"")
+            whose = own if own in floors else tenants if tenants in floors else ("", b"")
             held[whose] = held.get(whose, 0) + sum(chunk.bytes for chunk, _ in lease.tops)
         above = sum(max(0, size - floors.get(whose, 0)) for whose, size in held.items())
         half = (index.allocator.capacity - sum(floors.values())) // 2
@@ -213,14 +243,16 @@ class Neighbours:
             quota = neighbour.quota
             if quota is None or neighbour.server is not server:
                 continue
-            used = server.index.accounts.of(neighbour.tenant).used
+            account = neighbour.account(server)
+            used = account.used
+            is_acting = self._acting is not None and self._acting.account(server) is account
             if quota.cap_bytes:
                 most = max(quota.cap_bytes, neighbour.used)
-                assert used <= most, f"{neighbour.tenant} has {used} bytes, and may have {most}"
+                assert used <= most, f"{neighbour.name} has {used} bytes, and may have {most}"
             is_trimmed = 0 < quota.cap_bytes < neighbour.used  # of whole chunks, so that it may come below its floor
-            if neighbour is not self._acting and not is_trimmed and not self._host.config.ttl_s:
+            if not is_acting and not is_trimmed and not self._host.config.ttl_s:
                 least = min(quota.floor_bytes, neighbour.used)
-                assert used >= least, f"{neighbour.tenant} was taken below its floor: {used} bytes of {least}"
-            if used < neighbour.used and neighbour is not self._acting:
+                assert used >= least, f"{neighbour.name} was taken below its floor: {used} bytes of {least}"
+            if used < neighbour.used and not is_acting:
                 self._host.world.counters["taken_from_a_tenant"] += 1
             neighbour.used = used

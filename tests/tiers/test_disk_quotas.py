@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import hypothesis
 import pytest
@@ -26,7 +27,11 @@ BLOCK = 4096
 CAPACITY = 24 * BLOCK
 LARGEST = 4  # blocks of an object: so few that the file system needs none to map them
 TENANTS = ("blue", "red", "green", "")
-SALTS = (b"", salt_tag("short"))
+SALTS = (b"", salt_tag("short"), salt_tag("own"))
+Owner: TypeAlias = tuple[str, bytes]
+"""A tenant, and the salt that its objects are stored under."""
+OWNERS: list[Owner] = [(tenant, salt) for tenant in TENANTS for salt in SALTS]
+NOBODY: Owner = "", b""
 WALL = 1_800_000_000
 NONE = Quota()
 
@@ -40,9 +45,13 @@ def on_disk(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -
     return Quota(0, 0, weight, ttl_s, floor * BLOCK, cap * BLOCK)
 
 
-def opened(path: Path, quotas: dict[str, Quota], capacity_bytes: int = CAPACITY) -> Disk:
+def of_tenants(**quotas: Quota) -> Rules:
+    return Rules.of({(tenant, b""): quota for tenant, quota in quotas.items()}, {}, 0)
+
+
+def opened(path: Path, rules: Rules, capacity_bytes: int = CAPACITY) -> Disk:
     """The tier, with its objects counted."""
-    tier = Disk(path, capacity_bytes, rules=Rules.of(quotas, {}, 0))
+    tier = Disk(path, capacity_bytes, rules=rules)
     eventually(lambda: tier.usage().objects is not None)
     return tier
 
@@ -52,8 +61,8 @@ def write(tier: Disk, tenant: str, number: int, blocks: int = 1, born: int = WAL
     return tier.write([Blob(name_of(tenant, number, salt), [memoryview(data)], born)])[0]
 
 
-def there(tier: Disk, tenant: str, numbers: range) -> list[int]:
-    found = tier.find([name_of(tenant, number) for number in numbers])
+def there(tier: Disk, tenant: str, numbers: range, salt: bytes = b"") -> list[int]:
+    found = tier.find([name_of(tenant, number, salt) for number in numbers])
     return [number for number, is_there in zip(numbers, found, strict=True) if is_there]
 
 
@@ -63,79 +72,83 @@ def enforce(tier: Disk, rules: Rules, wall: float = WALL) -> None:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> dict[str, Quota]:
-    """Quotas of some tenants, whose floors fit."""
+def tables(draw: st.DrawFn) -> dict[Owner, Quota]:
+    """Quotas of some tenants and salts, whose floors fit."""
     found, left = {}, CAPACITY // BLOCK
-    for tenant in draw(st.sets(st.sampled_from(TENANTS[:3]))):
+    for owner in draw(st.lists(st.sampled_from(OWNERS), unique=True, max_size=5)):
+        if owner == NOBODY:
+            continue
         floor = draw(st.integers(0, min(left, 10)))
         cap = draw(st.sampled_from([0, floor or 3, floor + 6]))
         left -= floor
-        found[tenant] = on_disk(floor, cap, draw(st.sampled_from([0.5, 1.0, 4.0])), draw(st.sampled_from([0, 0, 30])))
+        found[owner] = on_disk(floor, cap, draw(st.sampled_from([0.5, 1.0, 4.0])), draw(st.sampled_from([0, 0, 30])))
     return found
 
 
 class Neighbours(RuleBasedStateMachine):
-    """Tenants write into one directory, while quotas change, time passes and servers restart."""
+    """Tenants write into one directory with several salts, while quotas change, time passes and servers restart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.place = tempfile.TemporaryDirectory()
         self.path = Path(self.place.name) / "tier"
-        self.quotas: dict[str, Quota] = {}
+        self.quotas: dict[Owner, Quota] = {}
         self.ttl_s = 0
         self.wall = WALL
-        self.objects: dict[str, tuple[str, int, int, bytes, int]] = {}  # tenant, blocks, born, salt, number; by name
-        self.tier = opened(self.path, {})
+        self.objects: dict[str, tuple[Owner, int, int, int]] = {}  # owner, blocks, born, number; by name
+        self.tier = opened(self.path, Rules())
 
     def teardown(self) -> None:
         self.tier.close()
         self.place.cleanup()
 
-    def held(self) -> Counter[str]:
-        """Blocks by tenant, as the files say; forgets what has been evicted."""
+    def account(self, owner: Owner) -> Owner:
+        """Whose quota an owner's objects count for."""
+        tenants = owner[0], b""
+        return owner if owner in self.quotas else tenants if tenants in self.quotas else NOBODY
+
+    def forget_evicted(self) -> None:
         names = list(self.objects)
         for name, is_there in zip(names, self.tier.find(names), strict=True):
             salt, space, rest = name.split("/")
             assert (self.path / salt[:2] / salt / space / rest[:2] / rest).exists() == is_there
             if not is_there:
                 del self.objects[name]
-        blocks: Counter[str] = Counter()
-        for tenant, count, *_ in self.objects.values():
-            blocks[tenant] += count
+
+    def held(self) -> Counter[Owner]:
+        """Blocks by account, as the files say; forgets what has been evicted."""
+        self.forget_evicted()
+        blocks: Counter[Owner] = Counter()
+        for owner, count, *_ in self.objects.values():
+            blocks[self.account(owner)] += count
         return blocks
 
-    def quota(self, tenant: str) -> Quota:
-        return self.quotas.get(tenant, NONE)
+    def quota(self, account: Owner) -> Quota:
+        return self.quotas.get(account, NONE)
 
     def has_expired(self, name: str) -> bool:
-        tenant, _, born, salt, _ = self.objects[name]
-        limits = [self.ttl_s, self.quota(tenant).ttl_s, 20 if salt else 0]
+        (tenant, salt), _, born, _ = self.objects[name]
+        own = self.quota((tenant, salt)).ttl_s, self.quota((tenant, b"")).ttl_s
+        limits = [self.ttl_s, *own, 20 if salt == SALTS[1] else 0]
         return any(limit and born + limit <= self.wall for limit in limits)
 
-    @rule(
-        tenant=st.sampled_from(TENANTS),
-        number=st.integers(0, 9),
-        blocks=st.integers(1, LARGEST),
-        salt=st.sampled_from(SALTS),
-    )
-    def write(self, tenant: str, number: int, blocks: int, salt: bytes) -> None:
-        before = self.held()
+    @rule(owner=st.sampled_from(OWNERS), number=st.integers(0, 5), blocks=st.integers(1, LARGEST))
+    def write(self, owner: Owner, number: int, blocks: int) -> None:
+        (tenant, salt), account, before = owner, self.account(owner), self.held()
         name = name_of(tenant, number, salt)
         is_kept = write(self.tier, tenant, number, blocks, self.wall, salt)
         if is_kept:
-            self.objects[name] = tenant, blocks, self.wall, salt, number
+            self.objects[name] = owner, blocks, self.wall, number
         after = self.held()
         assert not is_kept or name in self.objects
-        cap = self.quota(tenant).disk_cap_bytes // BLOCK
+        cap = self.quota(account).disk_cap_bytes // BLOCK
         if is_kept and cap:
-            assert after[tenant] <= cap
+            assert after[account] <= cap
         fixed = blocks  # what is not there for others to take, at most: an object does not go in parts
-        for other in TENANTS:
-            if other != tenant:
-                floor = self.quota(other).disk_floor_bytes // BLOCK
-                assert after[other] >= min(before[other], floor), f"{tenant!r} takes {other!r} below its floor"
-                is_rest = not {other, tenant} & self.quotas.keys()  # they share an account, and nothing protects it
-                fixed += 0 if is_rest else min(before[other], floor + LARGEST - 1)
+        for other in self.quotas.keys() - {account}:
+            floor = self.quota(other).disk_floor_bytes // BLOCK
+            assert after[other] >= min(before[other], floor), f"{owner!r} takes {other!r} below its floor"
+            fixed += min(before[other], floor + LARGEST - 1)
         if fixed <= CAPACITY // BLOCK and blocks <= (cap or blocks):
             assert is_kept, "there was space that could be had"
 
@@ -145,36 +158,36 @@ class Neighbours(RuleBasedStateMachine):
             return
         area = bytearray(LARGEST * BLOCK)
         (size,) = self.tier.read([Blob(name, [memoryview(area)])])
-        _, blocks, _, _, number = self.objects[name]
+        _, blocks, _, number = self.objects[name]
         assert size == ABSENT or area[:size] == content(number, blocks * BLOCK)
         assert (size == ABSENT) == (self.tier.find([name]) == [False])
 
     @rule(quotas=tables(), ttl_s=st.sampled_from([0, 0, 50]), seconds=st.integers(0, 40))
-    def change(self, quotas: dict[str, Quota], ttl_s: int, seconds: int) -> None:
-        before = self.held()
+    def change(self, quotas: dict[Owner, Quota], ttl_s: int, seconds: int) -> None:
         self.quotas, self.ttl_s, self.wall = quotas, ttl_s, self.wall + seconds
+        before = self.held()  # by the accounts that there will be
         gone = {name for name in self.objects if self.has_expired(name)}
         for name in gone:
-            before[self.objects[name][0]] -= self.objects[name][1]
+            before[self.account(self.objects[name][0])] -= self.objects[name][1]
         enforce(self.tier, Rules.of(quotas, {SALTS[1]: 20}, ttl_s), self.wall)
         after = self.held()
         assert not gone & self.objects.keys(), "what has expired is gone"
         self.only_excess_went(before, after)
 
-    def only_excess_went(self, before: Counter[str], after: Counter[str]) -> None:
-        for tenant in TENANTS:
-            cap = self.quota(tenant).disk_cap_bytes // BLOCK
-            if cap and before[tenant] > cap:
-                assert cap - LARGEST < after[tenant] <= cap
+    def only_excess_went(self, before: Counter[Owner], after: Counter[Owner]) -> None:
+        for account in [NOBODY, *self.quotas]:
+            cap = self.quota(account).disk_cap_bytes // BLOCK
+            if cap and before[account] > cap:
+                assert cap - LARGEST < after[account] <= cap
             else:
-                assert after[tenant] == before[tenant]
+                assert after[account] == before[account]
 
     @rule(quotas=tables())
-    def restart(self, quotas: dict[str, Quota]) -> None:
+    def restart(self, quotas: dict[Owner, Quota]) -> None:
+        self.quotas = quotas
         before = self.held()
         self.tier.close()
-        self.quotas = quotas
-        self.tier = opened(self.path, quotas)
+        self.tier = opened(self.path, Rules.of(quotas, {}, 0))
         self.only_excess_went(before, self.held())
         enforce(self.tier, Rules.of({}, {}, 0), self.wall)  # the rules of this server begin to hold by a change
         self.quotas, self.ttl_s = {}, 0
@@ -185,7 +198,7 @@ class Neighbours(RuleBasedStateMachine):
         assert usage.bytes == sum(held.values()) * BLOCK <= CAPACITY
         prefixes = Rules.of(self.quotas, {}, 0).quotas
         told = dict(zip(self.quotas, (usage.owners.get(prefix, 0) for prefix in prefixes), strict=True))
-        assert told == {tenant: held[tenant] * BLOCK for tenant in self.quotas}
+        assert told == {account: held[account] * BLOCK for account in self.quotas}
 
 
 Neighbours.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -197,10 +210,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
     """Open the tier with quotas by tenant; it is closed with the test."""
     tiers: list[Disk] = []
 
-    def begin(quotas: dict[str, Quota], capacity_bytes: int = CAPACITY) -> Disk:
+    def begin(rules: Rules, capacity_bytes: int = CAPACITY) -> Disk:
         for tier in tiers:
             tier.close()
-        tiers.append(opened(tmp_path / "tier", quotas, capacity_bytes))
+        tiers.append(opened(tmp_path / "tier", rules, capacity_bytes))
         return tiers[-1]
 
     yield begin
@@ -209,7 +222,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
 
 
 def test_what_is_above_the_floors_is_divided_by_weight(start: Callable[..., Disk]) -> None:
-    tier = start({"blue": on_disk(4, weight=3.0), "red": on_disk()})
+    tier = start(of_tenants(blue=on_disk(4, weight=3.0), red=on_disk()))
     for number in range(60):
         assert write(tier, "blue", number) and write(tier, "red", number)
     counts = [len(there(tier, tenant, range(60))) for tenant in ("blue", "red")]
@@ -218,7 +231,7 @@ def test_what_is_above_the_floors_is_divided_by_weight(start: Callable[..., Disk
 
 
 def test_no_other_tenants_object_takes_one_below_its_floor(start: Callable[..., Disk]) -> None:
-    tier = start({"blue": on_disk(floor=22)})
+    tier = start(of_tenants(blue=on_disk(floor=22)))
     assert all(write(tier, "blue", number, blocks=4) for number in range(6))
     assert not write(tier, "red", 0, blocks=3)  # two blocks are above blue's floor, and its objects have four
     assert there(tier, "blue", range(6)) == list(range(6))
@@ -226,31 +239,62 @@ def test_no_other_tenants_object_takes_one_below_its_floor(start: Callable[..., 
     assert len(there(tier, "blue", range(7))) == 6
 
 
+def test_a_salts_objects_count_for_its_own_quota_and_not_for_its_tenants(start: Callable[..., Disk]) -> None:
+    own, other = SALTS[2], SALTS[1]
+    rules = Rules.of({("blue", b""): on_disk(cap=4), ("blue", own): on_disk(floor=3, cap=3)}, {}, 0)
+    tier = start(rules)
+    for number in range(6):
+        for tenant, salt in (("blue", b""), ("blue", own), ("blue", other), ("red", own)):
+            assert write(tier, tenant, number, salt=salt)
+    numbers = range(6)
+    assert there(tier, "blue", numbers, own) == [3, 4, 5]
+    assert len(there(tier, "blue", numbers)) + len(there(tier, "blue", numbers, other)) == 4, (
+        "they share their tenant's"
+    )
+    assert there(tier, "red", numbers, own) == list(numbers), "the quota is of one tenant's salt"
+    tier = start(rules)
+    for number in range(30):
+        assert write(tier, "red", number)
+    assert there(tier, "blue", numbers, own) == [3, 4, 5], "its floor holds after a restart"
+
+
 def test_an_object_beyond_a_cap_is_refused_and_evicts_nothing(start: Callable[..., Disk]) -> None:
-    tier = start({"blue": on_disk(cap=3)})
+    tier = start(of_tenants(blue=on_disk(cap=3)))
     assert write(tier, "blue", 1) and write(tier, "blue", 2)
     assert not write(tier, "blue", 3, blocks=4)
     assert there(tier, "blue", range(4)) == [1, 2]
     assert tier.usage().counters == {"refused": 1}
 
 
+def test_a_write_that_corrupt_objects_leave_no_room_for_below_a_cap_evicts_nothing(start: Callable[..., Disk]) -> None:
+    tier = start(of_tenants(blue=on_disk(cap=6)), 64 * BLOCK)
+    for number in range(6):
+        assert write(tier, "blue", number) and write(tier, "red", number)
+    tier.remove([name_of("blue", number) for number in range(3)], spoilt=True)
+    assert tier.usage().counters == {"quarantined": 3}
+    assert not write(tier, "blue", 9, blocks=4), "three blocks of the cap are in quarantine"
+    assert there(tier, "blue", range(6)) == [3, 4, 5] and there(tier, "red", range(6)) == list(range(6))
+    assert write(tier, "red", 9, blocks=4) and write(tier, "blue", 8, blocks=3), "others' cap is not concerned"
+    assert there(tier, "blue", range(9)) == [8]
+
+
 def test_a_smaller_capacity_is_divided_by_quotas_as_soon_as_a_server_starts(start: Callable[..., Disk]) -> None:
-    tier = start({})
+    tier = start(Rules())
     for number in range(8):
         assert write(tier, "blue", number)
     for number in range(16):
         assert write(tier, "red", number)
-    tier = start({"blue": on_disk(6)}, 10 * BLOCK)
+    tier = start(of_tenants(blue=on_disk(6)), 10 * BLOCK)
     assert [len(there(tier, tenant, range(16))) for tenant in ("blue", "red")] == [8, 2], "2 above each floor"
 
 
 def test_a_restart_knows_when_contents_were_computed_although_they_were_read_since(start: Callable[..., Disk]) -> None:
-    tier = start({})
+    tier = start(Rules())
     assert write(tier, "blue", 1, born=WALL) and write(tier, "blue", 2, born=WALL + 10)
-    tier = start({})
-    rules = Rules.of({"blue": on_disk(ttl_s=60)}, {}, 0)
+    tier = start(Rules())
+    rules = of_tenants(blue=on_disk(ttl_s=60))
     assert tier.read([Blob(name_of("blue", 1), [memoryview(bytearray(BLOCK))])]) == [BLOCK]
-    tier = start({})
+    tier = start(Rules())
     enforce(tier, rules, WALL + 59)
     assert there(tier, "blue", range(3)) == [1, 2]
     enforce(tier, rules, WALL + 60)
@@ -259,13 +303,33 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
     assert tier.usage().objects == 0 and tier.usage().counters["expired"] == 1 + 1
 
 
+def test_of_the_limits_of_tier_tenant_and_salt_the_shortest_applies(start: Callable[..., Disk]) -> None:
+    short, own = SALTS[1:]
+    tier = start(Rules())
+    for salt in SALTS:
+        for tenant in ("blue", "red"):
+            assert write(tier, tenant, 1, born=WALL, salt=salt)
+    quotas = {("blue", b""): on_disk(ttl_s=50), ("blue", own): on_disk(ttl_s=10), ("red", own): on_disk(ttl_s=90)}
+    rules = Rules.of(quotas, {short: 20}, 70)
+    left = []
+    for seconds in (9, 10, 19, 20, 49, 50, 69, 70):
+        enforce(tier, rules, WALL + seconds)
+        left.append(tier.usage().objects)
+    assert left == [6, 5, 5, 3, 3, 2, 2, 0]
+    assert write(tier, "blue", 2, born=WALL + 100, salt=own) and write(tier, "blue", 3, born=WALL + 100)
+    quotas["blue", own] = on_disk(ttl_s=60)
+    for seconds, count in ((149, 2), (150, 0)):
+        enforce(tier, Rules.of(quotas, {}, 0), WALL + seconds)
+        assert tier.usage().objects == count, "a tenant's limit also holds for its salt with a quota"
+
+
 def test_an_object_that_is_being_read_does_not_keep_an_account_above_its_cap(start: Callable[..., Disk]) -> None:
-    tier = start({})
+    tier = start(Rules())
     for number in range(6):
         assert write(tier, "blue", number)
     entry = tier._folder._ledger.hold(name_of("blue", 0))
     assert entry is not None
-    enforce(tier, Rules.of({"blue": on_disk(cap=2)}, {}, 0))
+    enforce(tier, of_tenants(blue=on_disk(cap=2)))
     assert there(tier, "blue", range(6)) == [0, 5], "what is read is not evicted"
     tier._folder._ledger.release(entry)
     assert write(tier, "blue", 7) and there(tier, "blue", range(8)) == [5, 7]
@@ -278,7 +342,7 @@ def test_floors_beyond_the_capacity_are_refused_at_the_start(tmp_path: Path) -> 
         config.url,
         config.options,
         config.own,
-        rules=Rules.of({"blue": on_disk(200), "red": on_disk(57)}, {}, 0),
+        rules=of_tenants(blue=on_disk(200), red=on_disk(57)),
     )
     with pytest.raises(ConfigError, match="more than its capacity of 1048576"):
         config.open()

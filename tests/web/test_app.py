@@ -16,6 +16,7 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
+from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import eventually
 from tests.web.conftest import StartWeb, Web, need
@@ -289,13 +290,24 @@ def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(
     assert (refused.status, refused.value["code"]) == (400, "bad_request")
     assert "'blue'" in refused.value["message"]
     ended = web.change("/v1/quota", {"tenant": "blue"})
-    assert (ended.status, ended.value) == (200, {"tenant": "blue", "quota": None})
+    assert (ended.status, ended.value) == (200, {"tenant": "blue", "salt": "", "quota": None})
+
+
+def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
+    try:
+        answer = web.change("/v1/quota", {"salt": "alice", "quota": {"cap_bytes": 4096}})
+        tag = salt_tag("alice").hex()[:16]
+        assert answer.status == 200 and (answer.value["tenant"], answer.value["salt"]) == ("", tag)
+        assert [each["salt"] for each in web.depot.status()["tenants"]] == ["", tag]
+    finally:
+        assert web.change("/v1/quota", {"salt": "alice"}).status == 200
+    assert web.depot.status()["tenants"] == []
 
 
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/quota", {"tenant": ""}, "tenant"),
+        ("/v1/quota", {"tenant": ""}, "whose quota"),
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),

@@ -27,6 +27,14 @@ def values(status: Status, name: str) -> dict[str, float]:
     }
 
 
+def by_salt(status: Status, name: str) -> dict[tuple[str, str], float]:
+    """The values of one metric by tenant and salt."""
+    need("prometheus_client")
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"kvdepot_{name}"]
+    return {(sample.labels["tenant"], sample.labels["salt"]): sample.value for sample in samples}
+
+
 def test_the_layouts_of_a_model_are_one_series() -> None:
     layouts = [NamespaceStatus("", "twice", 1, 4, 1, 5000, 1), NamespaceStatus("", "twice", 1, 4, 2, 7, 1)]
     status = replace(empty_status(), namespaces=layouts)
@@ -114,7 +122,20 @@ def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None
     assert values(status, "tenant_cap_bytes") == {"": 0, "blue": 9}
     assert values(status, "tenant_evicted_chunks_total") == {"": 2, "blue": 4}
     assert values(status, "tenant_capped_shards_total") == {"": 0, "blue": 6}
-    assert values(empty_status(), "tenant_used_bytes") == {}
+    assert values(empty_status(), "tenant_used_bytes") == {} == values(status, "tenant_disk_bytes")
+
+
+def test_salts_with_quotas_have_a_label_and_what_is_on_disk_is_shown_where_there_is_a_disk() -> None:
+    tenants = [
+        TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
+        TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6, 11, 12, 13),
+        TenantStatus("blue", 8, 1, 3, 9, 2.0, 60, 4, 6, 21, 22, 0, "5a17"),
+    ]
+    status = replace(empty_status(), tenants=tenants)
+    assert by_salt(status, "tenant_used_bytes") == {("", ""): 5, ("blue", ""): 7, ("blue", "5a17"): 8}
+    assert by_salt(status, "tenant_disk_bytes") == {("blue", ""): 11, ("blue", "5a17"): 21}
+    assert by_salt(status, "tenant_disk_floor_bytes") == {("blue", ""): 12, ("blue", "5a17"): 22}
+    assert by_salt(status, "tenant_disk_cap_bytes") == {("blue", ""): 13, ("blue", "5a17"): 0}
 
 
 def test_leases_have_metrics_by_tenant_and_kind_and_those_that_held_most_if_there_are_many() -> None:

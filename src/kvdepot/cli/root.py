@@ -35,7 +35,7 @@ _FAMILIES = {
         "release": "end a lease and remove its chunks",
         "leases": "show what leases hold, cost and saved",
         "forget": "remove chunks from memory and from all tiers",
-        "quota": "show or set how much memory a tenant may take",
+        "quota": "show or set how much memory a tenant or salt may take",
         "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {

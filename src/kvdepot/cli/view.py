@@ -321,11 +321,17 @@ def _usage(now: Status) -> Listing:
     return Listing(("tokens by tenant", *_TOKEN_HEADS, ">saved tokens"), rows)
 
 
+def _whose(tenant: TenantStatus) -> str:
+    if tenant.salt:
+        return f"{tenant.tenant} salt {tenant.salt}".lstrip()
+    return tenant.tenant or "(others)"
+
+
 def tenants(shown: Sequence[TenantStatus]) -> Listing:
-    """The table of tenants' quotas."""
+    """The table of quotas."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            tenant.tenant or "(others)", size(tenant.used_bytes), size(tenant.floor_bytes),
+            _whose(tenant), size(tenant.used_bytes), size(tenant.floor_bytes),
             size(tenant.cap_bytes) if tenant.cap_bytes else "-", f"{tenant.weight:g}",
             duration(tenant.ttl_s) if tenant.ttl_s else "-", count(tenant.evicted_chunks), count(tenant.capped_chunks),
         )

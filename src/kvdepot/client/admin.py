@@ -324,17 +324,18 @@ def status(client: Client) -> Status:
 
 
 def tenants(client: Client) -> list[TenantStatus]:
-    """The quotas that this client may see; none while no tenant has one. Blocks until the server has answered."""
+    """The quotas that this client may see; none while nobody has one. Blocks until the server has answered."""
     return status(client).tenants
 
 
-def set_quota(client: Client, tenant: str, quota: Quota | None) -> None:
+def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
     """Give a tenant a quota until the server ends; None: none. Blocks until the server has answered.
 
+    salt: not the tenant itself, but its requests with this cache salt; only the salt's tag is sent.
     Raises BadRequest if the quota cannot hold, the server knows no such tenant, or this client has one; Busy if too
     many chunks would have to change accounts.
     """
-    client.ask(wire.SetQuota(tenant, quota)).result(_ANSWER_S)
+    client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(_ANSWER_S)
 
 
 def reset(client: Client, model: str) -> bool:

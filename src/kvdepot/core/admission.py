@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
@@ -28,7 +27,6 @@ __all__ = [
     "check_topic",
     "chunks_named",
     "stored_salts",
-    "tenant_salt",
 ]
 
 
@@ -56,15 +54,6 @@ def check_names(request: str, model: str) -> None:
 def check_salt(salt: bytes) -> None:
     if len(salt) not in (0, SALT_BYTES):
         raise BadRequest(f"a salt has {len(salt)} bytes instead of {SALT_BYTES}")
-
-
-def tenant_salt(tenant: str, salt: bytes) -> bytes:
-    """The salt that chunks are stored under; the same salt gives different values for different tenants."""
-    if not tenant or not salt:
-        return salt
-    return bytes(
-        blake3(b"kvdepot tenant salt" + len(tenant).to_bytes(4, "little") + tenant.encode() + salt).digest()[:16]
-    )
 
 
 def stored_salts(ttls_s: Mapping[bytes, int], tenants: Iterable[str]) -> dict[bytes, int]:

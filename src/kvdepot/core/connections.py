@@ -29,6 +29,8 @@ _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_COST = 4
 """A list counts as more requests the more is to be looked at, but as a fourth of `max_rate` at most."""
+_LEASES = 100
+"""A list of leases, for which all are compared, counts as one more request for every this many leases."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
 
@@ -99,7 +101,7 @@ class Connections:
             if isinstance(request, KVDepotError):
                 raise request
             if isinstance(request, wire.Status | wire.Leases):
-                self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
+                self._refuse_unless(self._rates.charge(identity, self._cost(request) - 1))
             elif isinstance(request, wire.Prefixes | wire.Inspect):
                 cost = min(self._depot.lists.cost(request), self._config.max_rate // _MOST_COST)
                 self._refuse_unless(self._rates.charge(identity, cost))
@@ -116,6 +118,11 @@ class Connections:
             self._depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
             return [Reply(identity, number, exc)]
         return self._depot.handle(identity, number, request, now)
+
+    def _cost(self, request: wire.Status | wire.Leases) -> int:
+        """As how many requests it counts: at most a quarter of a second's, so that it can be asked at all."""
+        leases = len(self._depot.leases) // _LEASES if isinstance(request, wire.Leases) else 0
+        return max(_STATUS_COST, min(_STATUS_COST + leases, self._config.max_rate // _MOST_COST))
 
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
-from kvdepot.core.admission import check_description, chunks_named
+from kvdepot.core.admission import check_description, check_salt, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
 from kvdepot.core.engines import Engines
@@ -40,7 +40,9 @@ from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
+from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Device, Status, TokenCounts
 from kvdepot.tiers import TierConfig
 
@@ -273,18 +275,20 @@ class Depot:
 
     def _set_quota(self, client: Client, request: wire.SetQuota) -> None:
         """Raises BadRequest or Busy, and then changes nothing."""
-        tenant, quota = request.tenant, request.quota
+        tenant, quota, tag = request.tenant, request.quota, request.salt
+        check_salt(tag)
         if client.tenant:
             raise BadRequest("only a client without a tenant may set quotas")
-        if quota is not None and not self._is_tenant(tenant):
+        if quota is not None and not (self._is_tenant(tenant) or (tag and not tenant)):
             raise BadRequest(f"no client's key is bound to the tenant {tenant[:SHOWN]!r}")
-        if quota is not None and (fault := self.tiering.fault(tenant, quota)):
+        if quota is not None and (fault := self.tiering.fault(tenant, tenant_salt(tenant, tag), quota)):
             raise BadRequest(fault)
-        self.index.set_quota(tenant, quota)
+        self.index.set_quota(tenant, quota, tag)
         self.tiering.set_rules()
         self.leases.quota_changed(self.now)
         self._is_behind = True
-        self.report.note("quota", f"{tenant[:SHOWN]}: {'no quota' if quota is None else quota.words}")
+        whose = name_of(tenant[:SHOWN], tag)
+        self.report.note("quota", f"{whose}: {'no quota' if quota is None else quota.words}")
 
     def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
         ended = self.leases.end(client.tenant, request.name, self.now)

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, tenant_salt
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
@@ -24,7 +24,7 @@ from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 __all__ = ["Drops"]
 

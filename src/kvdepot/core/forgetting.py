@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_names, check_salt, tenant_salt
+from kvdepot.core.admission import check_names, check_salt
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
 from kvdepot.core.index.index import Index
@@ -29,6 +29,7 @@ from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.keys import tenant_salt
 
 __all__ = ["STEP_CHUNKS", "Removal", "RemovalRequests", "Removals"]
 

@@ -6,8 +6,8 @@ for a minute after its begin it grows with the chunks that are stored. Invariant
 
 - the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
   their floors is at most half of what is above all floors. So leases never keep a tenant below its floor;
-- a lease that does not fit changes nothing, except that leases of the same tenant make room that have an end and no
-  higher priority;
+- a lease that does not fit changes nothing, except that leases of the same tenant and account make room that have an
+  end and no higher priority;
 - what a lease holds is released exactly once: when it ends.
 """
 
@@ -30,7 +30,7 @@ from kvdepot.core.receipts import Tally
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_PRIORITY, Receipt, Sum
 
 __all__ = ["GROW_S", "MOST_HASHES", "Lease", "Leases"]
@@ -65,6 +65,8 @@ class Lease:
     number: int
     tally: Tally
     hashes: bytes = b""
+    salt: bytes = b""
+    """That chunks of its prompt are stored under."""
     chunks: int = 0
     tops: list[tuple[Chunk, int]] = field(default_factory=list)
     grows_until: float = _NEVER
@@ -135,7 +137,7 @@ class Leases:
         self._counters = counters
         self._by_tenant: dict[str, dict[str, Lease]] = {}  # then by name, the oldest first
         self._count = 0
-        self._leased: dict[str, int] = {}  # bytes by account
+        self._leased: dict[Account, int] = {}  # bytes
         self._kinds: dict[tuple[str, str], _Kind] = {}  # by tenant and kind
         self._ended: dict[str, deque[Receipt]] = {}
         self._growing: dict[Lease, None] = {}  # the oldest first
@@ -173,7 +175,8 @@ class Leases:
         self._refuse_many(tenant, request)
         ends = now + request.ttl_s if request.ttl_s else _NEVER
         bare = msgspec.structs.replace(request, hashes=b"")
-        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), request.hashes)
+        salt = tenant_salt(tenant, request.salt)
+        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), request.hashes, salt)
 
     def _refuse_many(self, tenant: str, request: wire.Lease) -> None:
         if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
@@ -249,7 +252,7 @@ class Leases:
 
     def _charge(self, lease: Lease, size: int) -> None:
         """Count `size` bytes that it holds from now on, or negative, that it no longer holds."""
-        account = self._index.accounts.of(lease.tenant).tenant
+        account = self._account(lease)
         self._leased[account] = self._leased.get(account, 0) + size
         self.bytes += size
         lease.tally.hold(size, self.now)
@@ -258,10 +261,14 @@ class Leases:
 
     # -- the budget
 
+    def _account(self, lease: Lease) -> Account:
+        """The account whose leases' budget it uses: that of its prompt's salt and tenant."""
+        return self._index.accounts.of(lease.tenant, lease.salt)
+
     def _fits(self, account: Account, size: int) -> bool:
         """Whether the leases of an account may hold `size` bytes more."""
         accounts = self._index.accounts
-        own = self._leased.get(account.tenant, 0) + size
+        own = self._leased.get(account, 0) + size
         if own <= account.floor:
             return True
         above = own - account.floor
@@ -270,15 +277,16 @@ class Leases:
 
     def _above(self, account: Account) -> int:
         """Bytes that the leases of an account hold above its floor."""
-        return max(0, self._leased.get(account.tenant, 0) - account.floor)
+        return max(0, self._leased.get(account, 0) - account.floor)
 
     def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
-        """End leases of its tenant until `size` bytes more fit, besides what `old` gives up; if none do, end none."""
-        account = self._index.accounts.of(lease.tenant)
-        free = 0 if old is None else old.held
+        """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
+        end none."""
+        account = self._account(lease)
+        free = old.held if old is not None and self._account(old) is account else 0
         if not size or self._fits(account, size - free):
             return True
-        yielding = list(self._yielding(lease, old))
+        yielding = list(self._yielding(lease, account, old))
         if not self._fits(account, size - free - sum(each.held for each in yielding)):
             return False  # without sorting thousands of leases, as those that grow come here often
         ended: list[Lease] = []
@@ -291,11 +299,12 @@ class Leases:
             self._end(each, "made room")
         return True
 
-    def _yielding(self, lease: Lease, old: Lease | None) -> Iterator[Lease]:
-        """Leases of the same tenant that end if this one needs room."""
+    def _yielding(self, lease: Lease, account: Account, old: Lease | None) -> Iterator[Lease]:
+        """Leases of the same tenant and account that end if this one needs room."""
         for each in self._by_tenant.get(lease.tenant, {}).values():
             is_lower = each.ends < _NEVER and each.request.priority <= lease.request.priority
-            if is_lower and each.held and each is not old and each is not lease:
+            is_other = each is not old and each is not lease
+            if is_lower and each.held and is_other and self._account(each) is account:
                 yield each
 
     def quota_changed(self, now: float) -> None:
@@ -303,13 +312,13 @@ class Leases:
         self.now = now
         self._leased = {}
         for lease in self._all():
-            account = self._index.accounts.of(lease.tenant).tenant
+            account = self._account(lease)
             self._leased[account] = self._leased.get(account, 0) + lease.held
         accounts = self._index.accounts
         if all(self._fits(each, 0) for each in accounts.all()):
             return
         for lease in sorted((each for each in self._all() if each.held), key=_rank):
-            if not self._fits(accounts.of(lease.tenant), 0):
+            if not self._fits(self._account(lease), 0):
                 self._end(lease, "quota lowered")
 
     # -- growth

@@ -19,6 +19,7 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
+from kvdepot.protocol.quotas import shown_tag
 from kvdepot.protocol.status import (
     MOST_NAME,
     OTHERS,
@@ -233,7 +234,7 @@ def _live(namespace: Namespace) -> int:
 
 
 def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantStatus]:
-    """The accounts that a tenant may see: its own, if it has one; empty: all, if there are several."""
+    """The accounts that a tenant may see: its own, and those of its salts; empty: all, if there are several."""
     shown = [each for each in accounts.all() if tenant in ("", each.tenant)] if len(accounts) > 1 else []
     return [
         TenantStatus(
@@ -246,9 +247,10 @@ def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantSt
             ttl_s=account.quota.ttl_s,
             evicted_chunks=account.evicted,
             capped_chunks=account.capped,
-            disk_bytes=tiering.bytes_of(account.tenant) if account.tenant else None,
+            disk_bytes=None if account is accounts.rest else tiering.bytes_of(account),
             disk_floor_bytes=account.quota.disk_floor_bytes,
             disk_cap_bytes=account.quota.disk_cap_bytes,
+            salt=shown_tag(account.tag),
         )
         for account in shown
     ]

@@ -13,7 +13,7 @@ import logging
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, tenant_salt
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import AlwaysAlive, Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.coming import coming_part
@@ -28,7 +28,7 @@ from kvdepot.core.waiting import WaitingLookups
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 __all__ = ["Sessions"]
 

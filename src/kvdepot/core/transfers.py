@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_shards, check_source, check_targets, tenant_salt
+from kvdepot.core.admission import check_shards, check_source, check_targets
 from kvdepot.core.clients import Client, Instance, Liveness
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
@@ -26,7 +26,7 @@ from kvdepot.errors import Busy, UnknownInstance
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 __all__ = ["CopyToken", "Transfers"]
 
@@ -124,7 +124,7 @@ class Transfers:
                     case NoRoom(is_capped):
                         # The chunks behind this one are useless without it: drop them too.
                         self._counters["capped_chunks" if is_capped else "dropped_chunks"] += count - i
-                        namespace.account.capped += count - i if is_capped else 0
+                        namespace.account_of(salt).capped += count - i if is_capped else 0
                         asked = {"client": client.called, "request": part.request}
                         log.debug("dropped %d chunks of a store: no room", count - i, extra=asked)
                         complete = False
@@ -276,7 +276,7 @@ class Transfers:
         self._index.touch([chunk for chunk, _ in sealed])
         if not self._tiering:
             return []
-        by = sealed[0][0].namespace.account if sealed else None
+        by = sealed[0][0].account if sealed else None
         return [*self._tiering.stored(sealed), *self._tiering.make_room(by)]
 
     def _end_retrieve(self, operation: _Operation) -> None:

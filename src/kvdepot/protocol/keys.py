@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from kvdepot.errors import BadRequest
 
-__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag", "split_tokens"]
+__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag", "split_tokens", "tenant_salt"]
 
 HASH_BYTES = 32
 ROOT = blake3(b"kvdepot chunk chain 1").digest()
@@ -49,6 +49,15 @@ def derive_root(*parts: tuple[str, str]) -> bytes:
 def salt_tag(salt: str) -> bytes:
     """16 bytes that identify a cache salt, so that its chunks can be forgotten; empty for no salt."""
     return bytes(_derive(_SALTS, salt.encode())[:16]) if salt else b""
+
+
+def tenant_salt(tenant: str, tag: bytes) -> bytes:
+    """The salt that a tenant's chunks are stored under, given its tag; it differs between tenants."""
+    if not tenant or not tag:
+        return tag
+    return bytes(
+        blake3(b"kvdepot tenant salt" + len(tenant).to_bytes(4, "little") + tenant.encode() + tag).digest()[:16]
+    )
 
 
 def _derive(parent: bytes, text: bytes) -> bytes:

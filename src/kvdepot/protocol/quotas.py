@@ -1,4 +1,7 @@
-"""What one tenant may take of the arena and of local tiers. Plain data, used in settings, messages, core and tiers."""
+"""What a tenant, or one cache salt of it, may take of the arena and of local tiers.
+
+Plain data, used in settings, messages, core and tiers.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["MOST_QUOTAS", "MOST_WEIGHT", "Quota", "fault_of", "shortest"]
+__all__ = ["MOST_QUOTAS", "MOST_WEIGHT", "Quota", "fault_of", "name_of", "shortest", "shown_tag"]
 
 MOST_QUOTAS = 64
-"""Tenants with a quota. An eviction compares all of them, and the status lists all of them."""
+"""Tenants and salts with a quota. An eviction compares all of them, and the status lists all of them."""
 MOST_WEIGHT = 1e6
 _MOST = 1 << 62
 
 
 class Quota(msgspec.Struct, frozen=True, array_like=True):
-    """One tenant's part of the arena, in bytes that the allocator counts: whole pages, including reserved ones. And its
-    part of each local tier, in bytes that the file system allocates.
+    """The part of the arena of one tenant or salt, in bytes that the allocator counts: whole pages, including reserved
+    ones. And its part of each local tier, in bytes that the file system allocates.
 
-    floor_bytes: no other tenant's store takes the tenant below this. cap_bytes: the tenant never has more; 0: no cap.
-    weight: its part of what is left above all floors, beside the other tenants' weights, in memory and in local tiers.
+    floor_bytes: no other's store takes it below this. cap_bytes: it never has more; 0: no cap.
+    weight: its part of what is left above all floors, beside the others' weights, in memory and in local tiers.
     ttl_s: seconds after which its chunks expire, if that is sooner than the server's own `ttl_s`; 0: no own limit.
     disk_floor_bytes, disk_cap_bytes: as the first two, in each local tier.
     """
@@ -66,16 +69,28 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fault_of(quotas: Mapping[str, Quota], capacity_bytes: int) -> str:
-    """What is wrong with the quotas of all tenants, by name, in an arena of this capacity; empty if nothing is."""
-    for tenant, quota in quotas.items():
+    """What is wrong with all quotas, by `name_of`, in an arena of this capacity; empty if nothing is."""
+    for name, quota in quotas.items():
         if fault := quota.fault():
-            return f"quota of {tenant}: {fault}"
+            return f"quota of {name}: {fault}"
     if len(quotas) > MOST_QUOTAS:
-        return f"{len(quotas)} tenants have a quota; the limit is {MOST_QUOTAS}"
+        return f"{len(quotas)} tenants and salts have a quota; the limit is {MOST_QUOTAS}"
     floors = sum(quota.floor_bytes for quota in quotas.values())
     if floors > capacity_bytes:
-        return f"the floors of all tenants together are {floors} bytes, more than the arena's {capacity_bytes}"
+        return f"all floors together are {floors} bytes, more than the arena's {capacity_bytes}"
     return ""
+
+
+def shown_tag(tag: bytes) -> str:
+    """How a cache salt is named to people, who may keep it secret: the first 16 hex digits of its tag."""
+    return tag.hex()[:16]
+
+
+def name_of(tenant: str, tag: bytes) -> str:
+    """Whose quota it is, for people: a tenant's, or that of one cache salt (keys.salt_tag) of it."""
+    if not tag:
+        return tenant
+    return f"salt {shown_tag(tag)} of {tenant or 'clients without a tenant'}"
 
 
 def shortest(*ttls_s: int) -> int:

@@ -169,11 +169,12 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """What one tenant with a quota has. tenant: empty for all clients whose tenant has no quota, or that have none.
+    """What one tenant or cache salt with a quota has. tenant: empty for all clients whose tenant has no quota, or that
+    have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
 
     used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
     own. evicted_chunks: of its chunks, for whomever. capped_chunks: shards not stored because of its cap.
-    disk_bytes: in local tiers, as of their last probe; None: there is no such tier, or the tenant has no quota.
+    disk_bytes: in local tiers, as of their last probe; None: there is no such tier, or it has no quota.
     """
 
     tenant: str
@@ -188,6 +189,7 @@ class TenantStatus(msgspec.Struct, frozen=True):
     disk_bytes: int | None = None
     disk_floor_bytes: int = 0
     disk_cap_bytes: int = 0
+    salt: str = ""
 
     @property
     def quota(self) -> Quota:
@@ -251,7 +253,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one server. namespaces, engines and leases are limited; their counts and leased_bytes
     cover all. lease_sums: of all leases since the start, by tenant and kind.
 
-    tenants: those with a quota, and the others together; empty while no tenant has a quota.
+    tenants: those with a quota, also salts, and the others together; empty while nobody has a quota.
 
     chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
     counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group

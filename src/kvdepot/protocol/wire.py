@@ -382,11 +382,12 @@ class Describe(_Message, frozen=True):
 class SetQuota(_Message, frozen=True):
     """Give a tenant a quota until the server ends; None: no quota. Answer: None.
 
-    Refused if the client has a tenant.
+    salt: not the tenant itself, but its requests with this salt, as in Shards. Refused if the client has a tenant.
     """
 
     tenant: str
     quota: Quota | None
+    salt: bytes = b""
 
 
 class Status(_Message, frozen=True):

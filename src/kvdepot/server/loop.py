@@ -42,6 +42,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.curve import refuse_open
 from kvdepot.protocol.endpoints import Claim
 from kvdepot.protocol.listener import Listener
+from kvdepot.protocol.quotas import name_of
 from kvdepot.tiers.worker import TierWorker, start_workers
 from kvdepot.web.child import Child, beside
 
@@ -144,16 +145,17 @@ class Server:
 
     def _set_quotas(self, index: Index) -> None:
         """Raises ConfigError."""
-        for tenant, share in self._config.tenants.items():
-            if not self._listener.is_tenant(tenant):
+        for (tenant, tag), quota in self._config.quotas.items():
+            whose = f"quota of {name_of(tenant, tag)}" if tag else f"tenants.{tenant}"  # users may keep salts secret
+            if not (self._listener.is_tenant(tenant) or (tag and not tenant)):
                 where = f"in {self._config.keys}" if self._config.keys else "because clients need no keys"
-                raise ConfigError(f"tenants.{tenant}: no client has this tenant, {where}")
-            if share.quota.is_on_disk and not any(tier.is_local for tier in self._config.tier_configs):
-                raise ConfigError(f"tenants.{tenant}: a quota on disk needs a tier disk://")
+                raise ConfigError(f"{whose}: no client has this tenant, {where}")
+            if quota.is_on_disk and not any(tier.is_local for tier in self._config.tier_configs):
+                raise ConfigError(f"{whose}: a quota on disk needs a tier disk://")
             try:
-                index.set_quota(tenant, share.quota)
+                index.set_quota(tenant, quota, tag)
             except BadRequest as exc:
-                raise ConfigError(f"tenants.{tenant}: {exc}") from exc
+                raise ConfigError(f"{whose}: {exc}") from exc
 
     # -- the loop
 

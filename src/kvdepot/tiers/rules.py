@@ -1,5 +1,8 @@
 """What a local tier keeps for whom, and for how long: quotas and times to live, by names of objects. Pure.
 
+Each tenant with a quota owns objects, and so does each cache salt with a quota; their owners are the beginnings of
+their names' parts (`owner_prefix`).
+
 The core makes the rules (core/tiering/), a worker hands them to its tier (`Enforcing.enforce`).
 """
 
@@ -12,32 +15,33 @@ import msgspec
 from kvdepot.protocol.quotas import Quota, shortest
 from kvdepot.tiers.format import tenant_prefix
 
-__all__ = ["Rules", "owner_of"]
+__all__ = ["Rules", "owner_of", "owner_prefix", "tenant_of"]
 
 
 class Rules(msgspec.Struct, frozen=True):
     """The quotas and times to live in one tier."""
 
     quotas: dict[str, Quota] = {}
-    """By owner, see `owner_of`."""
+    """By `owner_prefix`."""
     salts: dict[str, int] = {}
     """Seconds, by the first part of names."""
     ttl_s: int = 0
     """Of all objects; 0: none."""
 
     @classmethod
-    def of(cls, quotas: Mapping[str, Quota], salts: Mapping[bytes, int], ttl_s: int) -> Rules:
-        """Those of these tenants (by name) and salts (as in `Facts.name`)."""
+    def of(cls, quotas: Mapping[tuple[str, bytes], Quota], salts: Mapping[bytes, int], ttl_s: int) -> Rules:
+        """quotas: by tenant and salt (as in `Facts.name`; empty: the tenant's). salts: times to live, by salt."""
         return cls(
-            {tenant_prefix(tenant): quota for tenant, quota in quotas.items()},
+            {owner_prefix(tenant, salt): quota for (tenant, salt), quota in quotas.items()},
             {salt.hex(): limit_s for salt, limit_s in salts.items()},
             ttl_s,
         )
 
     def ttl_of(self, name: str) -> int:
         """Seconds after which an object of this name expires: the shortest of all limits; 0: never."""
-        quota = self.quotas.get(owner_of(name))
-        return shortest(self.ttl_s, 0 if quota is None else quota.ttl_s, self.salts.get(name[:32], 0))
+        owner = owner_of(name)
+        own = [self.quotas[each].ttl_s for each in (owner, tenant_of(owner)) if each in self.quotas]
+        return shortest(self.ttl_s, self.salts.get(name[:32], 0), *own)
 
     @property
     def ages(self) -> object:
@@ -49,9 +53,19 @@ class Rules(msgspec.Struct, frozen=True):
         floors = sum(quota.disk_floor_bytes for quota in self.quotas.values())
         if floors <= capacity_bytes:
             return ""
-        return f"the floors of all tenants on disk are {floors} bytes, more than its capacity of {capacity_bytes}"
+        return f"all floors on disk together are {floors} bytes, more than its capacity of {capacity_bytes}"
 
 
 def owner_of(name: str) -> str:
-    """Whose object it is: the beginning of its name's second part that stands for the tenant (`tenant_prefix`)."""
-    return name[33:41]
+    """Whose object it is, as exactly as a quota may say: its name up to what stands for the tenant."""
+    return name[:41]
+
+
+def tenant_of(owner: str) -> str:
+    """What stands for the tenant in an `owner_of` (`tenant_prefix`)."""
+    return owner[33:]
+
+
+def owner_prefix(tenant: str, salt: bytes) -> str:
+    """The owner with a quota: a salt (as in `Facts.name`) of a tenant, as in `owner_of`; or a tenant, without one."""
+    return f"{salt.hex()}/{tenant_prefix(tenant)}" if salt else tenant_prefix(tenant)

@@ -34,10 +34,11 @@ from kvdepot.client import admin
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, Receipt, Sum
 from kvdepot.protocol.metrics import Event
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
-from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.quotas import Quota, shown_tag
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.fleet import Fleet, FleetNow
 from kvdepot.web.guard import App, Guard, Problem
@@ -172,10 +173,21 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant, and its quota until the server ends; without one, it has none. See `tenants` of the status."""
+    """A tenant, or its requests with the cache salt `salt`, and the quota until the server ends; without one, it has
+    none. See `tenants` of the status.
+    """
 
-    tenant: Annotated[str, Meta(min_length=1, max_length=64)]
+    tenant: Annotated[str, Meta(max_length=64)] = ""
+    salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     quota: Share | None = None
+
+
+class QuotaSet(msgspec.Struct, frozen=True):
+    """A quota that was set. salt: as the status shows it; empty: the tenant's own."""
+
+    tenant: str
+    salt: str
+    quota: Share | None
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -410,13 +422,15 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
 
 
 @post("/v1/quota", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def quota(state: State, data: JSONBody[QuotaRequest]) -> QuotaRequest:
-    """Give a tenant a quota until the server ends, or none; returns it."""
+def quota(state: State, data: JSONBody[QuotaRequest]) -> QuotaSet:
+    """Give a tenant, or one cache salt of it, a quota until the server ends, or none; returns it."""
+    if not (data.tenant or data.salt):
+        raise BadRequest("whose quota? Give `tenant`, `salt` or both")
     share = data.quota
     with _change(state):
         asked = None if share is None else Quota(**msgspec.structs.asdict(share))
-        admin.set_quota(_poll(state).client, data.tenant, asked)
-        return data
+        admin.set_quota(_poll(state).client, data.tenant, asked, data.salt)
+        return QuotaSet(data.tenant, shown_tag(salt_tag(data.salt)), share)
 
 
 # -- the page

@@ -223,29 +223,41 @@ def _usages(by: str, usages: Sequence[Usage]) -> Iterator[Metric]:
 
 
 def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
-    """At most protocol.quotas.MOST_QUOTAS tenants, and the others together under an empty name."""
+    """At most protocol.quotas.MOST_QUOTAS tenants and salts, and the others together under empty names."""
+    labels = ["tenant", "salt"]
     gauges = {
-        "used_bytes": GaugeMetricFamily("kvdepot_tenant_used_bytes", "Memory of a tenant.", labels=["tenant"]),
+        "used_bytes": GaugeMetricFamily("kvdepot_tenant_used_bytes", "Memory of a tenant.", labels=labels),
         "floor_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_floor_bytes", "Memory that others cannot take from a tenant.", labels=["tenant"]
+            "kvdepot_tenant_floor_bytes", "Memory that others cannot take from a tenant.", labels=labels
         ),
         "cap_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_cap_bytes", "Most memory that a tenant can have; 0: no cap.", labels=["tenant"]
+            "kvdepot_tenant_cap_bytes", "Most memory that a tenant can have; 0: no cap.", labels=labels
+        ),
+        "disk_bytes": GaugeMetricFamily(
+            "kvdepot_tenant_disk_bytes", "Bytes of a tenant in tiers disk://, as of their last probes.", labels=labels
+        ),
+        "disk_floor_bytes": GaugeMetricFamily(
+            "kvdepot_tenant_disk_floor_bytes", "Bytes in each tier disk:// that others cannot take.", labels=labels
+        ),
+        "disk_cap_bytes": GaugeMetricFamily(
+            "kvdepot_tenant_disk_cap_bytes", "Most bytes of a tenant in each tier disk://; 0: no cap.", labels=labels
         ),
     }
     counters = {
         "evicted_chunks": CounterMetricFamily(
-            "kvdepot_tenant_evicted_chunks", "Chunks of a tenant evicted from memory.", labels=["tenant"]
+            "kvdepot_tenant_evicted_chunks", "Chunks of a tenant evicted from memory.", labels=labels
         ),
         "capped_chunks": CounterMetricFamily(
-            "kvdepot_tenant_capped_shards", "Shards not stored because of a tenant's cap.", labels=["tenant"]
+            "kvdepot_tenant_capped_shards", "Shards not stored because of a tenant's cap.", labels=labels
         ),
     }
     for tenant in tenants:
+        whose = [tenant.tenant, tenant.salt]
         for name, gauge in gauges.items():
-            gauge.add_metric([tenant.tenant], getattr(tenant, name))
+            if tenant.disk_bytes is not None or not name.startswith("disk"):
+                gauge.add_metric(whose, getattr(tenant, name))
         for name, counter in counters.items():
-            counter.add_metric([tenant.tenant], getattr(tenant, name))
+            counter.add_metric(whose, getattr(tenant, name))
     yield from gauges.values()
     yield from counters.values()
 

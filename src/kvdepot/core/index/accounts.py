@@ -1,7 +1,8 @@
 """Accounts: how much of the arena each tenant has, and whose chunk is evicted when space is needed.
 
-Used by core/index/index.py on the deciding thread; pure. Each tenant with a quota has an account, and all others share
-one, "the rest". An account has a policy of its own, so that a victim is found among its chunks alone.
+Used by core/index/index.py on the deciding thread; pure. Each tenant with a quota has an account, and so has each cache
+salt of a tenant with a quota; the salt's chunks do not count for its tenant then. All others share one account, "the
+rest". An account has a policy of its own, so that a victim is found among its chunks alone.
 
 Invariants: the accounts' bytes add up to the arena's used bytes. A reservation by one account takes no other below its
 floor. No account is above its cap, except after its quota was lowered or a restart, until `Index.trim` has evicted the
@@ -23,22 +24,29 @@ from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.chunk import Chunk, is_evictable
 from kvdepot.core.index.spared import Out, Spared
 from kvdepot.eviction import Policy
-from kvdepot.protocol.quotas import Quota, fault_of, shortest
+from kvdepot.protocol.keys import tenant_salt
+from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
 
 __all__ = ["Account", "Accounts"]
 
 
 class Account:
-    """The chunks and bytes of one tenant with a quota, or of all tenants without one."""
+    """The chunks and bytes of one tenant with a quota, of one cache salt with a quota, or of all others."""
 
     __slots__ = (
         "_capacity", "_spared", "_ttl_s", "ages", "cap", "capped", "chunks", "evicted", "evicted_bytes", "floor",
-        "is_capped", "leaving", "out", "out_bytes", "policy", "quota", "spare", "tenant", "used", "weight",
+        "is_capped", "leaving", "out", "out_bytes", "policy", "quota", "salt", "spare", "tag", "tenant", "used",
+        "weight",
     )  # fmt: skip
 
-    def __init__(self, tenant: str, policy: Policy, capacity: int, ttl_s: int, quota: Quota, spared: Spared) -> None:
-        """tenant: empty for the rest. capacity: of the arena, bytes. ttl_s: the server's; 0: chunks never expire."""
+    def __init__(
+        self, tenant: str, tag: bytes, policy: Policy, capacity: int, ttl_s: int, quota: Quota, spared: Spared
+    ) -> None:
+        """tenant, tag (keys.salt_tag): both are empty for the rest. capacity: of the arena, bytes. ttl_s: the
+        server's; 0: chunks never expire."""
         self.tenant = tenant
+        self.tag = tag
+        self.salt = tenant_salt(tenant, tag)  # under which its chunks are stored
         self.policy = policy
         self.ages = Ages(ttl_s)
         self.used = 0  # bytes of the arena, including reserved ones
@@ -56,7 +64,12 @@ class Account:
         self.set(quota)
 
     def __repr__(self) -> str:
-        return f"<Account {self.tenant or 'of the rest'}: {self.used} bytes in {self.chunks} chunks, {self.quota}>"
+        return f"<Account of {self.name or 'the rest'}: {self.used} bytes in {self.chunks} chunks, {self.quota}>"
+
+    @property
+    def name(self) -> str:
+        """Whose it is, for people; empty for the rest."""
+        return name_of(self.tenant, self.tag)
 
     def set(self, quota: Quota) -> None:
         """Change the quota. If chunks did not expire and now do, the caller notes their ages."""
@@ -108,9 +121,10 @@ class Accounts:
         self._policy = policy
         self.ttl_s = ttl_s
         self.spared = Spared()
-        self.rest = self._new("", Quota())
+        self.rest = self._new("", b"", Quota())
         self._all = [self.rest]
         self._by_tenant: dict[str, Account] = {}
+        self._by_salt: dict[str, dict[bytes, Account]] = {}  # by tenant, then by the salt that chunks are stored under
 
     def __repr__(self) -> str:
         return f"<Accounts {self._all}>"
@@ -119,7 +133,7 @@ class Accounts:
         return len(self._all)
 
     def all(self) -> list[Account]:
-        """The rest, then those of tenants with a quota."""
+        """The rest, then those of tenants and salts with a quota."""
         return list(self._all)
 
     @property
@@ -128,7 +142,7 @@ class Accounts:
         return self._capacity - sum(account.floor for account in self._all)
 
     def lease_budget(self, account: Account) -> int:
-        """The bytes that leases of an account's tenants may hold: its floor and half of what is above all floors, but
+        """The bytes that leases of an account's prompts may hold: its floor and half of what is above all floors, but
         at most half of its cap, unless its floor is more than that."""
         return min(account.floor + self.above_floors // 2, max(account.cap // 2, account.floor))
 
@@ -137,36 +151,47 @@ class Accounts:
         """Bytes of all accounts' chunks that are being saved in tiers, to be evicted then."""
         return sum(account.leaving for account in self._all)
 
-    def of(self, tenant: str) -> Account:
-        """The account of a tenant's chunks: its own, or the rest."""
-        return self._by_tenant.get(tenant, self.rest)
+    def of(self, tenant: str, salt: bytes = b"") -> Account:
+        """The account of a tenant's chunks that are stored under a salt: the salt's own, the tenant's, or the rest."""
+        return self._by_salt.get(tenant, {}).get(salt) or self._by_tenant.get(tenant, self.rest)
+
+    def salted(self, tenant: str) -> dict[bytes, Account]:
+        """The accounts of a tenant's salts, by the salts that chunks are stored under; changes with the quotas."""
+        return self._by_salt.setdefault(tenant, {})
 
     # -- quotas
 
-    def fault(self, tenant: str, quota: Quota) -> str:
-        """Why a tenant cannot have this quota beside the others'; empty if it can."""
-        if not tenant:
+    def fault(self, tenant: str, tag: bytes, quota: Quota) -> str:
+        """Why a tenant or a salt of it cannot have this quota beside the others'; empty if it can."""
+        if not tenant and not tag:
             return "clients without a tenant cannot have a quota"
-        return fault_of({name: each.quota for name, each in self._by_tenant.items()} | {tenant: quota}, self._capacity)
+        quotas = {each.name: each.quota for each in self._all if each is not self.rest}
+        return fault_of(quotas | {name_of(tenant, tag): quota}, self._capacity)
 
-    def open(self, tenant: str, quota: Quota) -> Account:
-        """A new, empty account of a tenant that has none."""
-        account = self._by_tenant[tenant] = self._new(tenant, quota)
+    def open(self, tenant: str, tag: bytes, quota: Quota) -> Account:
+        """A new, empty account of a tenant or a salt that has none."""
+        account = self._new(tenant, tag, quota)
+        if tag:
+            self.salted(tenant)[account.salt] = account
+        else:
+            self._by_tenant[tenant] = account
         self._all.append(account)
         return account
 
-    def close(self, account: Account) -> None:
-        """Remove an empty account; its tenant belongs to the rest."""
-        assert not account.used and not account.chunks, account
-        del self._by_tenant[account.tenant]
+    def detach(self, account: Account) -> None:
+        """Remove an account; the caller moves its chunks."""
+        if account.tag:
+            del self._by_salt[account.tenant][account.salt]
+        else:
+            del self._by_tenant[account.tenant]
         self._all.remove(account)
 
     def renew(self, account: Account) -> None:
         """Give an account a new policy, which knows no chunk."""
         account.policy = self._policy()
 
-    def _new(self, tenant: str, quota: Quota) -> Account:
-        return Account(tenant, self._policy(), self._capacity, self.ttl_s, quota, self.spared)
+    def _new(self, tenant: str, tag: bytes, quota: Quota) -> Account:
+        return Account(tenant, tag, self._policy(), self._capacity, self.ttl_s, quota, self.spared)
 
     # -- who gives up space
 

@@ -33,6 +33,7 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
     by_account = {id(account): [0, 0] for account in accounts.all()}  # chunks, bytes
     for namespace in namespaces:
         assert namespace.groups[namespace.group] is namespace
+        assert namespace.account is accounts.of(namespace.tenant)
         total = 0
         for key, chunk in namespace.chunks.items():
             assert key == chunk.key and chunk.namespace is namespace and chunk.shards
@@ -42,19 +43,20 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
             assert namespace.slot is not None or not any(s.slot is not None for s in chunk.shards.values())
             assert chunk.holds >= opened
             if chunk.parent is not None:
+                assert chunk.parent.salt == chunk.salt and chunk.parent.account is chunk.account
                 children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
             if is_evictable(chunk):
                 assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"
+            assert chunk.account is accounts.of(namespace.tenant, chunk.salt)
+            by_account[id(chunk.account)][0] += 1
+            by_account[id(chunk.account)][1] += chunk.bytes
             total += chunk.bytes
             reserved += opened
             held += chunk.holds
         assert total == namespace.bytes
-        assert namespace.account is accounts.of(namespace.tenant)
-        total += namespace.detached_bytes
-        used += total
-        sums = by_account[id(namespace.account)]
-        sums[0] += len(namespace.chunks)
-        sums[1] += total
+        for salt, size in namespace.detached.items():
+            by_account[id(accounts.of(namespace.tenant, salt))][1] += size
+        used += total + namespace.detached.total()
         chunks += len(namespace.chunks)
     for namespace in namespaces:
         for chunk in namespace.chunks.values():

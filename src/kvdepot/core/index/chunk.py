@@ -14,6 +14,7 @@ another. Every shard ends as FREED, every chunk as GONE.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
@@ -188,6 +189,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     """
 
     namespace: Namespace
+    account: Account
+    """Of its tenant or its salt, which its bytes count for and whose policy knows it."""
     parent: Chunk | None = None
     family: Family | None = None
     """All prompts that begin with the same chunk as its own; None: it is in no chain, or is not in the index."""
@@ -244,13 +247,15 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached_bytes", "facts", "families", "gone",
+        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached", "facts", "families", "gone",
         "group", "groups", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
-        "reach", "recorded", "sizes", "slot", "tenant", "trunk", "world_size",
+        "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
 
     account: Account
-    """The tenant's; set by namespaces.py."""
+    """The tenant's, of chunks whose salt has none; set by namespaces.py."""
+    salted: dict[bytes, Account]
+    """The accounts of salts, by the salts that chunks are stored under; set by namespaces.py."""
 
     def __init__(
         self,
@@ -283,9 +288,13 @@ class Namespace:
         self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
         self.bytes = 0
-        self.detached_bytes = 0  # of shards that were replaced, and are still being loaded
+        self.detached: Counter[bytes] = Counter()  # bytes by salt, of shards that were replaced but are still loaded
         self.slot: int | None = None  # first slot of its record
         self.recorded = 0  # layouts in the record
+
+    def account_of(self, salt: bytes) -> Account:
+        """The account of chunks that are stored under this salt."""
+        return self.salted.get(salt, self.account)
 
     def __repr__(self) -> str:
         group = f" group {self.group}" if len(self.groups) > 1 else ""

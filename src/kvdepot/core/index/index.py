@@ -13,6 +13,8 @@ all its ancestors. Only leaves are evicted, hence:
 - the longest prefix is found by binary search over the keys, O(log n) for any prompt length;
 - pinning the deepest chunk of a match protects all of it, O(1).
 
+A chunk and its parent have the same salt, and so the same account and policy.
+
 Chunks without a known parent (engine hashes, or the parent was missing) are **loose**, position 0: they are found one
 by one behind the chained part, and pinned one by one.
 
@@ -42,7 +44,7 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.quotas import Quota
 
 __all__ = ["MOST_MOVED", "Index"]
@@ -209,7 +211,7 @@ class Index:
     def touch(self, chunks: list[Chunk]) -> None:
         """Refresh these in the policy, the head last, so that the tail is evicted first. It does not count as a use."""
         for chunk in reversed(chunks):
-            chunk.namespace.account.policy.touch(chunk)
+            chunk.account.policy.touch(chunk)
 
     def hold(self, chunks: list[Chunk], use: bool = True) -> None:
         """Protect these from eviction until `release`. use: count it as a use, once per request.
@@ -227,7 +229,7 @@ class Index:
                 self._uses += 1
                 chunk.used = self._uses
                 chunk.used_s = self._wall
-                chunk.namespace.account.policy.use(chunk)
+                chunk.account.policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
         """Undo one `hold`."""
@@ -238,7 +240,7 @@ class Index:
                 if chunk.state is _PENDING_REMOVAL:
                     self.remove(chunk, Reason.DROPPED)
                 else:
-                    chunk.namespace.account.policy.add(chunk)
+                    chunk.account.policy.add(chunk)
             elif self._spared.held:
                 self._spared.offer(chunk)
         self.held -= len(chunks)
@@ -338,10 +340,13 @@ class Index:
         else:
             before = namespace.chunks.get(parent) if position > 1 else None
             is_known = bool(parent) and (position == 1 or (before is not None and before.position == position - 1))
+        if before is not None and before.salt != salt:  # a client's mistake: the chain would be in two accounts
+            before, is_known = None, bool(namespace.reach)
         return Chunk(
             key=key,
             salt=salt,
             namespace=namespace,
+            account=namespace.account_of(salt),
             parent=before if is_known else None,
             position=position if is_known else 0,
             generation=self.generation,
@@ -350,8 +355,7 @@ class Index:
 
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
         """Reserve a missing shard. A chunk without shards is new and is added to the index here."""
-        namespace, before = chunk.namespace, chunk.parent
-        account = namespace.account
+        namespace, before, account = chunk.namespace, chunk.parent, chunk.account
         chunk.holds += 1  # neither it nor its ancestors may be evicted for it
         if before is not None:
             before.holds += 1
@@ -418,15 +422,15 @@ class Index:
         if chunk.state is _PENDING_REMOVAL and not is_alone:
             return _PRESENT
         namespace = chunk.namespace
-        extents = self._make_room(namespace.account, old.size)
+        extents = self._make_room(chunk.account, old.size)
         if extents is None:
             return _PRESENT
         old.state = TRANSITIONS[old.state][Event.REPLACE]
         chunk.shards[rank] = Shard(extents, old.size, _LOADING if is_load else _RESERVED)
         self._is_stored_anew(chunk)
         size = self.allocator.rounded(old.size)
-        namespace.account.charge(size)
-        namespace.detached_bytes += size
+        chunk.account.charge(size)
+        namespace.detached[chunk.salt] += size
         return Replaced(chunk)
 
     def _is_stored_anew(self, chunk: Chunk) -> None:
@@ -434,12 +438,14 @@ class Index:
             chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.generation = self.generation
 
-    def give_back(self, namespace: Namespace, shard: Shard) -> None:
-        """Free a replaced shard, once nothing writes to it any more."""
+    def give_back(self, chunk: Chunk, shard: Shard) -> None:
+        """Free a replaced shard of a chunk, which may be gone, once nothing writes to the shard any more."""
         self._free(shard)
-        size = self.allocator.rounded(shard.size)
-        namespace.account.charge(-size)
-        namespace.detached_bytes -= size
+        namespace, size = chunk.namespace, self.allocator.rounded(shard.size)
+        namespace.account_of(chunk.salt).charge(-size)  # a chunk that is gone does not know of new accounts
+        namespace.detached[chunk.salt] -= size
+        if not namespace.detached[chunk.salt]:
+            del namespace.detached[chunk.salt]
         self.namespaces.forget(namespace)
 
     def _renew(self, chunk: Chunk, wall: int) -> None:
@@ -530,9 +536,11 @@ class Index:
 
     def _note_age(self, chunk: Chunk) -> None:
         """Record the age of a chunk, or its new age, for each limit that it has."""
-        ages = chunk.namespace.account.ages
-        if ages.ttl_s:
-            ages.note(chunk)
+        account, tenants = chunk.account, chunk.namespace.account
+        if account.ages.ttl_s:
+            account.ages.note(chunk)
+        if tenants is not account and tenants.quota.ttl_s:
+            tenants.ages.note(chunk)
         if chunk.salt in self.salt_ttls:
             self._by_ttl[self.salt_ttls[chunk.salt]].note(chunk)
 
@@ -595,7 +603,7 @@ class Index:
             return
         assert is_evictable(chunk), chunk.key.hex()
         is_evicted = reason is Reason.EVICTED
-        account = chunk.namespace.account
+        account = chunk.account
         if is_evicted:
             if self.hiding and self.remove_forgotten(chunk):
                 return
@@ -633,7 +641,7 @@ class Index:
         if chunk.family is not None:
             chunk.family.bytes -= taken
         chunk.namespace.bytes -= taken
-        chunk.namespace.account.charge(-taken)
+        chunk.account.charge(-taken)
         self.reserved -= 1
         if chunk.shards:
             self.release([chunk])
@@ -658,8 +666,7 @@ class Index:
         """
         chunk.state = TRANSITIONS[chunk.state][_REMOVE]
         chunk.gone = True
-        namespace, before = chunk.namespace, chunk.parent
-        account = namespace.account
+        namespace, before, account = chunk.namespace, chunk.parent, chunk.account
         del namespace.chunks[chunk.key]
         self.chunks -= 1
         account.chunks -= 1
@@ -714,12 +721,12 @@ class Index:
 
     def is_too_old(self, chunk: Chunk, born: int) -> bool:
         """Whether a chunk, if it was computed then, had expired when `expire` was last called."""
-        limits = chunk.namespace.account.ages.ttl_s, self.salt_ttls.get(chunk.salt, 0)
+        limits = chunk.account.ages.ttl_s, chunk.namespace.account.quota.ttl_s, self.salt_ttls.get(chunk.salt, 0)
         return any(0 < ttl_s <= self._wall - born for ttl_s in limits)
 
     def expire(self, wall: int, most: int = 1 << 62) -> int:
-        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than their account's `ttl_s`, or
-        their salt's.
+        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than a limit of theirs: the
+        server's, their tenant's or their salt's.
 
         Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
         """
@@ -736,49 +743,92 @@ class Index:
 
     # -- quotas
 
-    def set_quota(self, tenant: str, quota: Quota | None) -> None:
-        """Give a tenant a quota, or another one; None: none, so that its chunks belong to the rest.
+    def set_quota(self, tenant: str, quota: Quota | None, tag: bytes = b"") -> None:
+        """Give a tenant a quota, or another one, or one of its cache salts (tag: keys.salt_tag). None: none, so that a
+        salt's chunks belong to its tenant, and a tenant's to the rest.
 
-        Chunks beyond a lower cap stay until `trim` evicts them. With its first quota, or without one, the tenant's
-        chunks change their account, and policies learn anew what they know about the chunks that they get. Raises
-        BadRequest, or Busy if more than MOST_MOVED chunks would have to be gone through, and then changes nothing.
+        Chunks beyond a lower cap stay until `trim` evicts them. With a first quota, or without one, chunks change their
+        account, and policies learn anew what they know about the chunks that they get. Raises BadRequest, or Busy if
+        more than MOST_MOVED chunks would have to be gone through, and then changes nothing.
         """
         accounts = self.accounts
-        if quota is not None and (fault := accounts.fault(tenant, quota)):
+        if quota is not None and (fault := accounts.fault(tenant, tag, quota)):
             raise BadRequest(fault)
-        old = accounts.of(tenant)
-        own = [namespace for namespace in self.namespaces.all() if namespace.tenant == tenant]
-        if old is not accounts.rest and quota is not None:
-            ages = own if not old.ages.ttl_s and old.ttl_with(quota) else []
-            _refuse_many(ages)
-            old.set(quota)
-            for chunk in _all_chunks(ages):
-                if chunk.sealed:
-                    old.ages.note(chunk)
-        elif quota is not None:
-            self._spared.put_all_back()
-            left = [each for each in self.namespaces.all() if each.account is old and each.tenant != tenant]
-            is_empty = not any(each.chunks for each in own)
-            _refuse_many([] if is_empty else own + left)
-            new = accounts.open(tenant, quota)
-            self._move(own, new)
-            if not is_empty:
-                accounts.renew(old)  # a queue cannot give up chunks that are still there
-                self._queue(_all_chunks(left))
-        elif old is not accounts.rest:
-            _refuse_many(own)
-            self._spared.put_all_back()
-            self._move(own, accounts.rest)
-            accounts.close(old)
+        old = accounts.of(tenant, tenant_salt(tenant, tag))
+        is_own = (old.tenant, old.tag) == (tenant, tag)
+        if quota is None:
+            if is_own and old is not accounts.rest:
+                self._close(old)
+        elif is_own:
+            self._change(old, quota)
+        else:
+            self._open(old, tenant, tag, quota)
 
-    def _move(self, namespaces: list[Namespace], new: Account) -> None:
+    def _of_tenant(self, tenant: str) -> list[Namespace]:
+        return [each for each in self.namespaces.all() if each.tenant == tenant]
+
+    def _change(self, account: Account, quota: Quota) -> None:
+        """Give an account another quota. If chunks did not expire and now do, their ages are noted."""
+        aging: list[Chunk] = []
+        if quota.ttl_s and not account.quota.ttl_s:
+            # A tenant's limit also holds for chunks in the accounts of its salts, which its queue by age does not have.
+            known = account if account.ages.ttl_s else None
+            aging = [
+                chunk
+                for chunk in _all_chunks(self._of_tenant(account.tenant))
+                if chunk.account is not known and (chunk.account is account or not account.tag)
+            ]
+            _refuse_many(len(aging))
+        account.set(quota)
+        _note_all(account.ages, aging)
+
+    def _open(self, source: Account, tenant: str, tag: bytes, quota: Quota) -> None:
+        """Open an account for chunks that belong to `source`."""
+        salt, of_tenant = tenant_salt(tenant, tag), self._of_tenant(tenant)
+        named = [chunk for chunk in _all_chunks(of_tenant) if not tag or chunk.salt == salt]
+        own = [chunk for chunk in named if chunk.account is source]
+        aging = [chunk for chunk in named if chunk.account is not source] if quota.ttl_s else []  # in salts' accounts
+        left: list[Chunk] = []
+        if own:  # a queue cannot give up chunks that are still there, so those that stay get a new one
+            moved = set(map(id, own))
+            there = self.namespaces.all() if source is self.accounts.rest else of_tenant
+            left = [each for each in _all_chunks(there) if each.account is source and id(each) not in moved]
+        _refuse_many(len(own) + len(left) + len(aging))
+        self._spared.put_all_back()
+        new = self.accounts.open(tenant, tag, quota)
+        self._move(own, source, new, new, of_tenant)
+        if own:
+            self.accounts.renew(source)
+        self._queue(own)
+        self._queue(left)
+        _note_all(new.ages, aging)
+
+    def _close(self, account: Account) -> None:
+        """Move an account's chunks to the one that they would belong to without it, and remove it."""
+        of_tenant = self._of_tenant(account.tenant)
+        own = [chunk for chunk in _all_chunks(of_tenant) if chunk.account is account]
+        _refuse_many(len(own))
+        self._spared.put_all_back()
+        self.accounts.detach(account)
+        self._move(own, account, self.accounts.of(account.tenant), account, of_tenant)
+        self._queue(own)
+        assert not account.used and not account.chunks, account
+
+    def _move(
+        self, chunks: list[Chunk], source: Account, new: Account, changed: Account, namespaces: list[Namespace]
+    ) -> None:
+        """Move chunks of a tenant whose account `changed` was just opened or removed. namespaces: all of the tenant."""
+        size = sum(chunk.bytes for chunk in chunks)
         for namespace in namespaces:
-            size = namespace.bytes + namespace.detached_bytes
-            for account, sign in ((namespace.account, -1), (new, 1)):
-                account.charge(sign * size)
-                account.chunks += sign * len(namespace.chunks)
-            namespace.account = new
-        self._queue(_all_chunks(namespaces))
+            namespace.account = self.accounts.of(namespace.tenant)
+            for salt, detached in namespace.detached.items():
+                if salt == changed.salt if changed.tag else salt not in namespace.salted:
+                    size += detached
+        for chunk in chunks:
+            chunk.account = new
+        for account, sign in ((source, -1), (new, 1)):
+            account.charge(sign * size)
+            account.chunks += sign * len(chunks)
 
     def _queue(self, chunks: list[Chunk]) -> None:
         """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
@@ -786,12 +836,12 @@ class Index:
         for chunk in chunks:
             chunk.queued = chunk.place = chunk.uses = 0  # of another policy
         for chunk in chunks:
-            chunk.namespace.account.policy.insert(chunk)
+            chunk.account.policy.insert(chunk)
             if chunk.sealed:  # otherwise it has no age yet
                 self._note_age(chunk)
         for chunk in chunks:
             if self._spared.could_go(chunk):
-                chunk.namespace.account.policy.add(chunk)
+                chunk.account.policy.add(chunk)
 
     # -- the whole index
 
@@ -805,10 +855,9 @@ class Index:
         families.adopt(namespaces)
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
-        for namespace in namespaces:
-            namespace.account.charge(namespace.bytes)
-            namespace.account.chunks += len(namespace.chunks)
         for chunk in found:
+            chunk.account.charge(chunk.bytes)
+            chunk.account.chunks += 1
             if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
         self._queue(found)
@@ -824,9 +873,14 @@ def _all_chunks(namespaces: Iterable[Namespace]) -> list[Chunk]:
     return [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
 
 
-def _refuse_many(namespaces: Iterable[Namespace]) -> None:
-    """Raise Busy if these namespaces have too many chunks to go through in one step."""
-    chunks = sum(len(namespace.chunks) for namespace in namespaces)
+def _note_all(ages: Ages, chunks: Iterable[Chunk]) -> None:
+    for chunk in chunks:
+        if chunk.sealed:  # otherwise it has no age yet
+            ages.note(chunk)
+
+
+def _refuse_many(chunks: int) -> None:
+    """Raise Busy if these are too many chunks to go through in one step."""
     if chunks > MOST_MOVED:
         raise Busy(
             f"{chunks} chunks would have to be moved, more than {MOST_MOVED} at once: set the quota in the settings "

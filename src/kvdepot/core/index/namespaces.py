@@ -82,7 +82,7 @@ class Namespaces:
             ]
             join_groups(found)
             for made in found:
-                made.account = self._accounts.of(tenant)
+                made.account, made.salted = self._accounts.of(tenant), self._accounts.salted(tenant)
             known.append(found[0])
         for namespace, each in zip(found, groups, strict=True):
             namespace.layouts.setdefault(rank, each.fingerprint)
@@ -107,10 +107,10 @@ class Namespaces:
 
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
-        if namespace.chunks or namespace.live or namespace.detached_bytes:
+        if namespace.chunks or namespace.live or namespace.detached:
             return
         groups = namespace.groups
-        if len(groups) > 1 and any(each.chunks or each.live or each.detached_bytes for each in groups):
+        if len(groups) > 1 and any(each.chunks or each.live or each.detached for each in groups):
             return
         firsts = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
         if groups[0] in firsts:
@@ -160,7 +160,7 @@ class Namespaces:
         assert not self._known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for each in namespaces:
-            each.account = self._accounts.of(each.tenant)
+            each.account, each.salted = self._accounts.of(each.tenant), self._accounts.salted(each.tenant)
             each.chunk_tokens = each.chunk_tokens or self._chunk_tokens
             if each.groups[0] is each:
                 self._known.setdefault((each.tenant, each.model, each.world_size), []).append(each)

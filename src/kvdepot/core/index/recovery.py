@@ -75,7 +75,7 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     shards.sort(key=_serial)  # in the order of their stores: neighbours in a chain are then neighbours in memory
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
-        _add_shard(namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
+        _add_shard(index, namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
     complete = _join(namespaces)
     for namespace in complete:
         _link(namespace, parents.get(namespace.number, {}))
@@ -240,7 +240,7 @@ def _fault(record: ShardRecord, recorded: _Recorded | None, start: int, end: int
     return ""
 
 
-def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]) -> None:
+def _add_shard(index: Index, namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]) -> None:
     shard = Shard(record.extents, record.size, _SEALED, record.checksum, slot=slot)
     taken = Allocator.rounded(record.size)
     chunk = namespace.chunks.get(record.key)
@@ -248,7 +248,8 @@ def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: di
         parents[record.key] = record.parent
         namespace.chunks[record.key] = Chunk(
             key=record.key, salt=record.salt, born=record.born, namespace=namespace, used=record.serial,
-            shards={record.rank: shard}, sealed=1, position=record.position, bytes=taken,
+            account=index.accounts.of(namespace.tenant, record.salt), shards={record.rank: shard}, sealed=1,
+            position=record.position, bytes=taken,
         )  # fmt: skip
     else:
         chunk.born = min(chunk.born, record.born)
@@ -271,13 +272,13 @@ def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
             if chunk.sealed == namespace.world_size:
                 chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
             before = None if trunk is None else trunk.chunks.get(chunk.key)
-            if before is not None:
+            if before is not None and before.salt == chunk.salt:
                 chunk.parent = before
                 before.children += 1
         return
     for chunk in chunks.values():
         before = chunks.get(parents[chunk.key]) if chunk.position > 1 else None
-        if before is not None and before.position == chunk.position - 1:
+        if before is not None and before.position == chunk.position - 1 and before.salt == chunk.salt:
             chunk.parent = before
             before.children += 1
     late = [chunk for chunk in chunks.values() if not _chain(chunk) and chunk.parent is not None]

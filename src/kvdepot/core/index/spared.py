@@ -104,7 +104,7 @@ class Spared:
     def offer(self, chunk: Chunk) -> None:
         """Let the policy name a chunk, if only leases keep it."""
         if self.could_go(chunk):
-            chunk.namespace.account.policy.add(chunk)
+            chunk.account.policy.add(chunk)
 
     def settle(self, account: Account) -> None:
         """Count the chunks that are out and would have been evicted by now."""
@@ -148,7 +148,7 @@ class Spared:
         for top in chunks:
             each: Chunk | None = top
             if id(top) in self.out:
-                self.settle(top.namespace.account)
+                self.settle(top.account)
             while each is not None and (out := self.out.get(id(each))) is not None:
                 if out.is_spared and each.namespace is counted:
                     saved[out.holder] = saved.get(out.holder, 0) + 1
@@ -174,7 +174,7 @@ class Spared:
     def _forget(self, out: Out, before: Chunk | None) -> None:
         del self.out[id(out.chunk)]
         out.is_back = True
-        out.chunk.namespace.account.out_bytes -= out.size
+        out.chunk.account.out_bytes -= out.size
         behind = self._behind.get(id(before))
         if behind is not None:
             behind.pop(id(out.chunk), None)

@@ -39,41 +39,66 @@ class DropToken(Token):
     objects: int
 
 
+class _Queue:
+    """What is to be erased from one tier. Names are made when they are needed, so that adding many parts is cheap."""
+
+    def __init__(self) -> None:
+        self.objects = 0
+        self._parts: deque[tuple[Unsaved, deque[int]]] = deque()  # with the ranks whose shards are left
+
+    def add(self, part: Unsaved, ranks: Iterable[int]) -> None:
+        left = deque(ranks)
+        self.objects += len(left)
+        self._parts.append((part, left))
+
+    def take(self, most: int) -> list[str]:
+        """Remove and return the names of up to `most` objects."""
+        names: list[str] = []
+        while self._parts and len(names) < most:
+            (namespace, key, salt), ranks = self._parts[0]
+            while ranks and len(names) < most:
+                names.append(facts_of(namespace, ranks.popleft()).name(salt, key))
+            if not ranks:
+                self._parts.popleft()
+        self.objects -= len(names)
+        return names
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self.objects = 0
+
+
 class Erasures:
     """What is to be erased from each tier."""
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
-        self._queues: list[deque[str]] = [deque() for _ in tiers]  # names, by number of the tier
+        self._queues = [_Queue() for _ in tiers]  # by number of the tier
         self._erasing: set[int] = set()  # tiers with an Erase in progress
 
     def __repr__(self) -> str:
-        return f"<Erasures {sum(len(queue) for queue in self._queues)} queued>"
+        return f"<Erasures {sum(queue.objects for queue in self._queues)} queued>"
 
     def __bool__(self) -> bool:
-        return bool(self._erasing) or any(self._queues)
+        return bool(self._erasing) or any(queue.objects for queue in self._queues)
 
     def add(self, parts: Iterable[Unsaved]) -> None:
         """Queue the shards of these parts in every tier."""
         if not self._tiers:
             return
-        names = [
-            facts_of(namespace, rank).name(salt, key)
-            for namespace, key, salt in parts
-            for rank in sorted(namespace.layouts)
-        ]
-        for tier, queue in zip(self._tiers, self._queues, strict=True):
-            if tier.breaker.usable and len(queue) + len(names) <= _MOST_QUEUED:
-                queue += names
-            else:
-                tier.counters["unreleased_chunks"] += len(names)
+        for part in parts:
+            ranks = sorted(part.namespace.layouts)
+            for tier, queue in zip(self._tiers, self._queues, strict=True):
+                if tier.breaker.usable and queue.objects + len(ranks) <= _MOST_QUEUED:
+                    queue.add(part, ranks)
+                else:
+                    tier.counters["unreleased_chunks"] += len(ranks)
 
     def dispatch(self) -> list[Erase]:
-        """Erases to begin now."""
+        """Erases to begin now, of at most _MOST_NAMES objects in each tier."""
         erases = []
         for tier, queue in zip(self._tiers, self._queues, strict=True):
-            if queue and tier.number not in self._erasing:
-                names = [queue.popleft() for _ in range(min(_MOST_NAMES, len(queue)))]
+            if tier.number not in self._erasing and (names := queue.take(_MOST_NAMES)):
                 self._erasing.add(tier.number)
                 erases.append(Erase(DropToken(tier, len(names)), tier.number, names))
         return erases
@@ -83,6 +108,6 @@ class Erasures:
         self._erasing.discard(token.tier.number)
         if isinstance(outcome, KVDepotError):
             queue = self._queues[token.tier.number]
-            token.tier.counters["unreleased_chunks"] += token.objects + len(queue)
+            token.tier.counters["unreleased_chunks"] += token.objects + queue.objects
             queue.clear()
         return self.dispatch()

@@ -310,7 +310,7 @@ class Lookups:
         be loaded for nothing.
         """
         end = self._boundary(tier_lookup, tier_lookup.end)
-        most = min(self._index.allocator.capacity // 2, tier_lookup.namespace.account.cap)
+        most = min(self._index.allocator.capacity // 2, tier_lookup.namespace.account_of(tier_lookup.salt).cap)
         room = most - self.arriving_bytes
         for group in tier_lookup.groups:
             for i in needed_parts(group.reach, end) if group.reach else ():
@@ -458,7 +458,7 @@ class Lookups:
         chunk, rank = arrival.chunk, arrival.rank
         self.arriving_bytes -= arrival.shard.size
         if arrival.replaced:
-            self._index.give_back(arrival.chunk.namespace, arrival.shard)
+            self._index.give_back(arrival.chunk, arrival.shard)
             return False
         del self._arrivals[arrival.place]
         if isinstance(header, NotLoaded) or self._index.is_hidden(chunk) or self._index.is_too_old(chunk, header.born):

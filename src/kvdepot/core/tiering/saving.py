@@ -164,7 +164,7 @@ class Saves:
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue
-            demotion = Demotion(chunk, chunk.bytes, chunk.used, chunk.namespace.account, by)
+            demotion = Demotion(chunk, chunk.bytes, chunk.used, chunk.account, by)
             self._hold([chunk])
             demotion.account.lets_go(demotion.bytes)
             for tier in missing:
@@ -190,7 +190,7 @@ class Saves:
 
     def _is_needed(self, demotion: Demotion) -> bool:
         """Whether space is still short, and the chunk's account may still give it up."""
-        account = demotion.chunk.namespace.account
+        account = demotion.chunk.account
         if account is demotion.by and account.is_nearly_full():
             return True
         is_short = self._index.allocator.free_bytes < self._low_bytes

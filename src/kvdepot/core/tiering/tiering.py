@@ -24,8 +24,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.format import tenant_prefix
-from kvdepot.tiers.rules import Rules
+from kvdepot.tiers.rules import Rules, owner_prefix
 from kvdepot.tiers.worker import (
     Enforced,
     Erase,
@@ -114,25 +113,27 @@ class Tiering:
     def set_rules(self) -> None:
         """Quotas have changed; local tiers are told at the next tick."""
         accounts = self._index.accounts
-        quotas = {each.tenant: each.quota for each in accounts.all() if each.tenant}
+        quotas = {(each.tenant, each.salt): each.quota for each in accounts.all() if each is not accounts.rest}
         self._rules = Rules.of(quotas, self._index.salt_ttls, accounts.ttl_s)
 
-    def fault(self, tenant: str, quota: Quota) -> str:
-        """Why local tiers cannot give a tenant this quota beside the others'; empty if they can, or are not open."""
+    def fault(self, tenant: str, salt: bytes, quota: Quota) -> str:
+        """Why local tiers cannot give a tenant or a salt (as chunks are stored under) this quota beside the others';
+        empty if they can, or are not open."""
         local = [tier for tier in self._tiers if tier.config.is_local]
         if quota.is_on_disk and not local:
             return "a quota on disk needs a tier disk://"
-        rules = Rules(self._rules.quotas | {tenant_prefix(tenant): quota})
+        rules = Rules(self._rules.quotas | {owner_prefix(tenant, salt): quota})
         for tier in local:
             capacity = tier.usage.capacity_bytes if tier.usage is not None else None
             if capacity is not None and (fault := rules.fault(capacity)):
                 return f"tier {tier.config.name}: {fault}"
         return ""
 
-    def bytes_of(self, tenant: str) -> int | None:
-        """Bytes of a tenant with a quota in local tiers, as of their last probes; None if there is no such tier."""
+    def bytes_of(self, account: Account) -> int | None:
+        """Bytes of a tenant or salt with a quota in local tiers, as of their last probes; None if there is no such
+        tier."""
         local = [tier.usage for tier in self._tiers if tier.config.is_local]
-        owner = tenant_prefix(tenant)
+        owner = owner_prefix(account.tenant, account.salt)
         return sum(usage.owners.get(owner, 0) for usage in local if usage is not None) if local else None
 
     # -- lookups
@@ -178,7 +179,7 @@ class Tiering:
     def keep_nearer(self, arrived: Arrived) -> list[Save]:
         """Save shards that were loaded from a tier in all nearer tiers with `write=through`, and make room for more."""
         saves = self._saves.keep_nearer(arrived)
-        return saves + self._saves.make_room(arrived.shards[0][0].namespace.account) if arrived.shards else saves
+        return saves + self._saves.make_room(arrived.shards[0][0].account) if arrived.shards else saves
 
     def make_room(self, by: Account | None = None) -> list[Save]:
         """For tiers with `on_evict`: save the next victims before their space is needed. by: see `Saves.make_room`."""

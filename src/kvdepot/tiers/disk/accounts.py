@@ -1,8 +1,8 @@
 """Accounts of a disk tier: how much of it each tenant has, and whose object is evicted when space is needed.
 
-Used by ledger.py under its lock; no system calls. As in memory (core/index/accounts.py), each tenant with a quota has
-an account, all others share "the rest", and the account with the highest level gives up an object: its bytes above its
-floor, divided by its weight.
+Used by ledger.py under its lock; no system calls. As in memory (core/index/accounts.py), each tenant and each salt with
+a quota has an account, all others share "the rest", and the account with the highest level gives up an object: its
+bytes above its floor, divided by its weight. An owner is one salt of one tenant (`rules.owner_of`).
 
 Invariant: no reservation takes another account's objects below its floor, or its own account above its cap. A floor
 counts objects alone; a cap also counts what is being written, and what is removed but still being read.
@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from kvdepot.eviction import Policy
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.disk.entry import Entry, is_unread
+from kvdepot.tiers.rules import tenant_of
 
 __all__ = ["Account", "Accounts"]
 
 
 class Account:
-    """The bytes of one tenant with a quota, or of all others."""
+    """The bytes of one tenant or salt with a quota, or of all others."""
 
     __slots__ = ("objects", "policy", "quota", "used")
 
@@ -53,38 +54,42 @@ class Accounts:
     """The accounts of one ledger, and the bytes of every owner, with a quota or without."""
 
     def __init__(self, policy: Callable[[], Policy], quotas: Mapping[str, Quota]) -> None:
-        """policy: makes an account's policy. quotas: by owner."""
+        """policy: makes an account's policy. quotas: by `owner_prefix`."""
         self.number = 0
         self.used: Counter[str] = Counter()  # by owner
         self.objects: Counter[str] = Counter()
         self._policy = policy
-        self._by_owner: dict[str, Account] = {}
+        self._by_prefix: dict[str, Account] = {}
         self.open(quotas)
 
     def __repr__(self) -> str:
-        return f"<Accounts {self._rest}, {self._by_owner}>"
+        return f"<Accounts {self._rest}, {self._by_prefix}>"
 
     def open(self, quotas: Mapping[str, Quota]) -> None:
-        """New accounts for these owners and the rest. Their policies know no object; `rank` follows for each."""
+        """New accounts for these quotas and the rest. Their policies know no object; `rank` follows for each."""
         self.number += 1
         self._rest = Account(Quota(), self._policy())
-        self._by_owner = {owner: Account(quota, self._policy()) for owner, quota in quotas.items()}
+        self._by_prefix = {prefix: Account(quota, self._policy()) for prefix, quota in quotas.items()}
         for owner in self.used:
             account = self.of(owner)
             account.used += self.used[owner]
             account.objects += self.objects[owner]
 
     def set(self, quotas: Mapping[str, Quota]) -> bool:
-        """Change the quotas; False if other owners have one now, and `open` must follow."""
-        if quotas.keys() != self._by_owner.keys():
+        """Change the quotas; False if others have one now, and `open` must follow."""
+        if quotas.keys() != self._by_prefix.keys():
             return False
-        for owner, quota in quotas.items():
-            self._by_owner[owner].quota = quota
+        for prefix, quota in quotas.items():
+            self._by_prefix[prefix].quota = quota
         return True
 
     def of(self, owner: str) -> Account:
-        """The account of an owner: its own, or the rest."""
-        return self._by_owner.get(owner, self._rest)
+        """The account of an owner: the salt's, the tenant's, or the rest."""
+        return self._by_prefix.get(owner) or self._by_prefix.get(tenant_of(owner), self._rest)
+
+    def used_by_prefix(self) -> dict[str, int]:
+        """The bytes that are counted for each quota."""
+        return {prefix: account.used for prefix, account in self._by_prefix.items()}
 
     # -- bytes
 
@@ -133,7 +138,7 @@ class Accounts:
         by = None if owner is None else self.of(owner)
         if by is not None and by.is_over_cap_with(size):
             return by.victim()
-        accounts = [self._rest, *self._by_owner.values()]
+        accounts = [self._rest, *self._by_prefix.values()]
         accounts.sort(key=lambda each: each.level(size if each is by else 0), reverse=True)
         for account in accounts:
             victim = account.victim()
@@ -146,4 +151,4 @@ class Accounts:
 
     def over_cap(self) -> Iterable[Account]:
         """Those above their caps."""
-        return [account for account in self._by_owner.values() if account.is_over_cap_with(0)]
+        return [account for account in self._by_prefix.values() if account.is_over_cap_with(0)]

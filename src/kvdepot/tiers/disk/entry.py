@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvdepot.eviction import Victim
 from kvdepot.tiers.rules import owner_of
 
@@ -29,7 +31,7 @@ class Entry(Victim, gc=False):
 
     def __post_init__(self) -> None:
         if self.name:
-            self.owner = owner_of(self.name)
+            self.owner = sys.intern(owner_of(self.name))  # one string for the many objects of an owner
 
 
 def is_unread(entry: Victim) -> bool:

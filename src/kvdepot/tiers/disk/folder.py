@@ -149,7 +149,7 @@ class Folder:
         now = time.time()
         entry = Entry(name=blob.name, charge=self._capacity.charge_for(size), dated=now, born=blob.born or now)
         owner = entry.owner
-        fits = self._ledger.can_have(entry.charge, self._quarantine.size_bytes, owner)  # otherwise it evicts nothing
+        fits = self._ledger.can_have(entry.charge, self._quarantine.entries(), owner)  # otherwise it evicts nothing
         if not fits or not self._capacity.reserve(entry.charge, owner):
             self._tally("refused")
             return False

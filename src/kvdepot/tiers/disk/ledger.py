@@ -8,7 +8,7 @@ to be counted: as bytes reserved for a write (`reserve`), as an object (`enter`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvdepot.eviction import POLICIES
 from kvdepot.tiers.disk.accounts import Accounts
@@ -95,16 +95,20 @@ class Ledger:
             assert 0 <= size <= self._accounts.used[owner], f"{size} of {self.used_bytes} bytes freed"
             self._charge(owner, -size)
 
-    def can_have(self, size: int, other_bytes: int, owner: str) -> bool:
-        """Whether there is room for `size` bytes if all other objects go, but not these other bytes."""
+    def can_have(self, size: int, others: Iterable[Entry], owner: str) -> bool:
+        """Whether there is room for `size` bytes if all objects go, but not these others, which are none."""
         with self._lock:
-            cap = self._accounts.of(owner).quota.disk_cap_bytes
-            return size + other_bytes <= self.capacity_bytes and size <= (cap or size)
+            account = self._accounts.of(owner)
+            total = own = size
+            for entry in others:
+                total += entry.charge
+                own += entry.charge if self._accounts.of(entry.owner) is account else 0
+            return total <= self.capacity_bytes and own <= (account.quota.disk_cap_bytes or own)
 
     def owners(self) -> dict[str, int]:
-        """Bytes that are counted for each owner with a quota."""
+        """Bytes that are counted for each quota, by `rules.owner_prefix`."""
         with self._lock:
-            return {owner: self._accounts.used[owner] for owner in self._rules.quotas}
+            return self._accounts.used_by_prefix()
 
     # -- objects
 

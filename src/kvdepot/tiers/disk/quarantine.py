@@ -30,10 +30,10 @@ class Quarantine:
         self._entries: dict[str, Entry] = {}
         """By path, the oldest first."""
 
-    @property
-    def size_bytes(self) -> int:
+    def entries(self) -> list[Entry]:
+        """What is in it, which no eviction removes."""
         with self._lock:
-            return sum(entry.charge for entry in self._entries.values())
+            return list(self._entries.values())
 
     def scan(self) -> None:
         """Count what an earlier server has left. Raises OSError."""

@@ -77,8 +77,9 @@ export function showUsers(status) {
     ["action", null, null, actionCell("forget", "Forget", (space) => space.model)],
   ]);
   $("tenants-part").hidden = !tenants.length;
-  rows($("tenants"), tenants, (tenant) => tenant.tenant, [
-    ["name", (tenant) => tenant.tenant || "others", (tenant) => tenant.tenant],
+  const whose = (tenant) => [tenant.tenant, tenant.salt && `salt ${tenant.salt}`].filter(Boolean).join(" ");
+  rows($("tenants"), tenants, whose, [
+    ["name", (tenant) => whose(tenant) || "others", whose],
     ["num", (tenant) => (tenant.asked_tokens ? count(tenant.asked_tokens) : none), (tenant) => exact(tenant.asked_tokens)],
     ["num", (tenant) => share(shareOf(tenant, tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
     ["num", (tenant) => bytes(tenant.used_bytes)],
@@ -92,10 +93,10 @@ export function showUsers(status) {
 
 /** Tenants by name, with what they asked for and their quotas; none if there is only the nameless one. */
 function tenantsOf(status) {
-  const found = new Map(status.tenants.map((tenant) => [tenant.tenant, { ...tenant }]));
+  const found = new Map(status.tenants.map((tenant) => [`${tenant.tenant}/${tenant.salt ?? ""}`, { ...tenant }]));
   for (const usage of status.usage ?? []) {
-    const tenant = found.get(usage.tenant) ?? { tenant: usage.tenant };
-    found.set(usage.tenant, { ...tenant, asked_tokens: usage.asked_tokens, reused_tokens: usage.reused_tokens });
+    const tenant = found.get(`${usage.tenant}/`) ?? { tenant: usage.tenant };
+    found.set(`${usage.tenant}/`, { ...tenant, asked_tokens: usage.asked_tokens, reused_tokens: usage.reused_tokens });
   }
   return found.size > 1 || status.tenants.length ? [...found.values()] : [];
 }
