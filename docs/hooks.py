@@ -2,6 +2,7 @@
 
 *Table of settings...*               every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
 *Table of counters...*               what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
+*Table of versions...*               of the protocol and of what is stored
 *What `kvdepot --help` prints...*    that
 
 Each is a paragraph of its own; whoever reads the page elsewhere is told by it where to look.
@@ -27,8 +28,10 @@ _ROOT = Path(__file__).parents[1]
 _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with what it includes, links that lead within the site, and its tables filled in."""
+    if page.file.src_uri.startswith(("decisions/", "internals/")):
+        page.meta.setdefault("search", {"boost": 0.2})  # whoever searches for a word wants to use it first
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
     markdown = re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
     markdown = re.sub(r"^\*Table of (\w+).*\*$", lambda found: _table(found[1]), markdown, flags=re.M)
@@ -53,6 +56,8 @@ def _lower(link: re.Match[str]) -> str:
 def _table(name: str) -> str:
     if name in ("counters", "refusals", "tiers"):
         return _counters(name)
+    if name == "versions":
+        return _versions()
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
     kind = _kind(name)
     fields = msgspec.structs.fields(kind)
@@ -65,6 +70,26 @@ def _counters(name: str) -> str:
     shown = TIER if name == "tiers" else [each for each in SERVER if bool(refusal(each)) == (name == "refusals")]
     head = ["| counter | unit | counts | when it grows |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| `{c.name}` | {c.unit} | {c.meaning} | {c.advice} |" for c in shown)])
+
+
+def _versions() -> str:
+    from kvdepot.memory import arena_header
+    from kvdepot.protocol import wire
+    from kvdepot.tiers import format as tier_format
+
+    older = ", ".join(str(each) for each in arena_header.READABLE if each != arena_header.VERSION) or "none"
+    rows = [
+        ("protocol between engines and server", wire.VERSION, "none", "refused on both sides, with the code `version`"),
+        (
+            "chunks in memory (the arena)",
+            arena_header.VERSION,
+            older,
+            "the file is refused, and the message says what to do",
+        ),
+        ("objects in tiers", tier_format.VERSION, "none", "a miss"),
+    ]
+    head = ["| what | version | older versions that are read | any other version |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {what} | {now} | {read} | {other} |" for what, now, read, other in rows)])
 
 
 def _kind(name: str) -> type[Any]:

@@ -395,7 +395,9 @@ class Desk(Harness):
             return wire.Lookup(model, ranks, blocks, request, pick.below(3), hashes)
         if kind == 10:
             return wire.EndSession(request)
-        return pick.of((wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m"), wire.Count("m")))
+        return pick.of(
+            (wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m"), wire.Count("m"), wire.Prefixes("m"))
+        )
 
     def group(self, client: Client, instance: int) -> wire.Register:
         """A registration as one KV cache group of a model with two: mostly a window behind full attention."""
@@ -555,6 +557,8 @@ def depot_seeds() -> list[bytes]:
         wire.EndSession("r0"),
         wire.Clear("m"),
         wire.Count("m"),
+        wire.Prefixes("m", "bytes", 3),
+        wire.Inspect("m", bytes(32)),
         wire.Describe(bytes(32), bytes(32), bytes(4 * 16), 16),
         wire.SetQuota("t", Quota(4096, 8192, 2.0, 60)),
         wire.Status(),

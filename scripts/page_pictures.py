@@ -36,7 +36,10 @@ WIDTH = 512
 """A block has 64 times as many bytes: half a MiB per chunk."""
 PACE_S = 0.004
 COLOURS = 256
-LOOKS = (("light", 1440, "light"), ("dark", 1440, "dark"), ("narrow", 400, "light"))
+SCREEN = 1000
+"""Pixels of height; narrower pages are saved as a whole."""
+LOOKS = (("light", 1400, "light"), ("dark", 1400, "dark"), ("narrow", 400, "light"), ("narrow-dark", 400, "dark"))
+"""Of narrow pages the whole; of wide ones what most screens show first."""
 
 
 class Engine(ToyEngine):
@@ -57,7 +60,7 @@ class Engine(ToyEngine):
 
 
 def main(folder: Path, seconds: float) -> int:
-    """Write page-light.png, page-dark.png and page-narrow.png into a folder."""
+    """Write page-light.png, page-dark.png, page-narrow.png and page-narrow-dark.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvdepot-pictures-") as disk:
         tier = f"disk://{disk}/kv?capacity_gib=1"
@@ -78,6 +81,7 @@ def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
     with admin.connect(depot.url) as client:
         prompt = admin.make_prompt(client, engines[0].prompt(0, CHUNKS).tokens, b"", models[0], "")
         admin.pin(client, "system-prompt", prompt)
+        admin.lease(client, "handbook", prompt, "prefetch", ttl_s=3600)
 
     is_over = threading.Event()
 
@@ -104,12 +108,12 @@ def look(address: str, folder: Path) -> None:
     """Save what a browser shows, with few colours to keep the files small."""
     with chromium() as browser:
         for name, width, theme in LOOKS:
-            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+            page = browser.new_page(viewport={"width": width, "height": SCREEN}, color_scheme=theme)
             page.goto(address)
             page.check(f"input[value='{RANGE_S}']")
-            page.wait_for_selector(".plot canvas")
+            page.locator(".plot canvas").first.wait_for()
             page.wait_for_timeout(2000)  # until the page has some points of its own
-            picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+            picture = Image.open(io.BytesIO(page.screenshot(full_page=width < SCREEN))).convert("RGB")
             few = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
             few.save(folder / f"page-{name}.png", optimize=True)
             page.close()

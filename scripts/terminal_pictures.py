@@ -42,7 +42,7 @@ def main(folder: Path) -> int:
             seen = drive(depot)
         finally:
             depot.close()
-    seen = [shown_elsewhere(status) for status in seen[-2:]]
+    seen = [shown_elsewhere(status) for status in seen]
     parts: list[RenderableType] = [view.summary(seen[-1], PLACE)]
     for listing in view.listings(seen[-1]):
         parts += ["", listing.table(96)]

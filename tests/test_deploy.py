@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 from deploy.observability import alerts, dashboard
 
-from kvdepot.config import Config, load
+import kvdepot
+from kvdepot.config import ONLY_IN_FILE, Config, load
 from tests.programs import module, run, tool
 
 if sys.version_info >= (3, 11):
@@ -84,6 +86,61 @@ def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     assert contents(again) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
 
 
+_MEBIBYTES = {"wheel": 1, "sdist": 4}
+
+
+@pytest.mark.parametrize("kind", sorted(_MEBIBYTES))
+def test_an_index_would_take_the_package(kind: str, tmp_path: Path) -> None:
+    made = build(ROOT, tmp_path, kind)
+    said = run(tool("twine"), "--no-color", "check", "--strict", made)
+    assert said.count("PASSED") == 1
+    assert made.stat().st_size < _MEBIBYTES[kind] << 20
+
+
+def test_an_index_shows_the_readme_without_what_needs_the_repository(tmp_path: Path) -> None:
+    text = metadata_of(build(ROOT, tmp_path, "wheel"))
+    head, _, readme = text.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert "## With your vLLM" in readme and "](https://" in readme
+    assert not re.findall(r"\]\((?!https:)|<[a-z!]+[ >-]", readme.replace("<http", ""))
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return archive.read(name).decode()
+
+
+def test_an_sdist_installs_into_an_empty_environment(tmp_path: Path) -> None:
+    """The packages that kvdepot needs are this environment's; kvdepot itself is not, nor is anything fetched."""
+    sdist = build(ROOT, tmp_path / "sdist", "sdist")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheels = tmp_path / "wheels"
+    run(*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, sdist)
+    (wheel,) = wheels.iterdir()
+    empty = tmp_path / "empty"
+    run(sys.executable, "-m", "venv", "--without-pip", empty)
+    run(*pip, "--python", empty / "bin" / "python", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
+    (place,) = empty.glob("lib/python*/site-packages")
+    (place / "needs.pth").write_text(sysconfig.get_path("purelib"))  # after `place`, and without its own .pth files
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(
+        [empty / "bin" / "kvdepot", "--version"], env=clean, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == f"kvdepot {kvdepot.__version__}\n"
+    found = subprocess.run(
+        [empty / "bin" / "python", "-c", "import kvdepot.web.app; print(kvdepot.__file__)"],
+        env=clean, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(found.stdout).is_relative_to(place)
+
+
+def test_the_default_install_has_the_page_and_the_upper_bound_and_no_cuda() -> None:
+    names = {re.split(r"[^\w-]", need)[0] for need in PROJECT["dependencies"]}
+    assert {"litestar", "uvicorn", "prometheus-client", "datasketches"} <= names
+    assert not [name for name in names if re.search("cuda|nvidia|torch|vllm", name)]
+
+
 def test_every_extra_can_be_asked_for_by_name() -> None:
     for name, needs in PROJECT["optional-dependencies"].items():
         for need in needs:
@@ -105,7 +162,32 @@ def test_the_images_end_as_a_user_that_is_not_root() -> None:
         stage.splitlines()[0].split(" AS ")[1]: re.findall(r"^(?:USER|ARG UID=)\s*(\S+)", stage, re.M)
         for stage in stages
     }
-    assert users == {"build": [], "vllm": ["10001", "${UID}:${UID}"], "depot": ["10001", "${UID}:${UID}"]}
+    assert users == {"build": []} | {key: ["10001", "${UID}:${UID}"] for key in ["vllm", "demo", "depot"]}
+
+
+def test_the_images_say_what_they_are_and_whether_they_are_well() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert f"\nARG VERSION={kvdepot.__version__}\n" in text
+    chart = module("yaml").safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == kvdepot.__version__
+    for stage in re.split(r"^FROM ", text, flags=re.M)[2:]:
+        labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="(.*?)"', stage))
+        assert set(labels) == {
+            "title", "description", "licenses", "vendor", "version", "revision", "base.name"
+        }  # fmt: skip
+        assert labels["licenses"] == PROJECT["license"] and labels["version"] == "${VERSION}"
+        assert labels["base.name"].partition("/")[2].removeprefix("library/") == stage.split()[0]
+        assert {"VERSION", "REVISION"} <= set(re.findall(r"^ARG (\w+)$", stage, re.M))
+        assert len(re.findall("^HEALTHCHECK ", stage, re.M)) == 1
+
+
+def test_the_demo_image_has_the_versions_that_make_installs() -> None:
+    made = dict(re.findall(r"^(TORCH|VLLM) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
+    assert (
+        len(made) == 2
+        and made.items()
+        <= dict(re.findall(r"^ARG (TORCH|VLLM)=(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.M)).items()
+    )
 
 
 def test_the_image_is_built_with_extras_that_exist_and_the_vllm_we_support() -> None:
@@ -178,7 +260,7 @@ def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothi
         assert not {"privileged", "ipc", "pid", "network_mode", "cap_add", "user"} & set(service)
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     assert services["depot"]["read_only"] is True
     (user,) = {service["build"]["args"]["UID"] for service in services.values()}
     assert f"uid={user},gid={user}" in document["volumes"]["shm"]["driver_opts"]["o"]
@@ -189,11 +271,26 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     stages = set(re.findall(r" AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.M))
     assert {service["build"]["target"] for service in document["services"].values()} <= stages
     depot, vllm = document["services"]["depot"], document["services"]["vllm"]
+    assert document["services"]["depot-cpu"]["environment"] == depot["environment"]
     config = settings(of_image() | {k: v or "" for k, v in depot["environment"].items()})
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "KVDepotConnector"
     assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
     assert config.on_stop == "keep"  # the volume outlives the container, and the memory is given back with it
+
+
+def test_each_profile_of_the_compose_file_is_a_depot_and_an_engine_that_waits_for_it() -> None:
+    services = compose()["services"]
+    profiles: dict[str, dict[str, Any]] = {}
+    for name, service in services.items():
+        (profile,) = service["profiles"]
+        profiles.setdefault(profile, {})[name] = service
+    assert set(profiles) == {"gpu", "cpu"}
+    for profile, members in profiles.items():
+        (depot,) = [name for name, service in members.items() if service["build"]["target"] == "depot"]
+        (engine,) = set(members) - {depot}
+        assert members[engine]["depends_on"] == {depot: {"condition": "service_healthy"}}
+        assert all(("deploy" in service) == (profile == "gpu") for service in members.values())
 
 
 # -- containers
@@ -283,6 +380,7 @@ EVERYTHING = {
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
+    "docs": "https://wiki.example/kvdepot/metrics/",
     "nodeSelector": {"gpu": "yes"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
@@ -302,6 +400,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "prepared nodes, secrets of one's own": {
         "shm": {"prepare": False}, "http": {"tokenSecret": "mine"}, "tiersSecret": "stores",
         "serviceAccount": {"create": False},
+    },
+    "a network policy": {
+        "networkPolicy": {
+            "enabled": True, "from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "prometheus"}}}],
+            "ingress": [{"ports": [{"port": 5557}]}], "egress": [{"ports": [{"port": 6379}]}],
+        },
     },
 }  # fmt: skip
 
@@ -409,8 +513,10 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert {"name": "AWS_REGION", "value": "eu-central-1"} in server["env"]
     assert {"/dev/shm", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
     assert made["ServiceAccount"]["metadata"]["annotations"] == {"role": "kv"}
-    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
-    assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
+    at = str(EVERYTHING["docs"])
+    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render().replace(alerts.RUNBOOKS, at))
+    assert made["PrometheusRule"]["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"].startswith(f"{at}#")
+    assert made["ConfigMap"]["data"]["kvdepot.json"] == dashboard.render().replace(alerts.RUNBOOKS, at)
     monitor = made["PodMonitor"]["spec"]
     labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
@@ -421,11 +527,99 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"user": 0}, "must not be root"), ({"settings": {"http": "off"}}, "settings.http: the chart sets this")],
+    [
+        ({"user": 0}, "must not be root"),
+        ({"settings": {"http": "off"}}, "settings.http: the chart sets this"),
+        ({"networkPolicy": {"enabled": True}, "tiers": ["redis://cache"]}, "could not reach its tiers"),
+        ({"networkPolicy": {"enabled": True}, "tiersSecret": "stores"}, "could not reach its tiers"),
+        ({"arenaGib": 16}, "arenaGib"),
+        ({"arenaGiB": "16"}, "arenaGiB"),
+        ({"arenaGiB": -1}, "arenaGiB"),
+        ({"user": "me"}, "user"),
+        ({"settings": {"polcy": "lru"}}, "settings"),
+        ({"settings": {"tenants": {}}}, "settings"),
+        ({"tiers": "redis://cache"}, "tiers"),
+        ({"tiers": ["cache:6379"]}, "tiers"),
+        ({"shm": {"hostPath": "dev/shm"}}, "hostPath"),
+        ({"http": {"port": 80}}, "port"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"podMonitor": {"interval": "15"}}, "interval"),
+        ({"podLabels": {"a": 1}}, "podLabels"),
+        ({"extraVolumeMounts": [{"name": "keys"}]}, "extraVolumeMounts"),
+    ],
+    ids=str,
 )
 def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=said):
         rendered(values, tmp_path)
+
+
+def test_a_network_policy_lets_in_only_http_and_out_only_what_is_named(tmp_path: Path) -> None:
+    made = {each["kind"]: each for each in rendered({"networkPolicy": {"enabled": True}}, tmp_path)}
+    policy, pod = made["NetworkPolicy"]["spec"], made["DaemonSet"]["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and policy["egress"] == []
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {}}]  # the namespace's
+    assert [port["port"] for port in rule["ports"]] == [pod["spec"]["containers"][0]["ports"][0]["name"]]
+    given = VALUES["a network policy"]["networkPolicy"]
+    full = {each["kind"]: each for each in rendered({"networkPolicy": given}, tmp_path)}["NetworkPolicy"]["spec"]
+    assert full["ingress"] == [{**rule, "from": given["from"]}, *given["ingress"]]
+    assert full["egress"] == given["egress"]
+
+
+def test_every_container_of_the_chart_has_requests_and_a_memory_limit(chart: dict[str, dict[str, Any]]) -> None:
+    pod = chart["DaemonSet"]["spec"]["template"]["spec"]
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+        assert set(container["resources"]["limits"]) == {"memory"}
+
+
+_MAPS = {"settings", "dashboard.labels"}
+"""Values with defaults whose names are the user's."""
+
+
+def leaves(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by their paths."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{above}{name}"
+        if isinstance(value, dict) and value and path not in _MAPS:
+            found |= leaves(value, f"{path}.")
+        else:
+            found[path] = value
+    return found
+
+
+def test_the_charts_readme_has_every_value_with_its_default() -> None:
+    values = module("yaml").safe_load((CHART / "values.yaml").read_text())
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.+?)` \| .+ \|$", (CHART / "README.md").read_text(), re.M)
+    assert [(path, json.loads(default)) for path, default in rows] == list(leaves(values).items())
+
+
+def test_the_charts_schema_has_every_value_and_no_other() -> None:
+    values = module("yaml").safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"].pop("global") == {"description": "Helm's own, if another chart includes this one",
+                                                  "type": "object"}  # fmt: skip
+
+    def described(part: dict[str, Any], above: str = "") -> set[str]:
+        found: set[str] = set()
+        assert part["additionalProperties"] is False, above
+        for name, inner in part["properties"].items():
+            nested = "properties" in inner
+            found |= described(inner, f"{above}{name}.") if nested else {f"{above}{name}"}
+        return found
+
+    assert described(schema) == set(leaves(values))
+    run(tool("check-jsonschema"), "--check-metaschema", CHART / "values.schema.json")
+    run(tool("check-jsonschema"), "--schemafile", CHART / "values.schema.json", CHART / "values.yaml")
+
+
+def test_the_charts_schema_knows_every_setting() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = schema["properties"]["settings"]["propertyNames"]["enum"]
+    assert names == sorted(set(Config.__struct_fields__) - set(ONLY_IN_FILE))
 
 
 @pytest.mark.parametrize("name", ["engine", "sidecar"])

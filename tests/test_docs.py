@@ -26,16 +26,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import pytest
 
+from kvdepot.config import Config
 from kvdepot.protocol.counters import SERVER, TIER
-from kvdepot.status import HitRate, Reuse, Status
+from tests.observability.samples import full_status
 from tests.ports import free_port
 from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
@@ -48,7 +53,7 @@ ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 INTERNALS = DOCS / "internals"
 DECISIONS = DOCS / "decisions"
 GLOSSARY = DOCS / "glossary.md"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("deploy/**/*.md")), *sorted(DOCS.rglob("*.md"))]
 OPERATORS_PAGES = [DOCS / "operating.md", DOCS / "metrics.md", DOCS / "log.md"]
 TIMEOUT_S = 300.0
 VLLM_TIMEOUT_S = 1800.0
@@ -234,7 +239,7 @@ def _run(
         name = block.mark.removeprefix("file: ") if block.mark.startswith("file: ") else ""
         if not name and block.kind == "python":
             name = f"block{number}.py"
-        script.append(f"echo '=== {number}'; echo '{block}' > {folder}/at")
+        script.append(f"printf '\\n=== %d\\n' {number}; echo '{block}' > {folder}/at")
         if name:
             (here / name).write_text(text)
         if block.mark == WITH_ENGINE:
@@ -305,16 +310,13 @@ def test_a_block_that_newcomers_paste_holds_no_placeholder(page: Path) -> None:
             assert re.findall(r"(?<![\w$])[A-Z]{3,}(?!\w)", commands) == [], block
 
 
-def test_what_newcomers_install_shows_the_upper_bound_of_the_hit_rate() -> None:
+def test_newcomers_install_without_extras() -> None:
     for page in (ROOT / "README.md", DOCS / "start.md", DOCS / "vllm.md"):
-        (told,) = re.findall(r"^pip install '\.\[(.*?)\]'", page.read_text(), re.M)
-        assert set(told.split(",")) >= {"web", "ceiling"}, page.name
+        assert len(re.findall(r"^pip install \.(?= |$)", page.read_text(), re.M)) == 1, page.name
 
 
 def test_the_extras_that_the_pages_name_exist() -> None:
     extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
-    if not _is_package("web"):
-        extras.add("web")
     for page in PAGES:
         for names in re.findall(r"(?:kvdepot|\.)\[([\w,]+)\]", page.read_text()):
             assert set(names.split(",")) <= extras, f"{page.name}: {names}"
@@ -346,6 +348,26 @@ def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
         assert config.pop("kv_role") in ("kv_both", "kv_producer", "kv_consumer")
         assert set(config.pop("kv_connector_extra_config", {})) <= read
         assert not config
+
+
+def test_the_figures_of_the_page_of_tuning_are_measured_ones() -> None:
+    told = re.findall(
+        r"([\d.]+)(?=(?:(?:,| to) [\d.]+)? (?:GB/s|ms\b|% (?:found|beside)))", (DOCS / "tuning.md").read_text()
+    )
+    assert len(told) > 30
+    measured = set(re.findall(r"[\d.]*\d", (DOCS / "figures.md").read_text()))
+    assert set(told) - measured == set()
+
+
+def test_the_page_of_http_runs_an_example_of_every_path() -> None:
+    source = (SOURCE / "web" / "app.py").read_text()
+    paths = set(re.findall(r'^@(?:get|post)\("(/[\w/]+)"', source, re.M)) | {"/schema/openapi.json"}
+    assert len(paths) > 15
+    run = "".join(block.text for block in blocks(DOCS / "http.md") if block.is_run)
+    told = set(re.findall(r"127\.0\.0\.1:7077(/[\w/.]+)", run)) | {
+        f"/v1/{name}" for name in re.findall(r"^post (\w+)", run, re.M)
+    }
+    assert paths - told == set()
 
 
 # -- the architecture, the internals, the decisions, the glossary
@@ -540,6 +562,43 @@ def test_the_operators_pages_have_the_warnings_and_errors_of_the_log_with_their_
     assert told == log_lines()
 
 
+def _texts() -> set[str]:
+    """All texts of the source, f-strings with `...` for what changes, as do texts for the log."""
+    found: set[str] = set()
+    for _, module in _modules():
+        for node in ast.walk(module):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(re.sub(r"%[-\d.]*[a-z]", "...", node.value))
+    return found
+
+
+def test_the_log_lines_of_the_quick_start_are_those_of_the_source() -> None:
+    known = [
+        re.escape(text).replace(r"\.\.\.", ".+") for text in _texts() if len(re.findall(r"[a-z]{2,}|s: ", text)) > 1
+    ]
+    lines = re.findall(r"^INFO (.+)$", (DOCS / "start.md").read_text(), re.M)
+    assert len(lines) > 4
+    assert [line for line in lines if not any(re.fullmatch(rf"(kvdepot: )?{each}", line) for each in known)] == []
+
+
+def test_the_messages_of_the_page_of_symptoms_are_those_of_the_source() -> None:
+    said = "\n".join(_texts())
+    page = (DOCS / "troubleshooting.md").read_text()
+    parts = [
+        part.strip()
+        for title in ("The server does not start", "The engine does not connect")
+        for row in re.findall(r"^\| ([^|]+) \|", page.split(f"\n## {title}\n")[1].split("\n## ")[0], re.M)
+        for quoted in re.findall(r"`([^`]+)`", row)
+        for part in quoted.split("...")
+        if " " in part.strip()
+    ]
+    assert len(parts) > 6
+    assert [part for part in parts if part not in said] == []
+
+
 @pytest.mark.faults
 def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     names = {
@@ -550,10 +609,7 @@ def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     if _is_package("web"):
         need(modules=["prometheus_client"])
         families = importlib.import_module("kvdepot.web.prometheus").families
-        sizes = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) if field.required), 0)
-        for family in families(
-            Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)], reuse=[Reuse(60.0, 256, 0, 0.0)])
-        ):
+        for family in families(full_status()):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
     shown = SOURCE / "integrations" / "vllm" / "stats.py"
@@ -561,9 +617,36 @@ def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
         found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
         assert found, counted
         names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
-    assert _missing(names - {f"kvdepot_{counted.name}_total" for counted in SERVER}) == []
+    of_counters = {f"kvdepot_{counted.series}_total" for counted in SERVER}
+    of_counters |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
+    assert _missing(names - of_counters) == []
     told = set(re.findall(r"`((?:kvdepot|vllm:kvdepot)_\w+)`", _section("Metrics"))) - _COLLECTORS_OWN
     assert told <= names, "of no metric"
+
+
+def test_the_metrics_that_other_pages_name_stand_on_the_page_of_metrics() -> None:
+    known = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", (DOCS / "metrics.md").read_text()))
+    known |= {f"kvdepot_{counted.series}_total" for counted in SERVER}
+    known |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
+    for page in set(DOCS.glob("*.md")) - {DOCS / "metrics.md"}:
+        told = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", page.read_text()))
+        assert told - known == set(), page.name
+
+
+def test_the_settings_that_take_the_place_of_lmcaches_exist() -> None:
+    page = (DOCS / "migrate-from-lmcache.md").read_text()
+    ours = " ".join(re.findall(r"^\|[^|]+\|([^|]+)\|$", page, re.M))
+    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)", ours)}
+    assert len(flags) > 5
+    assert flags <= {field.name for field in msgspec.structs.fields(Config)}
+
+
+def test_the_page_of_kubernetes_has_every_value_of_the_chart() -> None:
+    values = (ROOT / "deploy" / "helm" / "kvdepot" / "values.yaml").read_text()
+    page = (DOCS / "kubernetes.md").read_text()
+    named = re.findall(r"^(\w+):", values, re.M)
+    assert len(named) > 15
+    assert [name for name in named if not re.search(rf"`{name}[`.]", page)] == []
 
 
 # -- pictures and site
@@ -614,6 +697,48 @@ def test_the_site_is_built_without_a_warning(site: Path) -> None:
     for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"
+
+
+_ANSWERS = {
+    "migrate": "migrate-from-lmcache", "lmcache": "migrate-from-lmcache", "troubleshoot": "troubleshooting",
+    "no hits": "troubleshooting", "tuning": "tuning", "performance": "tuning", "tensor parallel": "parallelism",
+    "quantization": "models", "fp8": "models", "how much memory": "memory", "upgrade": "upgrades",
+    "kubernetes": "kubernetes", "curl": "http", "savings": "operating", "remove user data": "tiers",
+    "several hosts": "tiers", "secure": "faq", "rag": "cookbook",
+}  # fmt: skip
+"""What people type into the search -> the page that answers."""
+
+
+@pytest.mark.faults
+def test_the_sites_search_finds_the_page_that_answers_among_the_first_three(site: Path) -> None:
+    need(commands=[executable() or "chromium"], modules=["playwright"])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    found: dict[str, list[str]] = {}
+    try:
+        with chromium() as browser:
+            page = browser.new_page()
+            for words in _ANSWERS:
+                page.goto(f"http://127.0.0.1:{server.server_port}/?q={quote(words)}")
+                page.wait_for_function(f"() => /matching/.test({_SAYS})")
+                links = page.eval_on_selector_all(
+                    ".md-search-result__item", "all => all.map(e => e.querySelector('a').href)"
+                )
+                found[words] = [urlsplit(link).path.strip("/") for link in links[:3]]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert {words: pages for words, pages in found.items() if _ANSWERS[words] not in pages} == {}
+
+
+_SAYS = "document.querySelector('.md-search-result__meta').textContent"
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 _BROKEN = r"""() => [...document.querySelectorAll(".md-typeset table code")]

@@ -780,6 +780,12 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
             refused = run("quota", tenant, *options, *where)
             assert refused.returncode == 1 and said in refused.stderr
         assert run("quota", "blue", "--cap", "much", *where).returncode == 2
+        low = ("quota", "blue", "--floor", "0", "--cap", "4KiB")
+        tried = json.loads(run(*low, "--dry-run", *where).stdout)
+        assert len(tried["losses"]) == 1 and "would be evicted" in tried["losses"][0]
+        unasked = run(*low, *where)
+        assert unasked.returncode == 2 and "would be evicted" in unasked.stderr and "--yes" in unasked.stderr
+        assert of_blue.hits(tokens) == CHUNK
         changed = json.loads(run("quota", "blue", "--cap", "32MiB", "--weight", "2.5", *where).stdout)
         assert [(each["floor_bytes"], each["cap_bytes"], each["weight"]) for each in changed] == [
             (8 << 20, 32 << 20, 2.5)

@@ -1,7 +1,8 @@
 """The Prometheus alert rules: when an operator should look at a server, and what to do.
 
 Rendered as YAML for Prometheus's `rule_files`. Every alert is actionable, so normal events (evictions, misses) have
-none. The rules expect the scrape job to be named `kvdepot`.
+none. The rules expect the scrape job to be named `kvdepot`. `runbook_url` is the line of the alert on the page
+RUNBOOKS; the chart can put in its place where an operator has published that page.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 
 from kvdepot.protocol.counters import SERVER, TIER
 
-__all__ = ["ALERTS", "Alert", "render"]
+__all__ = ["ALERTS", "RUNBOOKS", "Alert", "render"]
+
+RUNBOOKS = "docs/metrics.md"
+"""The page with a line for each alert, in the repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,11 @@ def _of_counters() -> list[Alert]:
     made = []
     for table, series, where in (
         (SERVER, "kvdepot_{}_total", "{{ $labels.instance }}"),
-        (TIER, 'kvdepot_tier_events_total{{event="{}"}}', "{{ $labels.tier }} of {{ $labels.instance }}"),
+        (TIER, "kvdepot_tier_{}_total", "{{ $labels.tier }} of {{ $labels.instance }}"),
     ):
         for counted in table:
             if counted.alert:
-                query = f"increase({series.format(counted.name)}[1h]) > 0"
+                query = f"increase({series.format(counted.series)}[1h]) > 0"
                 summary = f"{where}: {counted.meaning}"
                 made.append(Alert(counted.alert, counted.severity, "0m", query, summary, counted.advice))
     return made
@@ -77,8 +81,8 @@ ALERTS = (
     ),
     Alert(
         "KVDepotStoresDropped", "warning", "15m",
-        "rate(kvdepot_dropped_chunks_total[15m])"
-        " / (rate(kvdepot_dropped_chunks_total[15m]) + rate(kvdepot_stored_chunks_total[15m])) > 0.05",
+        "rate(kvdepot_dropped_shards_total[15m])"
+        " / (rate(kvdepot_dropped_shards_total[15m]) + rate(kvdepot_stored_shards_total[15m])) > 0.05",
         "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of stores.",
         "Copies, tier lookups and pins hold too much of its memory: raise arena_gib, or unpin what is not needed.",
     ),
@@ -89,9 +93,29 @@ ALERTS = (
         "A client reached a limit. SECURITY.md names the setting of each limit; raise it if you trust the client.",
     ),
     Alert(
+        "KVDepotNoEngine", "warning", "15m",
+        "kvdepot_engines == 0 and max_over_time(kvdepot_engines[1d]) > 0",
+        "No engine is connected to {{ $labels.instance }}; within the last day there were some.",
+        "If engines run, their logs say why they do not connect: another address, key or version, or /dev/shm is not "
+        "shared. They recompute what they would have loaded.",
+    ),
+    Alert(
+        "KVDepotHitRateCollapsed", "warning", "30m",
+        "increase(kvdepot_reused_tokens_total[1h]) / increase(kvdepot_asked_tokens_total[1h])"
+        " < 0.5 * increase(kvdepot_reused_tokens_total[1d]) / increase(kvdepot_asked_tokens_total[1d])"
+        " and increase(kvdepot_reused_tokens_total[1d]) > 0.05 * increase(kvdepot_asked_tokens_total[1d])"
+        " and increase(kvdepot_asked_tokens_total[1h]) > 0.01 * increase(kvdepot_asked_tokens_total[1d])",
+        "Engines reuse {{ $value | humanizePercentage }} of the tokens that they ask {{ $labels.instance }} for, less "
+        "than half of the last day's share.",
+        "Compare with the upper bound: if it fell too, the prompts have changed. If not, look for a restart, a forget, "
+        "a tier that is down, or engines whose model or settings have changed: they have a namespace of their own.",
+    ),
+    Alert(
         "KVDepotMemorySmall", "info", "2h",
-        "max by (job, instance) (kvdepot_hit_ratio_ceiling - kvdepot_hit_ratio) > 0.2",
-        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} that an infinite cache would hit.",
+        "(increase(kvdepot_bound_tokens_total[1h]) - increase(kvdepot_found_tokens_total[1h]))"
+        " / increase(kvdepot_asked_tokens_total[1h]) > 0.2",
+        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} of the tokens asked for, which an infinite "
+        "cache would have.",
         "More memory or a disk tier would help; `kvdepot simulate` predicts how much from a trace of requests.",
     ),
     Alert(
@@ -101,8 +125,17 @@ ALERTS = (
         "`kvdepot status` shows its last error. It is probed, and used again automatically once it answers.",
     ),
     Alert(
+        "KVDepotDiskNearlyFull", "warning", "15m",
+        "kvdepot_tier_free_bytes < 0.05 * kvdepot_tier_capacity_bytes"
+        " and kvdepot_tier_bytes < 0.95 * kvdepot_tier_capacity_bytes",
+        "{{ $labels.instance }}: {{ $value | humanize1024 }}B are free on the file system of {{ $labels.tier }}, which "
+        "has not reached its capacity.",
+        "Others fill the file system, or `capacity_gib` is more than it has. Free space, or lower `capacity_gib`: the "
+        "tier evicts what it needs at its capacity.",
+    ),
+    Alert(
         "KVDepotTierDropping", "warning", "15m",
-        'rate(kvdepot_tier_events_total{event="dropped_chunks"}[15m]) > 0',
+        "rate(kvdepot_tier_dropped_shards_total[15m]) > 0",
         "{{ $labels.instance }} drops writes to {{ $labels.tier }}.",
         "The store cannot keep up: give it more threads, a longer queue (queue_mib), or write=on_evict.",
     ),
@@ -131,5 +164,7 @@ def render() -> str:
             "        annotations:",
             f"          summary: {json.dumps(alert.summary)}",
             f"          description: {json.dumps(alert.action)}",
+            f"          runbook_url: {json.dumps(f'{RUNBOOKS}#{alert.name.lower()}')}",
+            '          page: "http://{{ $labels.instance }}/"',
         ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,9 @@
-"""The Grafana dashboard: health, savings, capacity, users.
+"""The Grafana dashboard: health, savings, memory and tiers, models and tenants, traffic, GPUs.
 
 Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
-right, 24 columns per row. Every query uses the chosen data source and servers; nothing is fetched from elsewhere.
+right, 24 columns per row. Every query uses the chosen data source and servers, except those of vLLM's own metrics,
+which come from other scrape jobs; nothing is fetched from elsewhere. Where a series is of one server, its legend names
+the instance, which is a link to the server's page.
 """
 
 from __future__ import annotations
@@ -10,17 +12,33 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.observability.alerts import RUNBOOKS
+
 __all__ = ["FOLDED", "ROWS", "Panel", "dashboard", "render"]
 
 _COLUMNS = 24
+_PAGE = {
+    "title": "Page of ${__field.labels.instance}", "url": "http://${__field.labels.instance}/", "targetBlank": True,
+}  # fmt: skip
+_ALERT_LIST = {
+    "alertName": "KVDepot", "viewMode": "list", "groupMode": "default", "groupBy": [], "sortOrder": 3, "maxItems": 20,
+    "dashboardAlerts": False, "showInstances": True,
+    "stateFilter": {"firing": True, "pending": True, "noData": False, "normal": False, "error": True},
+}  # fmt: skip
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_CHOSEN = 'job=~"$job", instance=~"$instance"'
+_ABOUT = (
+    f"What the figures mean, and what to do when an alert fires: {RUNBOOKS}\n\nEach server has a page of its own, with "
+    "recent events and the last errors of its tiers: click a value that names an instance."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. queries: (PromQL, legend); @ stands for the chosen servers. unit: Grafana's name of it.
+    """One panel. queries: (PromQL, legend); @ stands for the chosen servers, and # for those and the chosen models.
 
-    alarm: the value from which it is red; None = never. highest: the end of the axis; None = automatic.
+    unit: Grafana's name of it. alarm: the value from which it is red; None = never. highest: the end of the axis;
+    None = automatic.
     """
 
     title: str
@@ -37,100 +55,175 @@ def _stat(title: str, what: str, query: str, unit: str = "short", alarm: float |
     return Panel(title, what, ((query, "{{instance}}"),), unit, "stat", 4, alarm)
 
 
-def _quantiles(title: str, requests: str) -> Panel:
-    asked = f'kvdepot_request_duration_seconds_bucket{{@, request=~"{requests}"}}[$__rate_interval]'
+def _quantiles(title: str, what: str, series: str, by: str, unit: str = "s", alarm: float | None = None) -> Panel:
+    """The median and the 99th percentile of a histogram, by instance and the labels `by`."""
+    labels = ", ".join(("instance", *by.split()))
+    legend = " ".join(f"{{{{{label}}}}}" for label in labels.split(", "))
     return Panel(
-        title, "From receiving a request to answering it; median and 99th percentile.",
+        title, what,
         tuple(
-            (f"histogram_quantile({q}, sum by (request, le) (rate({asked})))", f"{{{{request}}}} {name}")
+            (f"histogram_quantile({q}, sum by ({labels}, le) (rate({series}[$__rate_interval])))", f"{legend} {name}")
             for q, name in ((0.5, "p50"), (0.99, "p99"))
         ),
-        "s",
+        unit, alarm=alarm,
     )  # fmt: skip
+
+
+def _share(part: str, whole: str, by: str, over: str = "$__rate_interval") -> str:
+    """The share that one counter has in another."""
+    return f"sum by ({by}) (increase({part}[{over}])) / sum by ({by}) (increase({whole}[{over}]))"
+
+
+def _rate(series: str, by: str = "instance") -> str:
+    return f"sum by ({by}) (rate({series}[$__rate_interval]))"
 
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("Health", (
         _stat("Running for", "Since each server started serving.", "kvdepot_uptime_seconds{@}", "s"),
         _stat("Engines", "Connected schedulers and workers.", "kvdepot_engines{@}"),
-        _stat("Prompt tokens reused", "Share of the last hour's prompt tokens loaded from the depot; what engines' own "
-              "caches had does not count.",
-              "sum(increase(kvdepot_saved_tokens_total{@}[1h])) / sum(increase(kvdepot_asked_tokens_total{@}[1h]))",
+        _stat("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from the depot, of those "
+              "that they did not have in their own caches.",
+              _share("kvdepot_reused_tokens_total{@}", "kvdepot_asked_tokens_total{@}", "instance", "1h"),
               "percentunit"),
         _stat("Prefill saved", "Compute time that engines saved in the time range shown.",
-              "sum(increase(kvdepot_saved_prefill_seconds_total{@}[$__range]))", "s"),
-        _stat("Memory used", "A full depot is healthy: it evicts the least valuable chunks.",
-              "kvdepot_memory_used_bytes{@} / kvdepot_memory_capacity_bytes{@}", "percentunit"),
+              "increase(kvdepot_saved_prefill_seconds_total{@}[$__range])", "s"),
+        _stat("Memory holds", "How long chunks that nobody uses stay in memory before they are evicted.",
+              "kvdepot_memory_holds_seconds{@}", "s"),
         _stat("Tiers with an open circuit breaker", "Tiers that fail or do not answer.",
-              "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
+              "count by (instance) (kvdepot_tier_up{@} == 0) or 0 * kvdepot_up{@}", alarm=1),
+    )),
+    ("Alerts", (
+        Panel("Alerts", "Rules of kvdepot that fire or are about to.", (), kind="alertlist", columns=16),
+        Panel("About", "", (), kind="text", columns=8),
     )),
     ("Savings", (
-        Panel("Prompt tokens reused, and chunks found", "Share of prompt tokens loaded from the depot, beyond the "
-              "engines' own caches; share of chunks found there, and its upper bound, an infinite cache. If the last "
-              "two are far apart, more memory would help.", (
-                  ("kvdepot_reuse_ratio{@}", "reused, {{window_seconds}} s"),
-                  ("kvdepot_hit_ratio{@}", "found, {{window_seconds}} s"),
-                  ("kvdepot_hit_ratio_ceiling{@}", "upper bound, {{window_seconds}} s"),
+        Panel("Tokens reused, found, and upper bound", "Of the prompt tokens that engines did not have in their own "
+              "caches: loaded from the depot; found there; and what an infinite cache would have had. If the last two "
+              "are far apart, more memory would help.", tuple(
+                  (_share(f"kvdepot_{name}_tokens_total{{@}}", "kvdepot_asked_tokens_total{@}", "instance"),
+                   f"{{{{instance}}}} {legend}")
+                  for name, legend in (("reused", "reused"), ("found", "found"), ("bound", "upper bound"))
               ), "percentunit", highest=1),
         Panel("Tokens saved", "Tokens per second that engines loaded instead of computing them.", (
-            ("rate(kvdepot_saved_tokens_total{@}[$__rate_interval])", "{{instance}}"),
+            ("rate(kvdepot_reused_tokens_total{@}[$__rate_interval])", "{{instance}}"),
         )),
         Panel("Prefill time saved", "Seconds of prefill saved per second, at the speed that each engine measured.", (
             ("rate(kvdepot_saved_prefill_seconds_total{@}[$__rate_interval])", "{{instance}}"),
         ), "s"),
+        Panel("Time to first token (vLLM)", "vLLM's own metric, of all engines that the data source has: median and "
+              "99th percentile.", tuple(
+                  (f"histogram_quantile({q}, sum by (model_name, le)"
+                   f" (rate(vllm:time_to_first_token_seconds_bucket[$__rate_interval])))", f"{{{{model_name}}}} {name}")
+                  for q, name in ((0.5, "p50"), (0.99, "p99"))
+              ), "s"),
+        _quantiles("Prefill time saved by a request", "Of requests that loaded anything; median and 99th percentile.",
+                   "kvdepot_saved_seconds_bucket{@}", ""),
+        Panel("External prefix cache hit rate (vLLM)", "vLLM's own count of the same: tokens that it loaded, of those "
+              "that it did not have itself.", (
+                  (_share("vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total",
+                          "model_name"), "{{model_name}}"),
+              ), "percentunit", highest=1),
+    )),
+    ("Memory", (
+        Panel("Memory", "Bytes of chunks, and the capacity. A full depot is healthy: it evicts the least valuable "
+              "chunks.", (
+                  ("kvdepot_memory_used_bytes{@}", "{{instance}} used"),
+                  ("kvdepot_memory_capacity_bytes{@}", "{{instance}} capacity"),
+              ), "bytes"),
+        Panel("Removed or not stored", "Per second: chunks evicted to make room, forgotten, expired; shards dropped "
+              "because memory was full, whose store failed, or that were corrupt.", tuple(
+                  (f"rate(kvdepot_{name}_total{{@}}[$__rate_interval]) > 0", f"{{{{instance}}}} {name}")
+                  for name in ("evicted_chunks", "forgotten_chunks", "expired_chunks", "dropped_shards",
+                               "failed_shards", "corrupt_shards")
+              )),
+        Panel("Lifetime of chunks", "Medians: how long evicted chunks had not been used, and how soon chunks are used "
+              "again. If the first is far below the second, chunks are evicted before they are needed.", (
+                  ("histogram_quantile(0.5, sum by (instance, le) (rate(kvdepot_eviction_idle_seconds_bucket{@}"
+                   "[$__rate_interval])))", "{{instance}} idle when evicted"),
+                  ("histogram_quantile(0.5, sum by (instance, le) (rate(kvdepot_reuse_after_seconds_bucket{@}"
+                   "[$__rate_interval])))", "{{instance}} used again after"),
+              ), "s"),
+    )),
+    ("Tiers", (
+        Panel("Bytes", "Contents and capacity of each tier, if it reports them, and what its file system has free.", (
+            ("kvdepot_tier_bytes{@}", "{{instance}} {{tier}} used"),
+            ("kvdepot_tier_capacity_bytes{@}", "{{instance}} {{tier}} capacity"),
+            ("kvdepot_tier_free_bytes{@}", "{{instance}} {{tier}} file system free"),
+        ), "bytes"),
+        _quantiles("Load latency", "One call, of up to 16 shards, without the wait for a thread; median and 99th "
+                   "percentile.", "kvdepot_tier_load_seconds_bucket{@}", "tier"),
+        _quantiles("Load throughput", "KV bytes per second of one call; median and 99th percentile.",
+                   "kvdepot_tier_load_bytes_per_second_bucket{@}", "tier", "Bps"),
+        Panel("In progress", "Calls that load and save, each of up to 16 shards.", (
+            ("kvdepot_tier_loads{@}", "{{instance}} {{tier}} loads"),
+            ("kvdepot_tier_saves{@}", "{{instance}} {{tier}} saves"),
+        )),
+        _quantiles("Save latency", "One call, of up to 16 shards, without the wait for a thread; median and 99th "
+                   "percentile.", "kvdepot_tier_save_seconds_bucket{@}", "tier"),
+        Panel("Write queue", "Chunks are queued by reference: those evicted before their turn are dropped.", (
+            ("kvdepot_tier_queued_bytes{@}", "{{instance}} {{tier}}"),
+        ), "bytes"),
+        Panel("Shards", "Per second.", tuple(
+            (f"rate(kvdepot_tier_{name}_shards_total{{@}}[$__rate_interval]) > 0",
+             f"{{{{instance}}}} {{{{tier}}}} {name}")
+            for name in ("saved", "loaded", "missed", "dropped", "unavailable")
+        ), columns=12),
+        Panel("Failures", "Calls per second that failed or timed out, and lookups that a tier answered too late.", (
+            ("rate(kvdepot_tier_failures_total{@}[$__rate_interval]) > 0", "{{instance}} {{tier}} failed calls"),
+            ("rate(kvdepot_tier_late_total{@}[$__rate_interval]) > 0", "{{instance}} {{tier}} too late"),
+        ), columns=12),
+    )),
+    ("Models and tenants", (
+        Panel("Bytes by model", "The ten models that use most memory.", (
+            ("topk(10, sum by (instance, model) (kvdepot_namespace_bytes{#}))", "{{instance}} {{model}}"),
+        ), "bytes"),
+        Panel("Tokens reused by model", "Share of the tokens that its engines did not have themselves.", (
+            (_share("kvdepot_model_reused_tokens_total{#}", "kvdepot_model_asked_tokens_total{#}", "instance, model"),
+             "{{instance}} {{model}}"),
+        ), "percentunit", highest=1),
+        Panel("Tokens found by model", "Share of the same tokens that was in the depot.", (
+            (_share("kvdepot_model_found_tokens_total{#}", "kvdepot_model_asked_tokens_total{#}", "instance, model"),
+             "{{instance}} {{model}}"),
+        ), "percentunit", highest=1),
+        Panel("Tokens saved by tenant", "Tokens per second that a tenant's engines loaded.", (
+            ("rate(kvdepot_tenant_reused_tokens_total{@}[$__rate_interval])", "{{instance}} {{tenant}}"),
+        )),
+        Panel("Tokens reused by tenant", "Share of the tokens that its engines did not have themselves.", (
+            (_share("kvdepot_tenant_reused_tokens_total{@}", "kvdepot_tenant_asked_tokens_total{@}",
+                    "instance, tenant"), "{{instance}} {{tenant}}"),
+        ), "percentunit", highest=1),
+        Panel("Bytes by tenant", "Of tenants with a quota, and all others under an empty name.", (
+            ("kvdepot_tenant_used_bytes{@}", "{{instance}} {{tenant}}"),
+        ), "bytes"),
     )),
     ("Traffic", (
         Panel("Bytes moved", "KV copied from engines into memory, and from memory to engines.", (
-            ("sum(rate(kvdepot_stored_bytes_total{@}[$__rate_interval]))", "stored"),
-            ("sum(rate(kvdepot_retrieved_bytes_total{@}[$__rate_interval]))", "retrieved"),
+            (_rate("kvdepot_stored_bytes_total{@}"), "{{instance}} stored"),
+            (_rate("kvdepot_retrieved_bytes_total{@}"), "{{instance}} retrieved"),
         ), "Bps"),
         Panel("Requests", "Requests answered per second, by kind.", (
-            ("sum by (request) (rate(kvdepot_request_duration_seconds_count{@}[$__rate_interval]))", "{{request}}"),
+            (_rate("kvdepot_request_duration_seconds_count{@}", "instance, request"), "{{instance}} {{request}}"),
         ), "reqps"),
-        Panel("Failed requests", "Requests per second answered with an error.", (
-            ("sum by (request) (rate(kvdepot_request_errors_total{@}[$__rate_interval])) > 0", "{{request}}"),
-        ), "reqps"),
-        _quantiles("Lookup latency", "Lookup"),
-        _quantiles("Store and retrieve latency", "Store|Retrieve"),
-        Panel("Lookups", "Chunks looked up per second, and chunks found.", (
-            ("sum(rate(kvdepot_lookup_chunks_total{@}[$__rate_interval]))", "looked up"),
-            ("sum(rate(kvdepot_hit_chunks_total{@}[$__rate_interval]))", "hit"),
-        )),
-    )),
-    ("Capacity", (
-        Panel("Memory", "Bytes of chunks, and the capacity.", (
-            ("kvdepot_memory_used_bytes{@}", "{{instance}} used"),
-            ("kvdepot_memory_capacity_bytes{@}", "{{instance}} capacity"),
-        ), "bytes"),
-        Panel("Chunks removed or not stored", "Per second: evicted to make room; dropped because memory was full; "
-              "forgotten; expired; store failed; corrupt.", tuple(
-                  (f"sum(rate(kvdepot_{name}_chunks_total{{@}}[$__rate_interval]))", name)
-                  for name in ("evicted", "dropped", "forgotten", "expired", "failed", "corrupt")
-              )),
-        Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
-            ("sum by (what) (rate(kvdepot_refused_total{@}[$__rate_interval])) > 0", "{{what}}"),
-        )),
-        Panel("Tiers: bytes", "Contents of each tier, if it reports them.", (
-            ("kvdepot_tier_bytes{@}", "{{tier}} used"),
-            ("kvdepot_tier_capacity_bytes{@}", "{{tier}} capacity"),
-        ), "bytes"),
-        Panel("Tiers: write queue", "Chunks are queued by reference: those evicted before their turn are dropped.", (
-            ("kvdepot_tier_queued_bytes{@}", "{{tier}}"),
-        ), "bytes"),
-        Panel("Tiers: chunks", "Per second: saved, loaded, missed, dropped.", (
-            ("sum by (tier, event) (rate(kvdepot_tier_events_total{@}[$__rate_interval])) > 0", "{{tier}} {{event}}"),
-        )),
-    )),
-    ("Users", (
-        Panel("Bytes by model", "The ten models that use most memory.", (
-            ("topk(10, sum by (model) (kvdepot_namespace_bytes{@}))", "{{model}}"),
-        ), "bytes"),
-        Panel("Found by model", "Share of the chunks looked up by its engines that were in the depot.", (
-            ("sum by (model) (rate(kvdepot_namespace_hit_chunks_total{@}[$__rate_interval]))"
-             " / sum by (model) (rate(kvdepot_namespace_lookup_chunks_total{@}[$__rate_interval]))", "{{model}}"),
-        ), "percentunit", highest=1),
+        Panel("Failed requests", "Share of the requests of a kind that is answered with an error.", (
+            (_share("kvdepot_request_errors_total{@}", "kvdepot_request_duration_seconds_count{@}",
+                    "instance, request") + " > 0", "{{instance}} {{request}}"),
+        ), "percentunit", alarm=0.01),
+        _quantiles("Lookup latency", "From receiving a lookup to answering it, with the wait for stores and tiers; "
+                   "median and 99th percentile.", 'kvdepot_request_duration_seconds_bucket{@, request="Lookup"}', "",
+                   alarm=0.5),
+        _quantiles("Store and retrieve latency", "From receiving a request to answering it; median and 99th "
+                   "percentile.", 'kvdepot_request_duration_seconds_bucket{@, request=~"Store|Retrieve"}', "request"),
+        _quantiles("Hit length", "Tokens that a lookup found, of those that found any; median and 99th percentile.",
+                   "kvdepot_hit_tokens_bucket{@}", "", "short"),
+        Panel("Loop lag", "How long a request waits before the server handles it.", (
+            ("kvdepot_loop_lag_seconds{@}", "{{instance}}"),
+        ), "s", alarm=1),
         Panel("Engines", "Connected schedulers and workers.", (
             ("kvdepot_engines{@}", "{{instance}}"),
+        )),
+        Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
+            ("rate(kvdepot_refused_total{@}[$__rate_interval]) > 0", "{{instance}} {{what}}"),
         )),
     )),
     ("GPUs", (
@@ -141,8 +234,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ("kvdepot_device_registrations{@}", "{{instance}} {{device}}"),
         ), columns=6),
         Panel("GPU memory", "GPU memory used by the server: its context, and staging buffers.", (
-            ("kvdepot_device_context_bytes{@}", "{{device}} context"),
-            ("kvdepot_device_staging_bytes{@}", "{{device}} staging"),
+            ("kvdepot_device_context_bytes{@}", "{{instance}} {{device}} context"),
+            ("kvdepot_device_staging_bytes{@}", "{{instance}} {{device}} staging"),
         ), "bytes", columns=6),
         Panel("Memory registered with the driver", "Copies from and to unregistered memory go through the driver's "
               "own buffers and are slower.", (
@@ -188,7 +281,14 @@ def dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [_source_variable(), _variable("job", ""), _variable("instance", 'job=~"$job"')]},
+        "templating": {
+            "list": [
+                _source_variable(),
+                _variable("job", ""),
+                _variable("instance", 'job=~"$job"'),
+                _variable("model", _CHOSEN, "kvdepot_namespace_bytes"),
+            ]
+        },
         "panels": panels,
     }
 
@@ -208,14 +308,26 @@ def _panel(panel: Panel) -> dict[str, Any]:
         steps.append({"color": "red", "value": panel.alarm})
     limits = {} if panel.highest is None else {"max": panel.highest}
     stat = panel.kind == "stat"
-    chosen = 'job=~"$job", instance=~"$instance"'
+    if panel.kind == "text":
+        return {"type": "text", "title": panel.title, "options": {"mode": "markdown", "content": _ABOUT}}
+    if panel.kind == "alertlist":
+        return {"type": "alertlist", "title": panel.title, "description": panel.what, "options": _ALERT_LIST}
+    named = any("{{instance}}" in legend for _, legend in panel.queries)
+    drawn = {} if stat or panel.alarm is None else {"custom": {"thresholdsStyle": {"mode": "line"}}}
     return {
         "type": panel.kind,
         "title": panel.title,
         "description": panel.what,
         "datasource": _SOURCE,
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, **limits, "thresholds": {"mode": "absolute", "steps": steps}},
+            "defaults": {
+                "unit": panel.unit,
+                "min": 0,
+                **limits,
+                **drawn,
+                "thresholds": {"mode": "absolute", "steps": steps},
+                "links": [_PAGE] if named else [],
+            },
             "overrides": [],
         },
         "options": (
@@ -230,7 +342,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             {
                 "refId": "ABCDEF"[i],
                 "datasource": _SOURCE,
-                "expr": query.replace("@", chosen),
+                "expr": query.replace("#", f'{_CHOSEN}, model=~"$model"').replace("@", _CHOSEN),
                 "legendFormat": legend,
                 "instant": stat,
                 "range": not stat,
@@ -244,8 +356,8 @@ def _source_variable() -> dict[str, Any]:
     return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
 
 
-def _variable(name: str, among: str) -> dict[str, Any]:
-    query = f"label_values(kvdepot_info{{{among}}}, {name})" if among else f"label_values(kvdepot_info, {name})"
+def _variable(name: str, among: str, series: str = "kvdepot_info") -> dict[str, Any]:
+    query = f"label_values({series}{{{among}}}, {name})" if among else f"label_values({series}, {name})"
     return {
         "name": name,
         "type": "query",

@@ -82,6 +82,7 @@ ONLY_IN_FILE = ("salts", "tenants")
 
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _MOST_GIB = 1 << 30
+_MOST_DEPOTS = 64
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,6 +194,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http_token_file: Annotated[
         str, Meta(description="file with the HTTP token (mode 0600); empty = created beside the unix socket")
     ] = ""
+    fleet: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="web pages of other depots, http://HOST:PORT, that this one's page shows beside its own; the "
+            "token of http_token_file, which all must have, is sent to them"
+        ),
+    ] = ()
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     log_format: Annotated[str, Meta(description="human, or json: one object per line")] = "human"
     kv_events: Annotated[
@@ -222,6 +230,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"url: {fault}")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
+        if len(self.fleet) > _MOST_DEPOTS:
+            raise ValueError(f"fleet: {len(self.fleet)} depots; the limit is {_MOST_DEPOTS}")
+        for page in self.fleet:
+            if not _is_page(page):
+                raise ValueError(f"fleet: {shown(page)!r} is not http://HOST:PORT or https://HOST:PORT")
         if self.kv_events and not _is_events_endpoint(self.kv_events):
             raise ValueError(
                 f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT with a port below {MOST_PORT}"
@@ -301,6 +314,15 @@ def _is_events_endpoint(url: str) -> bool:
     return not fault_of_endpoint(url, MOST_PORT - 1)  # replays use the next port
 
 
+def _is_page(url: str) -> bool:
+    """Whether a URL is one of a depot's web page, perhaps behind a proxy: without user, query and fragment."""
+    scheme, _, place = url.partition("://")
+    address, _, path = place.partition("/")
+    has_port = (found := _ADDRESS.fullmatch(address)) and int(found["port"]) <= MOST_PORT
+    is_host = bool(has_port or _ADDRESS.fullmatch(f"{address}:0"))
+    return scheme in ("http", "https") and is_host and not re.search(r"[\s?#@]", path)
+
+
 def free_memory() -> int:
     """Bytes of memory that the kernel estimates to be available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -342,8 +364,9 @@ def load_with_sources(
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
-    if isinstance(tiers := merged.get("tiers"), str):  # from the environment; URLs contain no spaces
-        merged["tiers"] = tiers.split()
+    for name in ("tiers", "fleet"):
+        if isinstance(urls := merged.get(name), str):  # from the environment; URLs contain no spaces
+            merged[name] = urls.split()
     _refuse_unknown(source)
     merged = in_units(merged)
     for name, kind in (("tenants", Share), ("salts", Expiry)):

@@ -114,7 +114,7 @@ def test_a_running_servers_arena_can_be_checked_but_not_fixed(start_depot: Start
     engine.store([1] * CHUNK, [0, 1, 2, 3])
     code, said = check(server.name)
     assert (code, "in use by a server" in said, "1 chunks" in said) == (0, True, True)
-    code, said = check(server.name, "--fix")
+    code, said = check(server.name, "--fix", "--yes")
     assert code == 1
     assert "stop it with --on-stop keep before fixing" in said
     assert engine.lookup([1] * CHUNK) == CHUNK
@@ -131,7 +131,7 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
     assert "1 problems" in said
     assert ("incomplete records" if what == "record" else "its bytes do not match its checksum") in said
     assert left.path.read_bytes() == before, "a check alone changes nothing"
-    code, said = check(left.name, "--fix")
+    code, said = check(left.name, "--fix", "--yes")
     assert code == 0
     assert "1 problems, removed" in said
     code, said = check(left.name)
@@ -187,7 +187,7 @@ def test_a_flipped_header_is_refused_with_what_to_do_and_can_be_fixed(
     assert left.path.read_bytes() == damaged, "a refused file is left as it was"
     code, said = check(left.name)
     assert (code, "remove" in said) == (1, True)
-    code, said = check(left.name, "--fix")
+    code, said = check(left.name, "--fix", "--yes")
     if offset < 8:  # no magic: it may be anyone's
         assert code == 1 and left.path.exists()
     else:
@@ -200,7 +200,7 @@ def test_an_arena_of_another_format_version_is_refused_with_what_to_do(left: Lef
     ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
     assert ended.returncode == 1
     assert "format 9" in ended.stderr and "start the version that wrote it, or remove the file" in ended.stderr
-    code, said = check(left.name, "--fix")
+    code, said = check(left.name, "--fix", "--yes")
     assert (code, "format 9" in said, left.path.exists()) == (1, True, True)
 
 

@@ -31,7 +31,7 @@ def test_what_people_do_to_chunks_is_told_as_json(depot: Depot, used: Engine, tm
     assert (done.returncode, json.loads(done.stdout)) == (0, {"unpinned": name})
     done = run("unpin", name, "--url", depot.url, "--json")
     assert done.returncode == 1 and name in done.stderr
-    done = run("forget", "--model", used.model, "--url", depot.url, "--json")
+    done = run("forget", "--model", used.model, "--url", depot.url, "--json", "--yes")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"memory": 2})
     prompt.write_text(json.dumps([3] * CHUNK))
     done = run("warm", *which)
@@ -45,11 +45,11 @@ def test_what_may_be_left_in_a_tier_is_no_success(start_depot: StartDepot, tmp_p
     engine = Engine(depot)
     engine.store([1] * CHUNK, [0, 1, 2, 3])
     eventually(lambda: depot.status()["tiers"][0]["counters"].get("saved_chunks", 0) == 1)
-    done = run("forget", "--model", engine.model[:-1], "--url", depot.url)
+    done = run("forget", "--model", engine.model[:-1], "--url", depot.url, "-y")
     assert done.returncode == 1
     assert done.stdout.splitlines()[:2] == ["memory: 1 chunks", f"disk://{tmp_path}/kv: 1 chunks"]
     assert "name those in full" in done.stdout
-    done = run("forget", "--model", engine.model, "--url", depot.url)
+    done = run("forget", "--model", engine.model, "--url", depot.url, "-y")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
     engine.close()
 
@@ -107,6 +107,23 @@ def test_a_dry_run_tells_what_would_be_forgotten_and_forgets_nothing(start_depot
 
 
 @pytest.mark.faults
+def test_to_forget_one_model_wants_yes_too_and_names_what_other_servers_lose(
+    start_depot: StartDepot, tmp_path: Path
+) -> None:
+    depot = start_depot("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1", "redis://127.0.0.1:1")
+    engine = Engine(depot)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    done = run("forget", "-m", engine.model, "-u", depot.url)
+    assert (done.returncode, done.stdout) == (2, "") and "--yes" in done.stderr
+    lines = run("forget", "-m", engine.model, "--dry-run", "-u", depot.url).stdout.splitlines()
+    assert [line.endswith("other servers that share this tier lose them, too") for line in lines] == [
+        False, False, True, False,
+    ]  # fmt: skip
+    assert engine.lookup([1] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("answer", ["\n", "no\n", "\x04"], ids=["enter", "no", "end of input"])
 def test_to_forget_everything_asks_on_a_terminal_with_what_would_go(depot: Depot, used: Engine, answer: str) -> None:
     with terminal("forget", "--all", "--url", depot.url) as shown:
@@ -114,7 +131,7 @@ def test_to_forget_everything_asks_on_a_terminal_with_what_would_go(depot: Depot
         assert re.search(r"memory: \d+ chunks, [\d.]+ [KM]iB", shown.text)
         shown.press(answer)
         assert shown.end() == 1
-        assert "nothing was removed" in shown.text
+        assert "nothing was changed" in shown.text
     assert used.lookup([1] * CHUNK) == CHUNK
     with terminal("forget", "--all", "--url", depot.url) as shown:
         eventually(lambda: "[y/N]" in shown.text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import run
+from tests.cli.command import run, terminal
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, eventually
 from tests.server.process import kill
@@ -51,21 +51,21 @@ def test_a_lease_is_begun_shown_with_its_receipt_and_released_with_its_chunks(
     assert [each["kind"] for each in shown["sums"]] == ["retain"]
     table = run("leases", "--url", depot.url).stdout
     assert name in table and "saved tokens" in table and "(no tenant)" in table
-    done = run("release", *which)
+    done = run("release", *which, "-y")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed": 0}), "it is leased"
-    done = run("release", name, "--url", depot.url, "--json")
+    done = run("release", name, "--url", depot.url, "--json", "-y")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"released": name}), done.stderr
     eventually(lambda: chunks_of(depot, engine) == 0)
-    done = run("release", name, "--url", depot.url)
+    done = run("release", name, "--url", depot.url, "-y")
     assert done.returncode == 1 and name in done.stderr
 
 
 @pytest.mark.faults
 def test_a_prompts_chunks_are_released_but_for_those_that_are_to_stay(depot: Depot, engine: Engine, file: Path) -> None:
     which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
-    done = run("release", *which, "--keep", "1")
+    done = run("release", *which, "--keep", "1", "--yes")
     assert (done.returncode, done.stdout) == (0, "0 of 1 chunks were removed from memory\n"), done.stderr
-    done = run("release", *which)
+    done = run("release", *which, "-y")
     assert (done.returncode, done.stdout) == (0, "1 of 1 chunks were removed from memory\n"), done.stderr
     assert chunks_of(depot, engine) == 0
 
@@ -105,6 +105,29 @@ def test_leases_end_with_their_server_and_their_chunks_stay(start_depot: StartDe
     assert json.loads(run("leases", "--url", depot.url, "--json").stdout) == {"leases": [], "sums": []}
     assert chunks_of(depot, engine) == 1
     assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
-    done = run("release", "agent", "--url", depot.url)
+    done = run("release", "agent", "--url", depot.url, "--yes")
     assert done.returncode == 0, done.stderr
+    eventually(lambda: chunks_of(depot, engine) == 0)
+
+
+@pytest.mark.faults
+def test_a_release_asks_first_and_can_be_tried(depot: Depot, engine: Engine, file: Path) -> None:
+    which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
+    done = run("release", *which)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--yes" in done.stderr and "--dry-run" in done.stderr
+    done = run("release", *which, "--dry-run", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed_at_most": 1})
+    assert run("lease", "asked", *which).returncode == 0
+    done = run("release", "asked", "--url", depot.url, "--dry-run")
+    assert done.returncode == 0 and "lease asked: 1 chunks" in done.stdout and "dry run" in done.stdout
+    with terminal("release", "asked", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        shown.press("n\n")
+        assert shown.end() == 1 and "nothing was changed" in shown.text
+    assert chunks_of(depot, engine) == 1
+    with terminal("release", "asked", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        shown.press("y\n")
+        assert shown.end() == 0
     eventually(lambda: chunks_of(depot, engine) == 0)

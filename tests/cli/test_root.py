@@ -58,7 +58,7 @@ def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
             for word in option.opts:
                 owners.setdefault(word, set()).add(name)
     assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
-    assert owners["--hashes"] == {"warm", "pin", "lease", "release"}
+    assert owners["--hashes"] == {"inspect", "warm", "pin", "lease", "release"}
 
 
 @pytest.mark.parametrize("words", [["warm"], ["pin", "name"]], ids=" ".join)

@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvdepot import cli
-from kvdepot.config import Config
+from kvdepot.cli.options import TOPICS
+from kvdepot.config import ONLY_IN_FILE, Config
 from tests.cli.command import run
 from tests.conftest import Depot, StartDepot, eventually
 
@@ -96,3 +98,14 @@ def test_config_shows_no_password() -> None:
         assert "hunter2" not in done.stdout and "ter2" not in done.stdout
         for shown in ("redis://***@host:1/0", "region=eu", "redis+cluster://***@a:1,b:2"):
             assert shown in done.stdout
+
+
+def test_the_help_of_serve_has_every_setting_under_one_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    said = capsys.readouterr().out
+    settings = {each.name for each in msgspec.structs.fields(Config)} - set(ONLY_IN_FILE)
+    topics = [name for names in TOPICS.values() for name in names]
+    assert len(topics) == len(set(topics)) and settings <= set(topics)
+    assert [topic for topic in TOPICS if f"{topic}:" not in said] == []
+    for name in settings:
+        assert len(re.findall(rf"^  (?:-u, )?--{name.replace('_', '-')} ", said, re.MULTILINE)) == 1, name

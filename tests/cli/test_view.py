@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import re
 import signal
+import struct
 import sys
 import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvdepot
+from kvdepot import cli
 from kvdepot.cli import output, view
-from kvdepot.cli.screen import Screen
-from kvdepot.metrics import Event, Latency
+from kvdepot.cli.screen import TABS, Screen
+from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.protocol.prefixes import Prefix
+from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Saved, Status, TierStatus, Usage
 from kvdepot.status import Engine as EngineStatus
-from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -36,9 +41,10 @@ def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: E
     assert any("working" in line for line in lines)
     assert said["cached_tokens"] == said["chunks"] * CHUNK > 0
     assert any(f" tokens in {said['chunks']} chunks" in line for line in lines)
-    row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
     namespace = next(namespace for namespace in said["namespaces"] if namespace["model"] == used.model)
-    assert row[1:3] == [str(namespace["world_size"]), str(namespace["chunks"])]
+    tokens = f"{namespace['chunks'] * CHUNK:,}"
+    row = next(line for line in lines if line.startswith(used.model) and f" {tokens} " in line).split()
+    assert row[1:3] == [str(namespace["world_size"]), tokens]
     assert any(re.match(r"Lookup +\d", line) for line in lines)
     assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
 
@@ -94,7 +100,10 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: i
     name = "meta-llama/Llama-3.1-8B-Instruct"
     latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
     text = shown(
-        a_status(latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1)]), width
+        a_status(
+            latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1, chunk_tokens=1)]
+        ),
+        width,
     )
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -120,12 +129,42 @@ def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
 
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:
-    rates = [HitRate(window, 1000, 0.5, 0.75) for window in (60.0, 600.0, 3600.0)]
-    reuse = [Reuse(window, 256_000, 64_000, 0.25) for window in (60.0, 600.0, 3600.0)]
-    text = shown(a_status(hit_rates=rates, reuse=reuse, uptime_s=90.0))
+    reuse = [Reuse(window, 256_000, 64_000, 0.25, 128_000, 192_000) for window in (60.0, 600.0, 3600.0)]
+    text = shown(a_status(reuse=reuse, uptime_s=90.0))
     assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "25.0 % in 1 min" in text and "50.0 %" in text and "upper bound (infinite cache) 75.0 %" in text
-    assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
+    assert "25.0 % in 1 min  of 256,000 prompt tokens that engines did not have themselves" in text
+    assert "50.0 % in 1 min  of the same tokens; upper bound (infinite cache) 75.0 %" in text
+    assert "in 1 h" in shown(a_status(reuse=reuse, uptime_s=700.0))
+    unbounded = [replace(reuse[0], bound_tokens=None)]
+    assert "upper bound" not in shown(a_status(reuse=unbounded, uptime_s=90.0))
+
+
+def test_how_long_memory_lasts_is_said_once_something_was_evicted() -> None:
+    for seconds, told in ((12.0, "12 s"), (2580.0, "43 min"), (8000.0, "2 h"), (200_000.0, "2 d")):
+        assert f"holds about {told} of traffic" in shown(a_status(holds_s=seconds))
+    assert "of traffic" not in shown(a_status())
+
+
+def test_tokens_are_told_by_model_and_where_there_are_tenants_by_tenant() -> None:
+    model = NamespaceStatus(
+        "", "m", 2, 4, 10, 1 << 20, 1, chunk_tokens=256, asked_tokens=1000, found_tokens=500, reused_tokens=250
+    )
+    others = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 1 << 20, 0, asked_tokens=10)
+    usage = [Usage("", 10), Usage("blue", 1000, 500, 250)]
+    lines = shown(a_status(namespaces=[model], other_namespaces=others, usage=usage)).splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in lines]
+    assert ["models", "ranks", "tokens", "bytes", "asked", "found", "reused", "engines"] in rows
+    assert ["m", "2", "2,560", "1 MiB", "1,000", "50.0 %", "25.0 %", "1"] in rows
+    assert ["others", "-", "-", "1 MiB", "10", "0.0 %", "0.0 %", "0"] in rows
+    assert ["blue", "1,000", "50.0 %", "25.0 %", "250"] in rows
+    assert "tokens by tenant" not in shown(a_status(usage=[Usage("", 10)]))
+
+
+def test_how_long_a_tier_takes_is_told_once_it_has_loaded() -> None:
+    calls = Histogram("load_seconds", "s", list(BOUNDS_S), [0] * 6 + [100] + [0] * 10, 1.0)
+    tier = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {})
+    assert "9.95 ms" in shown(a_status(tiers=[replace(tier, histograms=[calls])]))
+    assert "ms" not in shown(a_status(tiers=[tier]))
 
 
 def test_what_somebody_should_look_at_is_said() -> None:
@@ -217,7 +256,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
         more = re.search(rf"^{name}s .*?(?:\n{name}-.*)*\n\.\.\. (\d+) more", "\n".join(lines), re.MULTILINE)
         assert here + (int(more[1]) if more else 0) == total, "\n".join(lines)
     empty = sum(not line.strip() for line in lines)
-    whole = 6 + 31 + 4 + 1  # the summary, both tables, the keys
+    whole = 1 + 6 + 1 + 31 + 4 + 1  # the tabs, the summary, its charts, both tables, the keys
     assert empty == max(0, height - whole), "room is left empty only where there is nothing more to show"
 
 
@@ -265,3 +304,137 @@ def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anyth
         assert not re.search(r"url\(https?:|href", drawn)
         for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
             assert word in drawn and word in shown, f"{name}: {word}; draw it again"
+
+
+# -- the keys of top
+
+
+def keyed(screen: Screen, *keys: str, width: int = 100, height: int = 20, **options: Any) -> list[str]:
+    """The lines of the screen after these keys."""
+    from rich.console import Console
+
+    for key in keys:
+        assert not screen.press(key)
+    console = Console(width=width, height=height, color_system=None, force_terminal=True, **options)
+    with console.capture() as captured:
+        console.print(screen.draw(console), end="")
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert len(lines) == height and max(map(len, lines)) <= width
+    return lines
+
+
+@pytest.fixture
+def screen() -> Screen:
+    made = Screen("ipc:///x")
+    namespaces = [
+        NamespaceStatus("", f"model-{number:02}", 1, 4, 100 - number, number << 20, 1) for number in range(30)
+    ]
+    tiers = [TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {})]
+    made.show(a_status(namespaces=namespaces, tiers=tiers, events=[Event(1, "start", "begun")]), 1.0)
+    return made
+
+
+def test_each_tab_is_chosen_by_its_number_and_in_order(screen: Screen) -> None:
+    for number, tab in enumerate(TABS[1:], 2):
+        lines = keyed(screen, str(number))
+        assert screen.tab == tab and f" {number} {tab}" in lines[0]
+        assert lines[3].startswith(tab[:4]) or lines[3].startswith((f"no {tab}", "waiting for the server's list"))
+    keyed(screen, "right")
+    assert screen.tab == TABS[0]
+    keyed(screen, "left", "back tab")
+    assert screen.tab == TABS[-2]
+    keyed(screen, "tab", "9", "0", "x")
+    assert screen.tab == TABS[-1]
+
+
+def test_rows_are_sorted_scrolled_and_filtered(screen: Screen) -> None:
+    lines = keyed(screen, "2")
+    assert lines[4].startswith("model-29") and lines[-2].startswith("... ") and "s sort: bytes" in lines[-1]
+    assert keyed(screen, "s")[4].startswith("model-00")
+    assert keyed(screen, "s", "s")[4].startswith("model-00")
+    assert "sort: name" in keyed(screen)[-1]
+    assert keyed(screen, "down", "down")[4].startswith("model-02")
+    assert keyed(screen, "up")[4].startswith("model-01")
+    lines = keyed(screen, *["page down"] * 9)
+    assert lines[-2].startswith("model-29"), "no further than the end"
+    lines = keyed(screen, "/", *"L-1")
+    assert lines[-1].startswith("filter: L-1_") and lines[4].startswith("model-10") and lines[13].startswith("model-19")
+    assert lines[14] == ""
+    assert "/ filter: L-" in keyed(screen, "backspace", "enter")[-1]
+    assert "no models that contain 'q'" in keyed(screen, "/", "q")[3], "q is a letter here"
+    assert keyed(screen, "escape")[4].startswith("model-00")
+
+
+def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
+    keyed(screen, "3")
+    assert screen.wanted_prefixes() == "hits"
+    assert "sort: bytes" in keyed(screen, "s")[-1] and screen.wanted_prefixes() == "bytes"
+    assert "paused" in keyed(screen, "p")[-1]
+    assert screen.is_paused and screen.wanted_prefixes() is None
+    assert "paused" not in keyed(screen, " ")[-1] and screen.wanted_prefixes() == "bytes"
+    assert Screen("ipc:///x").wanted_prefixes() is None
+
+
+def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
+    screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
+    assert cells == ["ab" * 6, "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s", "m"]
+
+
+def test_charts_show_how_reuse_and_throughput_were(screen: Screen) -> None:
+    for number in range(1, 5):
+        saved = Saved(50 * number, 0.0)
+        screen.show(a_status(asked_tokens=100 * number, saved=saved, stored_bytes=number**2 << 20), 1.0 + number)
+    (line,) = [line for line in keyed(screen) if line.startswith("reused ") and "stores" in line]
+    assert re.fullmatch(r"reused [▁-█]{4} +stores [▁-█]{3}█ +retrieves ▁{4}", line)
+    screen.show(a_status(boot="another", asked_tokens=1), 9.0)
+    assert [line.split() for line in keyed(screen) if line.startswith("reused ") and "stores" in line] == [
+        ["reused", "stores", "retrieves"]
+    ], "another server's figures are another chart"
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (40, 12), (80, 24), (200, 60)])
+def test_every_tab_fits_into_any_terminal(screen: Screen, width: int, height: int) -> None:
+    for number in range(1, len(TABS) + 1):
+        keyed(screen, str(number), width=width, height=height)
+
+
+@pytest.mark.faults
+def test_keys_and_a_new_size_are_noticed_on_a_terminal(depot: Depot, used: Engine) -> None:
+    with terminal("top", "--url", depot.url, "--interval", "0.1", lines=30) as top:
+        eventually(lambda: "q quits" in top.text)
+        top.press("3")
+        eventually(lambda: "shared tokens" in top.text)
+        top.press("\x1b[C")
+        eventually(lambda: "sort: name" in top.text)
+        top.press("/zzz\r")
+        eventually(lambda: "no engines that contain 'zzz'" in top.text)
+        top.press("\x1b")
+        seen = len(top.raw)
+        fcntl.ioctl(top.inner, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
+        eventually(lambda: re.search(r"1 ove +2 mod", CONTROL.sub("", top.raw[seen:])))
+        top.press("p")
+        eventually(lambda: "paused" in top.text)
+        top.press("q")
+        assert top.end() == 0 and "Traceback" not in top.text
+
+
+# -- status --watch
+
+
+@pytest.mark.faults
+def test_a_watched_status_is_printed_until_it_is_interrupted(depot: Depot) -> None:
+    with terminal("status", "--url", depot.url, "--watch", "0.1", "--json") as shown:
+        eventually(lambda: shown.text.count('{"version"') >= 3)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130
+    with terminal("status", "-u", depot.url, "-w") as shown:
+        eventually(lambda: shown.raw.count("\x1b[2J") >= 1 and "memory" in shown.text)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130 and "Traceback" not in shown.text
+
+
+@pytest.mark.parametrize("interval", ["0", "often", "nan", "1e9"])
+def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--watch", interval]) == 2
+    assert "not a number of seconds between 0.1 and 3600" in capsys.readouterr().err

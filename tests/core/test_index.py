@@ -11,12 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvdepot.core.actions import Reply
+from kvdepot.core.clients import AlwaysAlive, Client
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
+from kvdepot.core.lists import Lists
+from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.eviction.adaptive import Adaptive
 from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.protocol import wire
+from kvdepot.protocol.prefixes import Prefix
 from tests.conftest import clear
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
 
@@ -75,6 +81,28 @@ class Model:
     def drop(self, chunk: Stored) -> None:
         del self.chunks[chunk.place, chunk.key]
 
+    def families(self, place: int) -> dict[bytes, list[Stored]]:
+        """The chunks of all prompts that begin with the same one, by its key."""
+        found: dict[bytes, list[Stored]] = {}
+        for chunk in self.chunks.values():
+            if chunk.place == place and chunk.number:
+                found.setdefault(self.line(chunk)[-1].key, []).append(chunk)
+        return found
+
+    def line(self, chunk: Stored) -> list[Stored]:
+        """A chunk and those before it, whether they are still there or not."""
+        line = [chunk]
+        while line[-1].before is not None:
+            line.append(line[-1].before)
+        return line
+
+    def shared(self, chunks: list[Stored]) -> Stored | None:
+        """The last chunk that all prompts of a family share: the deepest that is on the way to each end."""
+        ends = [self.line(chunk) for chunk in chunks if not any(each.before is chunk for each in chunks)]
+        whole = [line for line in ends if all(self.chunks.get((each.place, each.key)) is each for each in line)]
+        common = [each for each in whole[0] if all(each in line for line in whole)] if whole else []
+        return common[0] if common else None
+
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 LOOSE = st.integers(1, 5).map(lambda n: tuple(range(10, 10 + n)))  # an engine's hashes: nobody knows how they chain
@@ -86,7 +114,7 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], watch=self.hear)
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], watch=self.hear, chunk_tokens=16)
         self.model = Model(pages * PAGE, WORLDS)
         self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
         self.namespaces: list[Namespace] = []
@@ -97,6 +125,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
+        self.hits: dict[tuple[int, bytes], list[int]] = {}  # by place and first chunk: lookups, chunks found
 
     def hear(self, chunk: Chunk, there: bool) -> None:
         (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
@@ -190,6 +219,11 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.index.match(self.namespaces[place], b"".join(keys))
         assert found.matched == len(expected)
         assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
+        self.index.count_hit(found)
+        if expected and expected[0].number:
+            hits = self.hits.setdefault((place, expected[0].key), [0, 0])
+            hits[0] += 1
+            hits[1] += len(expected)
         if pin:
             self.index.hold(found.chunks)
             for chunk in expected:
@@ -246,6 +280,32 @@ class IndexMachine(RuleBasedStateMachine):
             whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
             assert self.told == {(self.namespaces[place].number, key) for place, key in whole}
 
+    @invariant()
+    def the_list_of_prefixes_is_what_the_model_says(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        expected = []
+        for place, namespace in enumerate(self.namespaces):
+            families = self.model.families(place)
+            self.hits = {each: hits for each, hits in self.hits.items() if each[0] != place or each[1] in families}
+            for key, chunks in families.items():
+                shared = self.model.shared(chunks)
+                if shared is not None:
+                    ends = [chunk for chunk in chunks if not any(each.before is chunk for each in chunks)]
+                    size = sum(chunk.size * len(chunk.ranks) for chunk in chunks)
+                    hits = self.hits.get((place, key), [0, 0])
+                    expected.append(
+                        (namespace.model, shared.key.hex(), 16 * shared.number, 16 * len(chunks), len(ends), size,
+                         hits[0], 16 * hits[1])
+                    )  # fmt: skip
+        told = [
+            (each.model, each.hash, each.shared_tokens, each.tokens, each.prompts, each.bytes, each.hits,
+             each.hit_tokens)
+            for each in ask_prefixes(self.index, wire.Prefixes(most=1000))
+        ]  # fmt: skip
+        assert sorted(told) == sorted(expected)
+        assert [each[6] for each in told] == sorted((each[6] for each in expected), reverse=True)
+
     def teardown(self) -> None:
         if not hasattr(self, "index"):
             return
@@ -263,6 +323,18 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.namespaces.all() == [] or not any(
             namespace.chunks for namespace in self.index.namespaces.all()
         )
+
+
+def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
+    """The answer of a core with this index, two families or chunks a step."""
+    lists = Lists(index, Tiering((), index, 0.0), step=2)
+    actions = lists.prefixes(Client(b"one", AlwaysAlive()), b"1", request, wall=0)
+    while lists:
+        assert not actions
+        actions = lists.step()
+    (reply,) = actions
+    assert isinstance(reply, Reply) and isinstance(reply.value, list)
+    return reply.value
 
 
 TestIndexMachine = IndexMachine.TestCase

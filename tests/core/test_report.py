@@ -210,7 +210,7 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
             for name in ("y", "y" * 256, "y" * 300):
                 with pytest.raises(ConfigError, match="256 characters of a name"):
                     meant(name)
-            with pytest.raises(ConfigError, match="names 2 of"):
+            with pytest.raises(ConfigError, match="has 2 models"):
                 meant("")
             move(worker, "first", tokens, is_store=True)  # the largest, so it is listed
             others += [LMCacheMPWorkerAdapter(*place[:2], f"team/{i}", *place[3:]) for i in range(100)]

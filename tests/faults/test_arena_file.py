@@ -130,7 +130,7 @@ def test_whichever_bit_of_the_header_is_flipped_the_arena_is_refused_and_left_al
     said = refused(left)
     assert "remove" in said
     assert check(left).returncode == 1
-    fixed = check(left, "--fix")
+    fixed = check(left, "--fix", "--yes")
     assert fixed.returncode in (0, 1) and "damaged" in fixed.stdout
     assert not path.exists()
 
@@ -165,7 +165,7 @@ def test_check_with_fix_repairs_what_the_next_server_would_have_to_drop(
     chance = random.Random(9)
     flip(SHM / left.name, [HEADER_BYTES + 128 * slot + 60 for slot in (20, 40, 80)], chance)
     assert check(left).returncode == 1
-    assert "removed" in check(left, "--fix").stdout
+    assert "removed" in check(left, "--fix", "--yes").stdout
     assert check(left).returncode == 0
     engine = make_engine(again(start_depot, left), width=WIDTH)
     assert len(FAMILIES) * CHUNKS - 9 <= served_right(engine) < len(FAMILIES) * CHUNKS

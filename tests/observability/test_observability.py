@@ -14,33 +14,20 @@ from typing import Any
 import pytest
 from deploy.observability import alerts, dashboard
 
-from kvdepot.metrics import BOUNDS_S, Latency
-from kvdepot.status import Device, HitRate, NamespaceStatus, Reuse, Saved, Status, TierStatus
+from tests.observability.samples import full_status
 from tests.programs import module, run, tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "kvdepot"
 
 
-def full_status() -> Status:
-    """A status with one of everything that metrics are made of."""
-    return Status(
-        chunk_size_tokens=256, capacity_bytes=4, used_bytes=2, chunks=1, reserved_shards=0, holds=0, evicted_chunks=0,
-        record_slots=1, record_slots_used=1, unrecorded_shards=0, operations=0, clients=1, sessions=1, instances=1,
-        saved=Saved(256, 0.5),
-        hit_rates=[HitRate(3600.0, 2, 0.5, 0.75)],
-        reuse=[Reuse(3600.0, 512, 256, 0.5)],
-        latencies=[Latency("Lookup", 1, 0, 0.1, [1] + [0] * len(BOUNDS_S))],
-        namespaces=[NamespaceStatus("", "model", 1, 16, 1, 2, 1)],
-        tiers=[TierStatus("disk", "through", "up", 1, 2, 4, 0, 0, {"dropped_chunks": 0, "spoilt_chunks": 0})],
-        devices=[Device("GPU-1", "a GPU", 1, 1, 1, {}, 1, "")],
-        counters={"lookups_refused": 1},
-    )  # fmt: skip
-
-
 def exported() -> dict[str, set[str]]:
-    """Names of the series that a server exports, and the labels of each."""
-    found: dict[str, set[str]] = {"up": {"job", "instance"}, "kvdepot_up": {"job", "instance"}}
+    """Names of the series that a server exports, and the labels of each; and of vLLM's own that are shown beside."""
+    scraped = {"job", "instance"}
+    found: dict[str, set[str]] = {name: set(scraped) for name in ("up", "kvdepot_up", "kvdepot_loop_lag_seconds")}
+    for name in ("time_to_first_token_seconds_bucket", "external_prefix_cache_hits_total",
+                 "external_prefix_cache_queries_total"):  # fmt: skip
+        found[f"vllm:{name}"] = {*scraped, "model_name", "engine", "le"}
     for family in module("kvdepot.web.prometheus").families(full_status()):
         for sample in family.samples:
             found.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
@@ -61,7 +48,8 @@ def queries() -> Iterator[tuple[str, str]]:
     for panel in all_panels():
         for target in panel.get("targets", ()):
             query = target["expr"]
-            for name, value in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$job", ".*"), ("$instance", ".*")):
+            for name, value in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$job", ".*"), ("$instance", ".*"),
+                                ("$model", ".*")):  # fmt: skip
                 query = query.replace(name, value)
             yield query, target["legendFormat"]
 
@@ -88,7 +76,7 @@ def test_every_query_asks_for_metrics_and_labels_that_a_server_exports() -> None
         labels = {"le"}.union(*(names[selector.name] for selector in selectors))
         grouped = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
         assert grouped | set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels, query
-    assert len(asked) > 25
+    assert len(asked) > 40
 
 
 def test_grafanas_own_types_lose_nothing_of_the_dashboard() -> None:
@@ -154,19 +142,25 @@ QUIET = {
     f"up{{{LABELS}}}": "1x300",
     f"kvdepot_up{{{LABELS}}}": "1x300",
     f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x300",
-    f"kvdepot_corrupt_chunks_total{{{LABELS}}}": "0x300",
+    f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x300",
+    f"kvdepot_engines{{{LABELS}}}": "2x300",
     f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0x300",
     f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Lookup"}}': "0+600x300",
     f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+600x300",
     f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="1.0"}}': "0+600x300",
     f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="+Inf"}}': "0+600x300",
-    f"kvdepot_stored_chunks_total{{{LABELS}}}": "0+100x300",
-    f"kvdepot_dropped_chunks_total{{{LABELS}}}": "0+1x300",
+    f"kvdepot_stored_shards_total{{{LABELS}}}": "0+100x300",
+    f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+1x300",
     f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3x300",
-    f'kvdepot_hit_ratio{{{LABELS}, window_seconds="3600"}}': "0.5x300",
-    f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.6x300",
+    f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x300",
+    f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x300",
+    f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x300",
+    f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+600x300",
     f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x300",
-    f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7x300",
+    f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7x300",
+    f'kvdepot_tier_bytes{{{LABELS}, tier="disk"}}': "50x300",
+    f'kvdepot_tier_capacity_bytes{{{LABELS}, tier="disk"}}': "100x300",
+    f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x300",
     f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x300",
 }
 """Five hours of a healthy server, one value per minute."""
@@ -174,26 +168,29 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotUnreachable": {f"up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotRestarting": {f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x225 " + "0+60x4 " * 15},
-    "KVDepotMemoryDamaged": {f"kvdepot_corrupt_chunks_total{{{LABELS}}}": "0x230 1x70"},
+    "KVDepotMemoryDamaged": {f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x230 1x70"},
     "KVDepotErrors": {f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0+30x300"},
     "KVDepotLookupsSlow": {
         f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+500x300"
     },
-    "KVDepotStoresDropped": {f"kvdepot_dropped_chunks_total{{{LABELS}}}": "0+10x300"},
+    "KVDepotStoresDropped": {f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+10x300"},
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
-    "KVDepotMemorySmall": {f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.9x300"},
+    "KVDepotNoEngine": {f"kvdepot_engines{{{LABELS}}}": "2x200 0x100"},
+    "KVDepotHitRateCollapsed": {f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000+20x150"},
+    "KVDepotMemorySmall": {f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+900x300"},
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
-    "KVDepotTierDropping": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7+1x300"},
+    "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
+    "KVDepotTierDropping": {f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7+1x300"},
     "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
-    "KVDepotTierSpoilt": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "0x220 1x80"},
+    "KVDepotTierSpoilt": {f'kvdepot_tier_spoilt_shards_total{{{LABELS}, tier="disk"}}': "0x220 1x80"},
 }
 """The series that differ when an alert must fire."""
 
 
 def rule_tests(folder: Path, trouble: str) -> Path:
     """A file for `promtool test rules`: after four hours, only this alert fires."""
-    series = QUIET | TROUBLE.get(trouble, {})
-    fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble else []
+    series = QUIET | TROUBLE.get(trouble, {}) | HEALTHY.get(trouble, {})
+    fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble in TROUBLE else []
     (folder / "rules.yaml").write_text(alerts.render())
     path = folder / "tests.json"
     asked = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "240m", "exp_samples": fires}
@@ -206,11 +203,45 @@ def rule_tests(folder: Path, trouble: str) -> Path:
     return path
 
 
+HEALTHY: dict[str, dict[str, str]] = {
+    "a full disk tier": {
+        f'kvdepot_tier_bytes{{{LABELS}, tier="disk"}}': "99x300",
+        f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "1x300",
+    },
+    "no engine since the start": {f"kvdepot_engines{{{LABELS}}}": "0x300"},
+    "a quiet night": {
+        f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x150 150000+1x150",
+        f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x150 75000x150",
+        f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000x150",
+        f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+600x150 90000x150",
+    },
+    "prompts that are never repeated": {
+        f"kvdepot_{name}_tokens_total{{{LABELS}}}": "0+10x150 1500x150" for name in ("found", "reused", "bound")
+    },
+}
+"""Series that differ, and that nobody needs to look at."""
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("trouble", ["", *(alert.name for alert in alerts.ALERTS)])
 def test_an_alert_fires_for_its_trouble_and_no_other(trouble: str, tmp_path: Path) -> None:
     assert not trouble or trouble in TROUBLE
     run(tool("promtool"), "test", "rules", rule_tests(tmp_path, trouble))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("state", HEALTHY)
+def test_no_alert_fires_for_what_is_no_trouble(state: str, tmp_path: Path) -> None:
+    run(tool("promtool"), "test", "rules", rule_tests(tmp_path, state))
+
+
+def test_the_runbook_of_an_alert_is_its_line_on_the_page_of_metrics() -> None:
+    page = (DEPLOY.parent / alerts.RUNBOOKS).read_text()
+    rules = module("yaml").safe_load(alerts.render())["groups"][0]["rules"]
+    for rule in rules:
+        path, anchor = rule["annotations"]["runbook_url"].split("#")
+        assert path == alerts.RUNBOOKS
+        assert re.search(rf'^\| `{rule["alert"]}` \| <a id="{anchor}"></a>', page, re.M), rule["alert"]
 
 
 @pytest.mark.faults

@@ -18,6 +18,7 @@ NOTHING = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) 
 
 PLANTED = """
 import importlib.util, json, sys
+from types import SimpleNamespace
 from kvdepot.protocol import counters
 counters.SERVER += (
     counters.Counted("planted", "frogs", "Frogs in the pond.", "frogs that leapt", "Requests", "Drain it.", "Frogs",
@@ -30,6 +31,7 @@ from deploy.observability import alerts
 from kvdepot.protocol.status import Status
 from kvdepot.web.prometheus import families
 from prometheus_client.openmetrics.exposition import generate_latest
+from kvdepot.web.history import History
 from kvdepot.web.turns import Turns
 
 counted = counters.Counters()
@@ -46,6 +48,7 @@ class Answered:
 class Asked:
     turn = Answered()
     on_turn = None
+    history = History()
     def latest(self):
         return self
     def trouble(self):
@@ -60,13 +63,14 @@ with console.capture() as shown:
 spec = importlib.util.spec_from_file_location("hooks", "docs/hooks.py")
 hooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(hooks)
+page = SimpleNamespace(file=SimpleNamespace(src_uri="metrics.md"), meta={})
 print(json.dumps({
     "status": msgspec.to_builtins(status)["counters"]["planted"],
     "prometheus": generate_latest(Once()).decode(),
     "terminal": shown.get(),
     "page": msgspec.to_builtins(Turns(asked).now().losses),
     "alerts": alerts.render(),
-    "guide": hooks.on_page_markdown("*Table of counters.*"),
+    "guide": hooks.on_page_markdown("*Table of counters.*", page),
 }))
 """
 

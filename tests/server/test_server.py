@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import stat
 import subprocess
@@ -209,7 +210,7 @@ def test_a_server_without_standard_input_output_and_error_keeps_those_numbers_fr
     assert process.returncode == 0
 
 
-def test_the_log_tells_when_an_engine_is_gone_and_not_when_a_command_or_a_probe_is(start_depot: StartDepot) -> None:
+def test_the_log_has_one_line_when_an_engine_comes_and_one_when_it_is_gone(start_depot: StartDepot) -> None:
     depot = start_depot()
     for _ in range(3):
         depot.status()
@@ -224,7 +225,9 @@ def test_the_log_tells_when_an_engine_is_gone_and_not_when_a_command_or_a_probe_
     eventually(lambda: asking.ask(wire.Status()).result(10.0)["clients"] == 1)
     asking.close()
     depot.stop()
-    assert depot.logged().count("is gone") == 2
+    (came, gone) = re.findall(r"INFO engine (\S+) (.+)", depot.logged())
+    assert came[0] == gone[0] and (came[1], gone[1]) == ("connected: m", "is gone")
+    assert "INFO client" not in depot.logged()
 
 
 def test_settings_of_file_environment_and_flags_reach_the_server(

@@ -131,6 +131,9 @@ class _Odd:
         assert server is not None
         if not server.depot.removals:  # else its own waits for those
             assert self._ask(wire.Count()) == [0, 0]
+            assert self._ask(wire.Prefixes()) == []
+            if truth:
+                assert self._ask(wire.Inspect(hashes=key)) == []
             assert self._ask(wire.Clear()) is None
         assert not read(self._ask(wire.Status())).namespaces, "a tenant is told of another's"
         assert self._ask(wire.EndSession("r")) is None

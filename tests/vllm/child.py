@@ -8,9 +8,9 @@ Commands: run (a list of requests, together), add (one request, and wait until i
 abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are done), meet
 (wait until the scheduler and the worker know of a server that is there), link (wait until both have found their first
 server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
-folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), speculation (tokens drafted
-so far, and those that were accepted), failed chunks (retrieved in vain so far), adapter (the file of the connector's
-adapter), stop.
+folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count
+of tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those
+that were accepted), failed chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
 """
 
 from __future__ import annotations
@@ -166,6 +166,9 @@ class Child:
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}
+            case "external":
+                found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+                return [int(found[f"vllm:external_prefix_cache_{what}"]) for what in ("queries", "hits")]
             case "speculation":
                 found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
                 return [int(found[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("draft", "accepted")]

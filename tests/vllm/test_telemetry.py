@@ -222,6 +222,32 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     engine.stop()
 
 
+def test_the_share_that_is_reused_is_vllms_own_external_hit_rate_of_the_same_requests(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    server = start_depot(arena_mib=256)
+    engine = start_engine(models["gqa"], server.url)
+    engine.wait_started()
+    shared = prompt(1, 3 * 256)
+    engine.run(shared + prompt(2, 300))
+    engine.run(shared + prompt(3, 77))  # what they share is in vLLM's own cache
+    engine.run(prompt(4, 100))  # less than a chunk
+    engine.run_fresh(shared + prompt(3, 77))
+    engine.run(prompt(5, 700))
+    engine.run(shared + prompt(2, 300) + prompt(6, 400))  # partly in vLLM's cache, partly in the depot
+    several = [engine.request(prompt(5, 700) + prompt(7 + i, 200 * i)) for i in range(3)]
+    engine.tell("reset")
+    engine.tell("run", requests=several)
+    queries, hits = engine.tell("external")
+    assert 0.2 < hits / queries < 0.8, "requests that tell nothing"
+    tokens = eventually(lambda: (now := server.status()["tokens"])["asked"] >= queries and now)
+    assert (tokens["asked"], tokens["reused"]) == (queries, hits)
+    assert tokens["reused"] <= tokens["found"] <= tokens["bound"] <= tokens["asked"]
+    (usage,) = server.status()["usage"]
+    assert (usage["asked_tokens"], usage["reused_tokens"]) == (queries, hits)
+    engine.stop()
+
+
 def test_what_the_depot_publishes_is_what_vllm_reads(subscribe: Callable[[str], Events], tmp_path: Path) -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 

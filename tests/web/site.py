@@ -16,9 +16,12 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
+from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, HitRate, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
+from kvdepot.web.history import boot_number
 from kvdepot.web.turns import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
@@ -39,15 +42,24 @@ class Site:
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
         self.lag = ""  # what is wrong although there is one
+        self.dropped = 0.0  # shards that found no room lately
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
+        self.prefixes: list[dict[str, Any]] | None = None  # None: an older server's, without that path
+        self.fleet: dict[str, Any] = {"depots": [{"url": ""}], "total": {}}
+        self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
+        self.answers: dict[str, Any] = {}  # to POST, by path
+        self.needed = ""  # the token that POST needs
         self._began = time.time()
         site = self
 
         class Requests(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 site._answer(self)
+
+            def do_POST(self) -> None:
+                site._change(self)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -72,10 +84,12 @@ class Site:
         since = time.time() - self._began if self.ticks else 0.0
         said = msgspec.structs.asdict(self.status)
         said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        return StatusNow(**said, turn=self.turn(), trouble=self.lag, losses=losses(self.status))
+        health = judge(self.status, self.lag, self.dropped)
+        return StatusNow(**said, turn=self.turn(), trouble=self.lag, health=health, losses=losses(self.status))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, _, after = request.path.partition("?after=")
+        path, _, after = request.path.partition("?")
+        after = after.removeprefix("after=")
         self.asked.append(path)
         status, kind, body = HTTPStatus.OK, "application/json", b""
         if path.startswith("/v1/"):
@@ -88,8 +102,11 @@ class Site:
             elif self.trouble:
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 body = msgspec.json.encode({"code": "unavailable", "message": self.trouble})
+            elif path == "/v1/prefixes" and self.prefixes is None:
+                status, body = HTTPStatus.NOT_FOUND, b'{"code": "not_found", "message": "not found"}'
             else:
-                body = msgspec.json.encode(self._now() if path == "/v1/status" else self.history)
+                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/fleet": self.fleet}
+                body = msgspec.json.encode(self._now() if path == "/v1/status" else others[path])
         else:
             file = PAGE / (path[1:] or "index.html")
             if file.is_file() and not (self.missing and path.startswith(self.missing)):
@@ -98,6 +115,19 @@ class Site:
                 status = HTTPStatus.NOT_FOUND
         with contextlib.suppress(ConnectionError):  # a page that went while it waited
             self._send(request, status, kind, body)
+
+    def _change(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers["Content-Length"]))
+        if self.needed and request.headers["Authorization"] != f"Bearer {self.needed}":
+            self._send(
+                request, HTTPStatus.UNAUTHORIZED, "application/json", b'{"code": "unauthorized", "message": "no token"}'
+            )
+            return
+        self.changes.append((request.path, msgspec.json.decode(body)))
+        answer = self.answers.get(request.path)
+        status = HTTPStatus.BAD_REQUEST if answer is None else HTTPStatus.OK
+        refusal = {"code": "bad_request", "message": "there is no such thing"}
+        self._send(request, status, "application/json", msgspec.json.encode(answer if answer is not None else refusal))
 
     def _send(self, request: BaseHTTPRequestHandler, status: HTTPStatus, kind: str, body: bytes) -> None:
         request.send_response(status)
@@ -118,6 +148,42 @@ def empty_status(**changes: Any) -> Status:
     )  # fmt: skip
 
 
+def example_prefixes() -> list[dict[str, Any]]:
+    """Three prefix families, as `GET /v1/prefixes` lists them."""
+    llama, qwen = "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-32B"
+    return [
+        {"tenant": "", "model": model, "hash": f"{digit:02x}" * 32, "shared_tokens": shared, "tokens": tokens,
+         "prompts": prompts, "bytes": int(size * GIB), "hits": hits, "hit_tokens": hits * shared, "age_s": age_s,
+         "idle_s": 2.0 * digit}
+        for digit, model, shared, tokens, prompts, size, hits, age_s in (
+            (0x9a, llama, 4_096, 211_456, 812, 6.4, 22_104, 266_000.0),
+            (0x3c, qwen, 12_288, 98_304, 77, 2.2, 8_031, 18_100.0),
+            (0xe1, llama, 1_024, 40_960, 31, 1.2, 1_377, 5_400.0),
+        )
+    ]  # fmt: skip
+
+
+def a_depot(url: str, host: str, level: str = "good", headline: str = "Working, nothing to do") -> dict[str, Any]:
+    """A row of `GET /v1/fleet`; one that is `bad` has no figures."""
+    load = {
+        "asked_tokens_s": 5_000.0, "reused_tokens_s": 3_000.0, "asked_tokens": 10**8, "reused_tokens": 6 * 10**7,
+        "saved_s": 7_200.0, "used_bytes": 200 * GIB, "capacity_bytes": 256 * GIB, "tiers": 2, "tiers_up": 2,
+        "engines": 4,
+    }  # fmt: skip
+    said = {"url": url, "level": level, "headline": headline}
+    if level == "bad":
+        return {**said, "host": "", "version": "", "uptime_s": 0.0, "load": None}
+    return {**said, "host": host, "version": "0.1.0", "uptime_s": 7_300.0, "load": load}
+
+
+def example_fleet() -> dict[str, Any]:
+    """This depot, one that works, and one that does not answer."""
+    there = a_depot("http://gpu-node-8:7077", "gpu-node-8")
+    gone = a_depot("http://gpu-node-9:7077", "", "bad", "Not reachable: timed out")
+    total = {name: 2 * value for name, value in there["load"].items()}
+    return {"depots": [a_depot("", "gpu-node-7"), there, gone], "total": total}
+
+
 def a_lease(name: str, size: int, ends_s: float | None) -> Receipt:
     """A lease of kind retain that holds `size` bytes."""
     return Receipt(name, "", "retain", "toy", NORMAL, 8, size, 60.0, ends_s, 60.0 * size, 0, 0, 0.0)
@@ -133,8 +199,24 @@ def example_status(wall_s: float = 0.0) -> Status:
         clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
         saved=Saved(tokens=198_734_336, prefill_s=41_220.0), asked_tokens=361_017_856,
         reuse=[
-            Reuse(60.0, 308_224, 188_016, 0.61), Reuse(600.0, 3_297_280, 1_919_016, 0.582),
-            Reuse(3600.0, 18_264_320, 10_063_640, 0.551), Reuse(86400.0, 361_017_856, 193_144_552, 0.535),
+            Reuse(60.0, 308_224, 188_016, 0.61, 240_722, 259_524),
+            Reuse(600.0, 3_297_280, 1_919_016, 0.582, 2_479_554, 2_733_445),
+            Reuse(3600.0, 18_264_320, 10_063_640, 0.551, 13_223_367, 14_812_363),
+            Reuse(86400.0, 361_017_856, 193_144_552, 0.535, 251_990_463, 301_088_891),
+        ],
+        tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336, 301_088_891),
+        usage=[Usage("", 349_000_000, 246_000_000, 195_000_000), Usage("research", 12_017_856, 5_990_463, 3_734_336)],
+        host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, holds_s=2_562.0, leased_bytes=int(5.9 * GIB),
+        histograms=[
+            Histogram("hit_tokens", "tokens", [256.0, 1024.0, 4096.0, 16384.0], [4_000, 21_000, 31_000, 9_000, 200],
+                      251_990_463.0),
+            Histogram("eviction_age_seconds", "s", [60.0, 600.0, 3600.0, 86_400.0], [0, 2_944, 90_000, 90_000, 0],
+                      4.1e9),
+            Histogram("eviction_idle_seconds", "s", [60.0, 300.0, 1800.0, 3600.0, 86_400.0],
+                      [100, 2_944, 60_000, 67_000, 52_900, 0], 6.2e8),
+            Histogram("reuse_after_seconds", "s", [1.0, 60.0, 600.0, 3600.0],
+                      [9_000, 300_000, 200_000, 9_000, 90], 9.1e7),
+            Histogram("saved_seconds", "s", [0.1, 0.5, 1.0, 5.0], [3_000, 40_000, 19_000, 2_200, 10], 41_220.0),
         ],
         hit_rates=[
             HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),
@@ -145,9 +227,12 @@ def example_status(wall_s: float = 0.0) -> Status:
             _latency("Retrieve", 64_210, 0.012, errors=1), _latency("Store", 51_877, 0.019),
         ],
         namespaces=[
-            NamespaceStatus("", "meta-llama/Llama-3.3-70B", 2, 16, 19_244, int(150.4 * GIB), 2, 812_400, 611_300),
-            NamespaceStatus("", "Qwen/Qwen3-32B", 1, 16, 9_610, int(75.1 * GIB), 1, 505_700, 322_010),
-            NamespaceStatus("research", "mistralai/Mistral-Small-24B", 1, 8, 2_628, int(15.8 * GIB), 0, 92_126, 51_406),
+            NamespaceStatus("", "meta-llama/Llama-3.3-70B", 2, 16, 19_244, int(150.4 * GIB), 2, 812_400, 611_300,
+                            256, [], 208_000_000, 156_000_000, 131_000_000),
+            NamespaceStatus("", "Qwen/Qwen3-32B", 1, 16, 9_610, int(75.1 * GIB), 1, 505_700, 322_010,
+                            256, [], 129_000_000, 82_000_000, 64_000_000),
+            NamespaceStatus("research", "mistralai/Mistral-Small-24B", 1, 8, 2_628, int(15.8 * GIB), 0, 92_126, 51_406,
+                            256, [], 24_017_856, 13_000_000, 3_734_336),
         ],
         engines=[
             Engine("9f31c2aa", 273_600.0, 0.2, ["meta-llama/Llama-3.3-70B"], [], "", "", 6, 48, 0),
@@ -165,9 +250,13 @@ def example_status(wall_s: float = 0.0) -> Status:
         ],
         tiers=[
             TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,
-                       {"saved_chunks": 214_001, "loaded_chunks": 9_120, "dropped_chunks": 311, "late": 4}),
+                       {"saved_chunks": 214_001, "loaded_chunks": 9_120, "dropped_chunks": 311, "late": 4}, "", None, 3,
+                       [Histogram("load_seconds", "s", [0.001, 0.01, 0.1], [20, 9_000, 100, 0], 41.0),
+                        Histogram("save_seconds", "s", [0.001, 0.01, 0.1], [0, 200_000, 14_001, 0], 1_200.0),
+                        Histogram("load_bytes_per_second", "bytes/s", [1e8, 1e9, 1e10], [10, 1_000, 8_110, 0], 1e13)]),
             TierStatus("s3", "on_evict", "up", 640_113, int(4.8 * 1024 * GIB), None, 0, 0,
-                       {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1}),
+                       {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1},
+                       "503 SlowDown", 84.0),
         ],
         counters={
             "lookups": 91_422, "lookup_chunks": 1_410_226, "hit_chunks": 984_716, "tier_hit_chunks": 11_431,
@@ -203,10 +292,14 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
 
     hits = [min(v, 0.97) for v in noisy(0.76, 0.03, 0.003)]
     tokens, seconds_saved = 198_734_336.0 - 900 * 700, 41_220.0 - 900 * 0.14
+    asked, asked_tokens, saved_requests = 361_017_856.0 - 900 * 1_300, [], []
     saved_tokens, saved_prefill = [], []
     for w in wave:
         tokens += max(700 + 400 * w, 0)
         seconds_saved += max(0.14 + 0.08 * w, 0)
+        asked += max(1_300 + 500 * w, 0)
+        asked_tokens.append(asked)
+        saved_requests.append(64_210.0 + len(saved_requests) // 3)
         saved_tokens.append(tokens)
         saved_prefill.append(seconds_saved)
     lookups, retrieves = noisy(0.00042, 0.0001, 0.00003), noisy(0.013, 0.003, 0.0008)
@@ -216,7 +309,10 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
             "reuse_rate": [hit - 0.17 for hit in hits],
             "hit_rate": hits,
             "ceiling": [min(hit + 0.06 + 0.008 * w, 1.0) for hit, w in zip(hits, wave, strict=True)],
+            "boot": [boot_number("a1")] * seconds,
+            "asked_tokens": asked_tokens,
             "saved_tokens": saved_tokens,
+            "saved_requests": saved_requests,
             "saved_prefill_s": saved_prefill,
             "stored_bytes_s": noisy(1.9e9, 0.8e9, 0.12e9),
             "retrieved_bytes_s": noisy(6.3e9, 2.2e9, 0.3e9),

@@ -15,6 +15,7 @@ from kvdepot.adapters import LoadStoreOp
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import SERVER, TIER
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import eventually
 from tests.web.conftest import StartWeb, Web, need
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
     "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-    "/v1/config", "/metrics", "/schema/openapi.json",
+    "/v1/prefixes", "/v1/config", "/metrics", "/schema/openapi.json",
 )  # fmt: skip
 
 
@@ -73,6 +74,22 @@ def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Pa
         engine.close()
 
 
+def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
+    web = start_web()
+    engine = Engine(web.depot)
+    try:
+        engine.store(list(range(3 * CHUNK)), list(range(3 * PER_CHUNK)))
+        engine.store([*range(2 * CHUNK), *range(CHUNK)], list(range(3 * PER_CHUNK)))
+        assert engine.lookup(list(range(3 * CHUNK))) == 3 * CHUNK
+        (found,) = web.get("/v1/prefixes?most=5&sort=bytes").value
+        assert (found["model"], found["prompts"], found["hits"]) == (engine.model, 2, 1)
+        assert (found["shared_tokens"], found["tokens"], found["hit_tokens"]) == (2 * CHUNK, 4 * CHUNK, 3 * CHUNK)
+        assert web.get("/v1/prefixes?model=another").value == []
+        assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
+    finally:
+        engine.close()
+
+
 def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
     web = start_web()
     engine = Engine(web.depot)
@@ -92,31 +109,40 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         told = read(web)
         assert told["kvdepot_up"] == 1
         assert told["kvdepot_chunks"] == 3
-        assert told["kvdepot_stored_chunks_total"] == 3
-        assert told["kvdepot_known_chunks_total"] == 1
+        assert told["kvdepot_stored_shards_total"] == 3
+        assert told["kvdepot_known_shards_total"] == 1
         assert told["kvdepot_lookups_total"] == 2
         assert told["kvdepot_lookup_chunks_total"] == 6
         assert told["kvdepot_hit_chunks_total"] == 3
-        assert told["kvdepot_retrieved_chunks_total"] == 1
-        assert told["kvdepot_dropped_chunks_total"] == 0
+        assert told["kvdepot_retrieved_shards_total"] == 1
+        assert told["kvdepot_dropped_shards_total"] == 0
         assert told["kvdepot_evicted_chunks_total"] == 0
         assert told["kvdepot_memory_used_bytes"] == web.depot.status()["used_bytes"] > 0
         chunk_bytes = PER_CHUNK * engine.cache[0].nbytes
         assert told["kvdepot_stored_bytes_total"] == 3 * chunk_bytes
         assert told["kvdepot_retrieved_bytes_total"] == chunk_bytes
-        assert told["kvdepot_saved_tokens_total"] == CHUNK
+        assert told["kvdepot_asked_tokens_total"] == 6 * CHUNK
+        assert told["kvdepot_found_tokens_total"] == 3 * CHUNK
+        assert told["kvdepot_reused_tokens_total"] == CHUNK
+        assert 3 * CHUNK <= told["kvdepot_bound_tokens_total"] < 4 * CHUNK
+        assert told["kvdepot_hit_tokens_count"] == 1 and told["kvdepot_hit_tokens_sum"] == 3 * CHUNK
         assert told["kvdepot_engines"] == 2  # scheduler and worker
         assert 0 < told["kvdepot_loop_lag_seconds"] < 10
         labelled = samples(web.get("/metrics"))
         labels = (("blocks_in_chunk", str(PER_CHUNK)), ("model", engine.model), ("tenant", ""), ("world_size", "1"))
         assert labelled["kvdepot_namespace_chunks", labels] == 3
-        assert labelled["kvdepot_namespace_lookup_chunks_total", labels] == 6
-        assert labelled["kvdepot_namespace_hit_chunks_total", labels] == 3
+        for who in ("model", "tenant"):
+            label = (*((("model", engine.model),) if who == "model" else ()), ("tenant", ""))
+            assert labelled[f"kvdepot_{who}_asked_tokens_total", label] == 6 * CHUNK
+            assert labelled[f"kvdepot_{who}_found_tokens_total", label] == 3 * CHUNK
+            assert labelled[f"kvdepot_{who}_reused_tokens_total", label] == CHUNK
         for request, count in (("Lookup", 2), ("Store", 2), ("Retrieve", 1), ("Register", 1)):
             label = ("request", request)
             assert labelled["kvdepot_request_duration_seconds_count", (label,)] == count, request
             assert labelled["kvdepot_request_duration_seconds_bucket", (("le", "+Inf"), label)] == count
             assert labelled["kvdepot_request_errors_total", (label,)] == 0
+        told_of = {dict(at)["request"] for name, at in labelled if name == "kvdepot_request_duration_seconds_count"}
+        assert told_of == {"Lookup", "Store", "Retrieve", "Register", "EndSession"}  # and nobody who only watches
     finally:
         engine.close()
 
@@ -147,34 +173,34 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         ("record_slots", "record_slots"), ("record_slots_used", "record_slots_used"), ("operations", "operations"),
     ):  # fmt: skip
         assert plain[f"kvdepot_{name}"] == said[field], field
-    assert plain["kvdepot_saved_tokens_total"] == said["saved"]["tokens"]
+    for name, count in said["tokens"].items():
+        assert plain[f"kvdepot_{name}_tokens_total"] == count, name
+    series = {counted.name: counted.series for counted in SERVER}
     for name, count in said["counters"].items():
         if name.endswith("_refused"):
             assert told["kvdepot_refused_total", (("what", name.removesuffix("_refused")),)] == count
         else:
-            assert plain[f"kvdepot_{name}_total"] == count, name
+            assert plain[f"kvdepot_{series[name]}_total"] == count, name
     for tier in said["tiers"]:
         label = (("tier", tier["name"]),)
         assert told["kvdepot_tier_up", label] == 1
-        for field in ("objects", "bytes", "capacity_bytes", "queued_bytes", "saves"):
+        for field in ("objects", "bytes", "capacity_bytes", "free_bytes", "queued_bytes", "saves", "loads"):
             if tier[field] is not None:
                 assert told[f"kvdepot_tier_{field}", label] == tier[field], field
-        for event, count in tier["counters"].items():
-            assert told["kvdepot_tier_events_total", (("event", event), *label)] == count
+        series = {counted.name: counted.series for counted in TIER}
+        for name, count in tier["counters"].items():
+            assert told[f"kvdepot_tier_{series[name]}_total", label] == count, name
+        for histogram in tier["histograms"]:
+            assert told[f"kvdepot_tier_{histogram['name']}_count", label] == sum(histogram["counts"])
+            assert told[f"kvdepot_tier_{histogram['name']}_sum", label] == pytest.approx(histogram["sum"])
+    for histogram in said["histograms"]:
+        assert plain[f"kvdepot_{histogram['name']}_count"] == sum(histogram["counts"])
+        assert told[f"kvdepot_{histogram['name']}_bucket", (("le", "+Inf"),)] == sum(histogram["counts"])
     for kind in said["latencies"]:
         label = (("request", kind["request"]),)
         assert told["kvdepot_request_duration_seconds_count", label] == kind["count"] == sum(kind["buckets"])
         assert told["kvdepot_request_duration_seconds_sum", label] == pytest.approx(kind["sum_s"])
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
-    for window in said["reuse"]:
-        label = (("window_seconds", f"{window['window_s']:g}"),)
-        if window["asked_tokens"]:
-            assert told["kvdepot_reuse_ratio", label] == pytest.approx(window["rate"])
-    for window in said["hit_rates"]:
-        label = (("window_seconds", f"{window['window_s']:g}"),)
-        assert window["chunks"] == 1, "what was looked up"
-        assert told["kvdepot_hit_ratio", label] == pytest.approx(window["hit_rate"])
-        assert told["kvdepot_hit_ratio_ceiling", label] == pytest.approx(window["ceiling"])
 
 
 def test_history_grows_by_a_point_a_second_and_its_series_are_of_one_length(web: Web) -> None:
@@ -214,6 +240,11 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         again = web.change("/v1/unpin", {"name": "system"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
         assert "there is no lease 'system'" in again.value["message"]
+        tier = f"disk://{tmp_path}/kv"
+        seen = web.change("/v1/forget/preview", {"model": engine.model}).value
+        assert seen["memory"]["chunks"] == 3 and seen["memory"]["bytes"] > 0
+        assert seen["tiers"].keys() == {tier}
+        assert web.depot.status()["chunks"] == 3
         other = web.change("/v1/forget", {"model": "some-other-model"})
         assert (other.status, other.value["code"]) == (502, "tier")
         assert f"removed: memory: 0 chunks; disk://{tmp_path}/kv: 0 chunks" in other.value["message"]
@@ -268,6 +299,7 @@ def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
+        ("/v1/forget/preview", {}, "nothing to forget"),
         ("/v1/forget", {"all": "yes"}, "all"),
         ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),
         ("/v1/forget", b"{", "truncated"),
@@ -326,8 +358,8 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/leases", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease", "/v1/release", "/v1/forget",
-        "/v1/quota",
+        "/v1/leases", "/v1/prefixes", "/v1/fleet", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease",
+        "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

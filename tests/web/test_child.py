@@ -180,9 +180,7 @@ class Bare(Depot):
 def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
     depot = Bare("--http", "127.0.0.1:0").wait_ready()
     try:
-        eventually(
-            lambda: f"HTTP is disabled: litestar is missing; {advice('web')}, or set --http off" in depot.logged()
-        )
+        eventually(lambda: f"HTTP is disabled: litestar is missing; {advice()}, or set --http off" in depot.logged())
         assert works(depot)
         assert depot.stop() == 0
     finally:

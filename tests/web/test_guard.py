@@ -26,6 +26,7 @@ READS = (
     "/v1/engines",
     "/v1/tiers",
     "/v1/leases",
+    "/v1/prefixes",
     "/v1/events",
     "/v1/config",
 )

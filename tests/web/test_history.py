@@ -7,6 +7,7 @@ import math
 import pytest
 
 from kvdepot.metrics import BOUNDS_S, Latency, percentile
+from kvdepot.protocol.status import Histogram
 from kvdepot.status import HitRate, Saved, Status, TierStatus
 from kvdepot.web.history import History, measure
 
@@ -39,6 +40,15 @@ def test_a_percentile_lies_in_the_bucket_that_holds_it() -> None:
     assert math.isnan(percentile(buckets(), 0.5))
 
 
+def test_the_total_of_a_rate_covers_the_last_seconds_and_leaves_out_what_is_unknown() -> None:
+    history = History()
+    for second, rate in enumerate((7.0, 5.0, 3.0, math.nan, 2.0)):
+        history.add(1000.0 + second, {"dropped_chunks_s": rate})
+    assert history.total("dropped_chunks_s", 2.0) == 3 + 2
+    assert history.total("dropped_chunks_s", 300.0) == 5 + 3 + 2  # nobody knows how long the first one lasted
+    assert history.total("no such series", 300.0) == 0
+
+
 def test_a_point_holds_what_happened_since_the_one_before() -> None:
     before = status(
         stored_bytes=1000, evicted_chunks=1, counters={"lookup_chunks": 10, "hit_chunks": 5},
@@ -46,6 +56,7 @@ def test_a_point_holds_what_happened_since_the_one_before() -> None:
     )  # fmt: skip
     now = status(
         stored_bytes=5000, retrieved_bytes=200, evicted_chunks=7, used_bytes=42, saved=Saved(512, 1.5),
+        asked_tokens=2048, histograms=[Histogram("saved_seconds", "s", [1.0], [2, 1], 1.5)],
         counters={"lookup_chunks": 20, "hit_chunks": 8, "dropped_chunks": 4},
         latencies=[Latency("Lookup", 2, 0, 9.01, buckets(9.0, 0.008)), Latency("Retrieve", 1, 0, 0.2, buckets(0.2))],
         tiers=[TierStatus("disk:///kv", "through", "up", 1, 77, None, 0, 0, {})],
@@ -56,6 +67,7 @@ def test_a_point_holds_what_happened_since_the_one_before() -> None:
     assert point["evicted_chunks_s"] == 3
     assert point["dropped_chunks_s"] == 2
     assert point["used_bytes"] == 42
+    assert (point["asked_tokens"], point["saved_requests"]) == (2048, 3)
     assert (point["saved_tokens"], point["saved_prefill_s"]) == (512, 1.5)
     assert point["hit_rate"] == pytest.approx(0.3)
     assert point["tier_bytes.disk:///kv"] == 77

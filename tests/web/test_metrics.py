@@ -80,8 +80,8 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
                     assert holder.ask(asked).result(10.0) == 1
                 kept += 1
         told = fresh(web)
-        assert told["chunks"] == told["held_chunks"] == told["stored_chunks_total"] == kept > 3
-        assert (told["dropped_chunks_total"], told["evicted_chunks_total"], told["failed_chunks_total"]) == (1, 0, 0)
+        assert told["chunks"] == told["held_chunks"] == told["stored_shards_total"] == kept > 3
+        assert (told["dropped_shards_total"], told["evicted_chunks_total"], told["failed_shards_total"]) == (1, 0, 0)
         assert (told["leases"], told["leased_bytes"], told["sessions"]) == (2, 2 * CHUNK_BYTES, kept - 2)
         assert told["memory_used_bytes"] == kept * CHUNK_BYTES == told["stored_bytes_total"]
         assert (told["instances"], told["engines"]) == (1, 1 + len(holders))
@@ -109,9 +109,9 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         engine.store(prompt(300, 1), BLOCKS[:PER_CHUNK])
         told = fresh(web)
         assert told["retrieve_misses_total"] == 2
-        assert told["corrupt_chunks_total"] == 1
-        assert told["failed_chunks_total"] == 1
-        assert told["retrieved_chunks_total"] == told["retrieved_bytes_total"] == 0
+        assert told["corrupt_shards_total"] == 1
+        assert told["failed_shards_total"] == 1
+        assert told["retrieved_shards_total"] == told["retrieved_bytes_total"] == 0
 
         # What is asked wrongly, too often, or not at all in our words.
         with pytest.raises(BadRequest):
@@ -144,7 +144,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
             person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(10.0)
             admin.unpin(person, f"pin {number}")
         before = fresh(web)
-        assert (before["saved_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
+        assert (before["reused_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
         admin.forget(person, engine.model, "")
         engine.worker.mq_client.liveness.close()
         other = Engine(depot, BLOCK_BYTES)
@@ -180,17 +180,22 @@ def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_w
         assert engine.lookup(prompt(1)) == 2 * CHUNK
         told = fresh(web)
         assert (told["tier_hit_chunks_total"], told["hit_chunks_total"], told["lookup_chunks_total"]) == (2, 2, 2)
-        events = labelled(web, "tier_events_total")
-        assert events["saved_chunks", tier] == events["loaded_chunks", tier] == 2
+        assert labelled(web, "tier_saved_shards_total") == labelled(web, "tier_loaded_shards_total") == {(tier,): 2}
+        for call in ("load", "save"):
+            calls = labelled(web, f"tier_{call}_seconds_count")[tier,]
+            assert 1 <= calls <= 2 and labelled(web, f"tier_{call}_bytes_per_second_count") == {(tier,): calls}
+            assert labelled(web, f"tier_{call}_seconds_sum")[tier,] > 0
         assert labelled(web, "tier_objects") == {(tier,): 2}
         assert labelled(web, "tier_bytes")[tier,] >= 2 * CHUNK_BYTES
         assert labelled(web, "tier_capacity_bytes") == {(tier,): 1 << 30}
-        assert labelled(web, "tier_queued_bytes") == labelled(web, "tier_saves") == {(tier,): 0}
+        assert labelled(web, "tier_free_bytes")[tier,] > 0
+        for idle in ("tier_queued_bytes", "tier_saves", "tier_loads"):
+            assert labelled(web, idle) == {(tier,): 0}
         assert labelled(web, "tier_up") == {(tier,): 1}
         shutil.rmtree(tmp_path / "kv")
         person.ask(wire.Clear()).result(10.0)
         eventually(lambda: engine.lookup(prompt(2)) == 0 and labelled(web, "tier_up") == {(tier,): 0})
-        assert labelled(web, "tier_events_total")["left_alone", tier] >= 1
+        assert labelled(web, "tier_left_alone_total")[tier,] >= 1
     finally:
         person.close()
         engine.close()
@@ -218,7 +223,7 @@ def test_what_the_server_has_of_a_gpu_is_told(start_web: StartWeb, monkeypatch: 
         engines[0].store(list(range(8, 16)), tokens_of(9, 2))
         web.status()
         assert sorted(labelled(web, "device_up").values()) == [0, 1]
-        assert fresh(web)["failed_chunks_total"] == 2
+        assert fresh(web)["failed_shards_total"] == 2
         engines[0].process.kill()
         eventually(lambda: len(labelled(web, "device_up")) == 1)
     finally:

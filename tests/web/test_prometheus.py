@@ -1,4 +1,4 @@
-"""A status as metrics: series begin at 0, and do not fall when the order of namespaces changes."""
+"""A status as metrics: series begin at 0, families have one unit, and what is not listed is told as a sum."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 
 from msgspec.structs import replace
 
-from kvdepot.protocol.counters import SERVER, refusal
+from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.leases import Sum
-from kvdepot.status import NamespaceStatus, Status, TenantStatus
+from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.web.conftest import need
 from tests.web.site import empty_status
 
@@ -27,23 +27,80 @@ def values(status: Status, name: str) -> dict[str, float]:
     }
 
 
-def test_a_model_with_a_layout_that_has_little_room_keeps_what_was_counted_of_it() -> None:
-    large = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1000 + number, 1, 10, 5) for number in range(49)]
-    layouts = [
-        NamespaceStatus("", "twice", 1, 4, 1, 5000, 1, 100, 50),
-        NamespaceStatus("", "twice", 1, 4, 1, 0, 1, 7, 3),
-    ]
-    asked = values(replace(empty_status(), namespaces=[*large, *layouts]), "namespace_lookup_chunks_total")
-    assert asked["twice"] == 107
-    assert len(asked) == 50
+def test_the_layouts_of_a_model_are_one_series() -> None:
+    layouts = [NamespaceStatus("", "twice", 1, 4, 1, 5000, 1), NamespaceStatus("", "twice", 1, 4, 2, 7, 1)]
+    status = replace(empty_status(), namespaces=layouts)
+    assert values(status, "namespace_bytes") == {"twice": 5007}
+    assert values(status, "namespace_chunks") == {"twice": 3}
 
 
-def test_there_are_metrics_of_the_fifty_models_that_have_most_bytes_in_all_their_layouts() -> None:
+def test_models_beyond_the_fifty_with_most_bytes_in_all_their_layouts_are_told_as_a_sum() -> None:
     large = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1000 + number, 1) for number in range(50)]
     parts = [NamespaceStatus("", "parts", 1, 4, 1, 600, 1)] * 2
-    held = values(replace(empty_status(), namespaces=[*large, *parts]), "namespace_bytes")
+    beyond = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 5, 0)  # what the status itself does not list
+    status = replace(empty_status(), namespaces=[*large, *parts], other_namespaces=beyond)
+    held = values(status, "namespace_bytes")
     assert held["parts"] == 1200
-    assert len(held) == 50 and "model-00" not in held
+    assert len(held) == 51 and "model-00" not in held
+    assert held[OTHERS] == 1000 + 5
+    assert values(status, "namespace_chunks")[OTHERS] == 1 + 7
+
+
+def test_tokens_are_counted_by_model_and_by_tenant_and_in_all_and_shares_are_left_to_whoever_asks() -> None:
+    usage = [Usage("", 10, 8, 5), Usage("blue", 7, 3, 2)]
+    models = [Usage("", 10, 8, 5, "m"), Usage("blue", 6, 3, 2, "n"), Usage(OTHERS, 1, 0, 0, OTHERS)]
+    tokens = TokenCounts(17, 11, 7, 12)
+    status = replace(empty_status(), usage=usage, model_usage=models, tokens=tokens)
+    assert values(status, "tenant_reused_tokens_total") == {"": 5, "blue": 2}
+    for name, total in (("asked", 17), ("found", 11), ("reused", 7)):
+        by_model = values(status, f"model_{name}_tokens_total")
+        assert sum(by_model.values()) == total == sum(values(status, f"tenant_{name}_tokens_total").values())
+        assert values(status, f"{name}_tokens_total") == {"": total}
+    assert values(status, "bound_tokens_total") == {"": 12}
+    assert values(replace(status, tokens=TokenCounts(17, 11, 7)), "bound_tokens_total") == {}
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    assert not [family.name for family in families if family.name.endswith(("ratio", "ceiling"))]
+
+
+def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family() -> None:
+    tiers = [
+        TierStatus(name, "through", "up", None, None, None, 0, 0, {}, loads=2, histograms=[
+            Histogram("load_seconds", "s", [0.5, 1.0], [1, 2, count], 9.5)
+        ]) for name, count in (("near", 3), ("far", 4))
+    ]  # fmt: skip
+    hits = Histogram("hit_tokens", "tokens", [64.0, 256.0], [0, 2, 1], 900.0)
+    status = replace(empty_status(), tiers=tiers, histograms=[hits])
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    made = {family.name: {(s.name, *s.labels.values()): s.value for s in family.samples} for family in families}
+    assert made["kvdepot_hit_tokens"] == {
+        ("kvdepot_hit_tokens_bucket", "64"): 0, ("kvdepot_hit_tokens_bucket", "256"): 2,
+        ("kvdepot_hit_tokens_bucket", "+Inf"): 3, ("kvdepot_hit_tokens_count",): 3, ("kvdepot_hit_tokens_sum",): 900,
+    }  # fmt: skip
+    loads = made["kvdepot_tier_load_seconds"]
+    assert loads["kvdepot_tier_load_seconds_count", "near"] == 6
+    assert loads["kvdepot_tier_load_seconds_bucket", "far", "1"] == 3
+    assert made["kvdepot_tier_loads"] == {("kvdepot_tier_loads", "near"): 2, ("kvdepot_tier_loads", "far"): 2}
+
+
+def test_a_family_has_one_unit_and_what_is_counted_in_shards_is_called_so() -> None:
+    families = list(importlib.import_module("kvdepot.web.prometheus").families(empty_status()))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    for prefix, table in (("kvdepot_", SERVER), ("kvdepot_tier_", TIER)):
+        for counted in table:
+            if refusal(counted):
+                continue
+            assert prefix + counted.series in names
+            assert (counted.unit == "shards") == counted.series.endswith(("_shards", "retrieve_misses")), counted
+            assert (counted.unit == "chunks") == counted.series.endswith("_chunks"), counted
+
+
+def test_what_only_a_store_of_another_make_counts_has_a_series_too() -> None:
+    tier = TierStatus("odd", "through", "up", None, None, None, 0, 0, {"saved_chunks": 2, "hops": 3})
+    status = replace(empty_status(), tiers=[tier])
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    (events,) = (family for family in families if family.name == "kvdepot_tier_events")
+    assert [(sample.labels, sample.value) for sample in events.samples] == [({"tier": "odd", "event": "hops"}, 3)]
 
 
 def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None:
@@ -56,7 +113,7 @@ def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None
     assert values(status, "tenant_floor_bytes") == {"": 0, "blue": 3}
     assert values(status, "tenant_cap_bytes") == {"": 0, "blue": 9}
     assert values(status, "tenant_evicted_chunks_total") == {"": 2, "blue": 4}
-    assert values(status, "tenant_capped_chunks_total") == {"": 0, "blue": 6}
+    assert values(status, "tenant_capped_shards_total") == {"": 0, "blue": 6}
     assert values(empty_status(), "tenant_used_bytes") == {}
 
 
@@ -78,4 +135,4 @@ def test_every_counter_is_there_before_it_counts() -> None:
         if what := refusal(counted):
             assert values(empty_status(), "refused_total")[what] == 0.0
         else:
-            assert values(empty_status(), f"{counted.name}_total") == {"": 0.0}, counted.name
+            assert values(empty_status(), f"{counted.series}_total") == {"": 0.0}, counted.name

@@ -1,21 +1,30 @@
-"""`kvdepot bench` and `kvdepot demo`: they run scripts of the repository, which an installed package lacks."""
+"""`kvdepot bench` and `kvdepot demo`: they run scripts of the repository, which an installed package lacks; and
+`kvdepot bench --url`, which needs none."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 import kvdepot
 from kvdepot.cli import options
-from kvdepot.cli.output import print_json
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import clean, count, duration, print_json, progress, size
+from kvdepot.config import default_key
 from kvdepot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvdepot.cli.load import Result
 
 __all__ = ["bench", "demo"]
 
@@ -69,14 +78,38 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
 @click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, in addition "
     "to synthetic ones")  # fmt: skip
 @click.option("--out", metavar="FILE", type=click.Path(), help="where to write the figures (default: bench.json)")
+@click.option("-u", "--url", metavar="[URL]", is_flag=False, flag_value="", help="measure the running server at URL "
+    "(without a value: the one of KVDEPOT_URL, or this user's)")  # fmt: skip
+@click.option("-k", "--key", metavar="FILE", type=click.Path(), help="with --url: this client's key file")
+@click.option("-c", "--clients", type=options.Whole(1, 256), default=4, metavar="N", help="with --url: clients, each "
+    "a process with one request at a time (default: 4)")  # fmt: skip
+@click.option("-n", "--requests", type=options.Whole(1, 10_000_000), default=2000, metavar="N", help="with --url: "
+    "lookups, and retrieves, of all clients (default: 2000)")  # fmt: skip
+@click.option("--prompts", type=options.Whole(1, 1_000_000), default=64, metavar="N", help="with --url: prompts to "
+    "store, each with one request (default: 64)")  # fmt: skip
+@click.option("--chunks", type=options.Whole(1, 4096), default=8, metavar="N", help="with --url: chunks of a prompt "
+    "(default: 8)")  # fmt: skip
+@click.option("--chunk-bytes", default="256KiB", metavar="SIZE", help="with --url: KV bytes of a chunk, at least "
+    "4KiB (default: 256KiB)")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="with --url: also if the server must evict chunks for it")
 @options.as_json
 def bench(
-    engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None, as_json: bool
-) -> int:
-    """Run the benchmark: each figure beside the lower bound measured in the same run. Takes some minutes.
+    engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None,
+    url: str | None, as_json: bool, **load: Any,
+) -> int:  # fmt: skip
+    """Run the benchmark of a checkout: each figure beside the lower bound measured in the same run. Takes some minutes.
 
     With --json the table goes to standard error, and the figures, as written to --out, to standard output.
+
+    With --url, measure a running server instead: stores, lookups and retrieves a second, under a model name of its own
+    whose chunks it removes at the end. It takes memory and time from engines, and stores no more than what is free in
+    the arena.
     """
+    if url is not None:
+        if engine or only or tiny or no_vllm or trace or out:
+            raise click.UsageError("--url measures a running server: it excludes --engine, --only, --tiny, --no-vllm, "
+                                   "--trace and --out")  # fmt: skip
+        return _bench_server(url or None, as_json, **load)
     script = _script("bench/bench.py")
     if engine:
         if only or no_vllm:
@@ -89,6 +122,58 @@ def bench(
     if not as_json:
         return _run(script, [*arguments, *(["--out", out] if out else [])])
     return _run_for_json(script, arguments, "--out", out)
+
+
+def _bench_server(
+    url: str | None, as_json: bool, key: str | None, clients: int, requests: int, prompts: int, chunks: int,
+    chunk_bytes: str, yes: bool,
+) -> int:  # fmt: skip
+    """Measure a running server; exit code 1 if a request failed."""
+    from kvdepot.cli.load import BLOCKS, MODEL, Plan, measure
+    from kvdepot.client import admin
+
+    chunk = options.size_of("--chunk-bytes", chunk_bytes, 1) // BLOCKS * BLOCKS
+    if not 4096 <= chunk <= 1 << 30:
+        raise ConfigError("--chunk-bytes: give between 4KiB and 1GiB")
+    clients = min(clients, prompts)
+    each, per_client = -(-prompts // clients), -(-requests // clients)
+    key = key or default_key()
+    total = clients * each * chunks * (-(-chunk // 4096) * 4096)
+    with connect(url, key) as client:
+        now = admin.status(client)
+        free = now.capacity_bytes - now.used_bytes
+        what = f"{size(total)} would be stored, and {size(free)} of the arena are free"
+        if total > free and not yes:
+            raise ConfigError(
+                f"{what}, so chunks of engines would be evicted: lower --prompts, --chunks or --chunk-bytes, or give "
+                "--yes"
+            )
+        model = MODEL + secrets.token_hex(8)
+        plan = Plan(client.server_url, key, model, each, per_client, chunks, chunk)
+        found: list[Result] = []
+        try:
+            with progress() as update:
+                for result in measure(plan, clients, update):
+                    found.append(result)
+                    if not as_json:
+                        print(_line(result), flush=True)
+        finally:
+            left = admin.not_forgotten(admin.forget(client, model, ""))
+    for line in left:
+        print(f"kvdepot: chunks of {model} may remain: {clean(line)}", file=sys.stderr)
+    if as_json:
+        print_json({"clients": clients, "chunks": chunks, "chunk_bytes": chunk, "results": msgspec.to_builtins(found)})
+    failed = sum(result.failed for result in found)
+    if failed:
+        print(f"kvdepot: {failed} requests failed or did not find what was stored", file=sys.stderr)
+    return 1 if failed or left else 0
+
+
+def _line(result: Result) -> str:
+    rate = f"{count(result.per_s)}/s"
+    moved = f"{result.bytes_per_s / 1e9:.2f} GB/s" if result.bytes_per_s else ""
+    times = f"p50 {duration(result.p50_s):>8}  p99 {duration(result.p99_s):>8}"
+    return f"{result.kind:<8}  {count(result.requests):>9}  {rate:>11}  {moved:>10}  {times}"
 
 
 @click.command()

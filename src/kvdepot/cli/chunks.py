@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
-from kvdepot.cli.output import Progress, can_ask, clean, confirmed, count, print_json, progress, size
+from kvdepot.cli.output import Progress, agreed, clean, count, print_json, progress, size
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
     from kvdepot.client.socket import Client
 
-__all__ = ["check", "forget", "open_prompt", "pin", "print_count", "unpin", "warm"]
+__all__ = ["check", "forget", "is_local", "open_prompt", "pin", "print_count", "unpin", "warm"]
 
 
 @contextmanager
@@ -47,15 +46,15 @@ def warm(as_json: bool, **which: Any) -> int:
     from kvdepot.client import admin
 
     with open_prompt(**which) as (client, prompt, update):
-        count = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
-    return print_count(count, len(prompt), "in_memory", as_json)
+        loaded = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
+    return print_count(loaded, len(prompt), "in_memory", as_json)
 
 
 @click.command()
 @click.argument("name", metavar="NAME")
 @options.prompt
 @click.option(
-    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long to keep it (default: until unpinned)"
+    "--seconds", type=options.Whole(0), default=0, metavar="N", help="how long to keep it (default: until unpinned)"
 )
 @options.server
 @options.as_json
@@ -65,8 +64,8 @@ def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     from kvdepot.client import admin
 
     with open_prompt(**which) as (client, prompt, update):
-        count = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
-    return print_count(count, len(prompt), "pinned", as_json)
+        pinned = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
+    return print_count(pinned, len(prompt), "pinned", as_json)
 
 
 def print_count(count: int, chunks: int, done: str, as_json: bool) -> int:
@@ -95,12 +94,15 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 
 @click.command()
 @click.option(
-    "--model", default="", metavar="NAME", help="chunks of this model, and of all models whose name begins with NAME"
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="chunks of this model, and of all models whose name begins with NAME",
 )
 @click.option("--salt", default="", metavar="TEXT", help="chunks of requests with this cache_salt")
-@click.option("--all", "everything", is_flag=True, help="all chunks; asks for confirmation on a terminal")
-@click.option("--yes", is_flag=True, help="do not ask; required for --all without a terminal")
-@click.option("--dry-run", is_flag=True, help="show what would be removed, without removing it")
+@click.option("--all", "everything", is_flag=True, help="all chunks")
+@options.destructive
 @options.server
 @options.as_json
 def forget(
@@ -115,29 +117,25 @@ def forget(
         raise ConfigError("--all forgets everything: give either --all, or --model and --salt")
     if not (model or salt or everything):
         raise ConfigError("nothing to forget: give --model, --salt or --all")
-    asks = everything and not yes and not dry_run
-    if asks and not can_ask():
-        raise ConfigError(
-            "--all removes every chunk from memory and from all tiers, shared ones too: "
-            "confirm with --yes, or see what would go with --dry-run"
-        )
     from kvdepot.client import admin
 
-    if asks or dry_run:
+    def found() -> Preview:
         with connect(url, key) as client, progress() as update:
             update("counting chunks", 0, 0)
-            found = admin.preview(client, model, salt)
-        if dry_run and as_json:
-            print_json(msgspec.to_builtins(found))
-            return 0
-        shown = "\n".join(_preview_lines(found))
-        if dry_run:
-            print(f"{shown}\nnothing was removed: this was a dry run", flush=True)
-            return 0
-        print(shown, file=sys.stderr)
-        if not confirmed(f"Remove all of this from {clean(endpoint(url))}, for good?"):
-            print("kvdepot: nothing was removed", file=sys.stderr)
-            return 1
+            return admin.preview(client, model, salt)
+
+    if dry_run and as_json:
+        print_json(msgspec.to_builtins(found()))
+        return 0
+    if dry_run:
+        print("\n".join([*_preview_lines(found()), "nothing was removed: this was a dry run"]), flush=True)
+        return 0
+    what = "every chunk" if everything else "chunks"
+    if not agreed(
+        f"this removes {what} from memory and from all tiers, shared ones too",
+        f"Remove this from {clean(endpoint(url))}, for good?", yes, lambda: _preview_lines(found()),
+    ):  # fmt: skip
+        return 1
     with connect(url, key) as client, progress() as update:
         update(f"forgetting {model or 'all models'}", 0, 0)
         said = admin.forget(client, model, salt)
@@ -156,19 +154,34 @@ def _preview_lines(found: Preview) -> list[str]:
             *([f"{count(tier.objects_at_most)} objects"] if tier.objects_at_most is not None else []),
             *([size(tier.bytes_at_most)] if tier.bytes_at_most is not None else []),
         ]
-        lines.append(f"{clean(name)}: {'at most ' + ', '.join(parts) if parts else 'the tier does not say how much'}")
+        lines.append(
+            f"{clean(name)}: {'at most ' + ', '.join(parts) if parts else 'the tier does not say how much'}"
+            + ("" if is_local(name) else "; other servers that share this tier lose them, too")
+        )
     return lines
 
 
+def is_local(tier: str) -> bool:
+    """Whether a tier of this name belongs to one server."""
+    return tier.startswith("disk:")
+
+
 @click.command()
-@click.option("--url", metavar="URL", help="the arena of the server at this endpoint")
+@click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--fix", is_flag=True, help="drop damaged records; only while no server uses the arena")
+@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks; only while no server uses the "
+    "arena")  # fmt: skip
+@options.destructive
 @options.as_json
-def check(fix: bool, as_json: bool, **flags: str | None) -> int:
+def check(fix: bool, yes: bool, dry_run: bool, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
     from kvdepot.cli.check_arena import check as audit
 
+    fix = fix and not dry_run
+    what, arena = "--fix drops damaged records, and so their chunks", clean(load(flags=flags).arena)
+    lost = "their chunks are lost: engines compute them again"
+    if fix and not agreed(what, f"Drop damaged records of {arena}?", yes, lambda: [lost]):
+        return 1
     with progress() as update:
         report = audit(load(flags=flags).arena, fix, lambda done, total: update("reading chunks", done, total))
     if as_json:

@@ -70,7 +70,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield _memlock(config)
     yield _files(config)
     yield from _tiers(config)
-    yield _extra("ceiling", "datasketches", "hit rates are shown with their upper bound (infinite cache)")
+    yield _upper_bound()
     yield _torch()
     yield from _vllm()
     looking("the NVIDIA driver")
@@ -226,10 +226,11 @@ def _tiers(config: Config) -> Iterator[Finding]:
             yield Finding("ok", "tier", f"{tier.name}: its packages are installed")
 
 
-def _extra(extra: str, module: str, gain: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding("warn", extra, f"{module} is not installed", f"{install.advice(extra)}: {gain}")
-    return Finding("ok", extra, gain)
+def _upper_bound() -> Finding:
+    gain = "hit rates are shown with their upper bound (infinite cache)"
+    if importlib.util.find_spec("datasketches") is None:
+        return Finding("warn", "upper bound", "datasketches is not installed", f"{install.advice()}: {gain}")
+    return Finding("ok", "upper bound", gain)
 
 
 def _torch() -> Finding:
@@ -261,7 +262,7 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("ok", "vLLM", found)
     points = metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
-        advice = f"install it into vLLM's environment: {sys.executable} -m pip install . in kvdepot's source tree"
+        advice = f"install it into vLLM's environment: {install.again()}"
         yield Finding("fail", "vLLM plugin", "vLLM does not find KVDepotConnector", advice)
         return
     wanted = os.environ.get("VLLM_PLUGINS")
@@ -347,7 +348,7 @@ def _web(config: Config, status: Status | None) -> Finding:
     if config.http == "off":
         return Finding("ok", "web page", "disabled (http = off)")
     if missing := missing_packages():
-        advice = f"{install.advice('web')} for the page, metrics and API, or --http off"
+        advice = f"{install.advice()} for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None
     if status is None:

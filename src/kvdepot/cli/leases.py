@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from kvdepot.cli import options
-from kvdepot.cli.chunks import open_prompt, print_count
+from kvdepot.cli.chunks import is_local, open_prompt, print_count
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import console, print_json
+from kvdepot.cli.output import agreed, clean, console, count, print_json, size
+from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
+
+if TYPE_CHECKING:
+    from kvdepot.client.socket import Client
 
 __all__ = ["lease", "leases", "release"]
 
@@ -21,10 +25,10 @@ __all__ = ["lease", "leases", "release"]
 @options.prompt
 @click.option("--kind", type=click.Choice(KINDS), default="retain", help="what the lease does (default: retain)")
 @click.option(
-    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long it lasts (default: until released)"
+    "--seconds", type=options.Whole(0), default=0, metavar="N", help="how long it lasts (default: until released)"
 )
 @click.option(
-    "--priority", type=click.IntRange(0, MOST_PRIORITY), default=NORMAL, metavar="N",
+    "--priority", type=options.Whole(0, MOST_PRIORITY), default=NORMAL, metavar="N",
     help=f"if leases exceed the budget, the lowest ends first (0 to {MOST_PRIORITY}, default: {NORMAL})",
 )  # fmt: skip
 @click.option("--drop", is_flag=True, help="remove its chunks when it ends")
@@ -42,22 +46,23 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
     if kind == "expire" and not seconds:
         raise click.UsageError("--kind expire: give --seconds, after which the chunks are removed")
     with open_prompt(**which) as (client, prompt, update):
-        count = admin.lease(
+        leased = admin.lease(
             client, name, prompt, kind, seconds, priority, drop,
             lambda done: update("loading chunks", done, len(prompt)),
         )  # fmt: skip
-    return print_count(count, len(prompt), "leased", as_json)
+    return print_count(leased, len(prompt), "leased", as_json)
 
 
 @click.command()
 @click.argument("name", metavar="[NAME]", required=False, default="")
 @options.prompt
-@click.option("--keep", type=click.IntRange(0), default=0, metavar="N", help="leave the first N chunks of the prompt")
+@click.option("--keep", type=options.Whole(0), default=0, metavar="N", help="leave the first N chunks of the prompt")
+@options.destructive
 @options.server
 @options.as_json
 def release(
-    name: str, tokens: str | None, hashes: str | None, model: str, salt: str, keep: int, url: str | None,
-    key: str | None, as_json: bool,
+    name: str, tokens: str | None, hashes: str | None, model: str, salt: str, keep: int, yes: bool, dry_run: bool,
+    url: str | None, key: str | None, as_json: bool,
 ) -> int:  # fmt: skip
     """End the lease NAME and remove its chunks from memory and tiers; or remove those of the prompt that is given.
 
@@ -72,16 +77,57 @@ def release(
         if model or salt or keep:
             raise click.UsageError("--model, --salt and --keep are for a prompt: give --tokens or --hashes with them")
         with connect(url, key) as client:
+            listed = [each for each in admin.leases(client)[0] if not each.ended]
+            known = next((each for each in listed if each.name == name), None)
+            if known is None and len(listed) < _MOST_LISTED:
+                raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
+            held = f"lease {clean(name)}: {count(known.chunks)} chunks, {size(known.bytes)}" if known else ""
+            lines = [held or f"lease {clean(name)}", *_tier_lines(client)]
+            if dry_run:
+                return _dry_run(lines, {"lease": name, "chunks": known.chunks if known else None}, as_json)
+            if not agreed(_REMOVES, "End this lease and remove its chunks, for good?", yes, lambda: lines):
+                return 1
             admin.end_lease(client, name, drops=True)
         if as_json:
             print_json({"released": name})
         return 0
     with open_prompt(url, key, tokens, hashes, model, salt) as (client, prompt, _):
+        there = {each.hash for each in admin.inspect(client, prompt.spec.model, prompt.hashes)}
+        most = min(len(there), max(0, len(prompt) - keep))
+        lines = [f"memory: at most {count(most)} of {count(len(prompt))} chunks", *_tier_lines(client)]
+        if dry_run:
+            return _dry_run(lines, {"chunks": len(prompt), "removed_at_most": most}, as_json)
+        if not agreed(_REMOVES, "Remove these chunks, for good?", yes, lambda: lines):
+            return 1
         removed = admin.drop(client, prompt, keep)
     if as_json:
         print_json({"chunks": len(prompt), "removed": removed})
     else:
         print(f"{removed} of {len(prompt)} chunks were removed from memory", flush=True)
+    return 0
+
+
+_MOST_LISTED = 1000
+"""Leases that a server lists."""
+_REMOVES = "this removes chunks from memory and from all tiers, shared ones too"
+
+
+def _tier_lines(client: Client) -> list[str]:
+    """What tiers lose, which cannot tell it before."""
+    from kvdepot.client import admin
+
+    return [
+        f"{clean(tier.name)}: its copies of them"
+        + ("" if is_local(tier.name) else "; other servers that share this tier lose them, too")
+        for tier in admin.status(client).tiers
+    ]
+
+
+def _dry_run(lines: list[str], found: dict[str, object], as_json: bool) -> int:
+    if as_json:
+        print_json(found)
+    else:
+        print("\n".join([*lines, "nothing was removed: this was a dry run"]), flush=True)
     return 0
 
 

@@ -10,30 +10,65 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import ONLY_IN_FILE, Config, words_of
-from kvdepot.values import is_size
+from kvdepot.errors import ConfigError
+from kvdepot.values import is_size, parse_size
 
-__all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
+__all__ = [
+    "TOPICS",
+    "Number",
+    "Settings",
+    "Whole",
+    "as_json",
+    "destructive",
+    "flags_of",
+    "long",
+    "prompt",
+    "seconds_of",
+    "server",
+    "settings",
+    "size_of",
+    "web",
+]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-as_json = click.option("--json", "as_json", is_flag=True, help="print JSON")
+as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")
+long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
 
 _FILE = click.Path()
 
 
+class Whole(click.IntRange):
+    """A whole number within bounds."""
+
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """A number within bounds."""
+
+    name = "number"
+
+
+def destructive(command: Decorated) -> Decorated:
+    """--yes and --dry-run: of a command that asks before it changes something for good; see output.agreed."""
+    command = click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing")(command)
+    return click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal")(command)
+
+
 def server(command: Decorated) -> Decorated:
     """--url and --key: which server, and as whom."""
-    command = click.option("--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)")(
-        command
-    )
-    return click.option("--url", metavar="URL", help="the server's endpoint")(command)
+    command = click.option(
+        "-k", "--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)"
+    )(command)
+    return click.option("-u", "--url", metavar="URL", help="the server's endpoint")(command)
 
 
 def web(command: Decorated) -> Decorated:
     """--config, --url and --http-token-file: which server's page."""
     for option in (
         click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, if it has one"),
-        click.option("--url", metavar="URL", help="the server's endpoint"),
+        click.option("-u", "--url", metavar="URL", help="the server's endpoint"),
         click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's settings file (TOML)"),
     ):
         command = option(command)
@@ -52,7 +87,8 @@ def prompt(command: Decorated) -> Decorated:
                 help="chunk hashes of the prompt in hex, from its first chunk; - for stdin",
             ),
             click.option(
-                "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique prefix"
+                "-m", "--model", default="", metavar="NAME",
+                help="a name that `kvdepot status` lists, or a unique prefix",
             ),
             click.option("--salt", default="", metavar="TEXT", help="the cache_salt of the requests"),
         ]
@@ -69,8 +105,9 @@ def settings(command: Decorated) -> Decorated:
             continue
         kind, meta = get_args(hints[field.name])
         many = field.name in _MANY
-        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, _default(field.default))
+        default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
         command = click.option(
+            *(["-u"] if field.name == "url" else []),
             _flag(field.name),
             field.name,
             metavar="URL..." if many else "SIZE" if is_size(field.name) else kind.__name__.upper(),
@@ -81,7 +118,20 @@ def settings(command: Decorated) -> Decorated:
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
 
 
-_MANY = ("tiers",)
+_MANY = ("tiers", "fleet")
+
+TOPICS = {
+    "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
+    "Tiers": ("tiers", "lookup_s"),
+    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events", "kv_events_topics"),
+    "Copies": ("copy_threads", "gpu_staging_mib"),
+    "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
+    "Limits": (
+        "max_clients", "max_queued", "max_sessions", "max_pins", "max_instances", "max_namespaces", "max_rate",
+        "max_message_mib",
+    ),
+}  # fmt: skip
+"""Options of `serve`, by the topics of its help; others come last."""
 
 
 def _default(value: object) -> str:
@@ -99,6 +149,17 @@ def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 class Settings(click.Command):
     """A command with the server's settings, some of which take several values: `--tiers URL URL`."""
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        records["config"] = records.pop("file", None)
+        listed = {name for names in TOPICS.values() for name in names}
+        others = tuple(name for name in records if name not in listed and name is not None)
+        for topic, names in {**TOPICS, "Other options": others}.items():
+            rows = [row for name in names if (row := records.get(name)) is not None]
+            if rows:
+                with formatter.section(topic):
+                    formatter.write_dl(rows)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_one_by_one(args)))
 
@@ -114,6 +175,32 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         else:
             has_value = True
         yield word
+
+
+def size_of(option: str, text: str, unit: int) -> int:
+    """Bytes of a size such as 64GiB; a plain number counts units. Raises ConfigError, which names the option."""
+    try:
+        try:
+            count = float(text) * unit
+        except ValueError:
+            count = parse_size(text)
+    except ValueError as exc:
+        plain = {1: "bytes", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
+        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say, or a plain number of {plain}") from exc
+    if not 1 <= count < 1 << 60:
+        raise ConfigError(f"{option}: {text!r} is out of range, it must be more than 0 and less than 1 EiB")
+    return int(count)
+
+
+def seconds_of(option: str, text: str) -> float:
+    """A time between updates. Raises ConfigError, which names the option."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise ConfigError(f"{option}: {text!r} is not a number of seconds between 0.1 and 3600")
+    return seconds
 
 
 def flags_of(given: dict[str, object]) -> dict[str, object]:

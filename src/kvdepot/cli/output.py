@@ -9,29 +9,35 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
+
+from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
     "Progress",
-    "can_ask",
+    "agreed",
     "clean",
-    "confirmed",
     "console",
     "count",
     "duration",
     "print_json",
     "progress",
+    "ranges",
     "share",
+    "shorten",
     "size",
 ]
 
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
+
+_RUNS = 6
+"""Runs of numbers that `ranges` shows."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -72,18 +78,26 @@ def progress() -> Iterator[Progress]:
         )
 
 
-def confirmed(question: str) -> bool:
-    """Ask on standard error; returns whether the answer is yes. Blocks. Call it only if `can_ask`."""
+def agreed(what: str, question: str, yes: bool, preview: Callable[[], Sequence[str]]) -> bool:
+    """Whether a command may go on with what cannot be undone: `yes`, or the answer of the person at the terminal.
+
+    what: what it does, for the error without a terminal. preview: lines to show before the question, on standard error.
+    Blocks until the answer. Raises ConfigError without a terminal, before it calls `preview`.
+    """
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{what}: confirm with --yes, or see what would happen with --dry-run")
+    for line in preview():
+        print(line, file=sys.stderr)
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
         print(file=sys.stderr)  # the input ended without a newline
-    return answer.strip().lower() in ("y", "yes")
-
-
-def can_ask() -> bool:
-    """Whether a person can see a question and answer it."""
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    if answer.strip().lower() in ("y", "yes"):
+        return True
+    print("kvdepot: nothing was changed", file=sys.stderr)
+    return False
 
 
 def clean(text: str) -> str:
@@ -106,6 +120,24 @@ def count(number: float) -> str:
     if number < 1e6:
         return f"{number:,.0f}"
     return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:,.1f} G"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number <= runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_RUNS]]
+    return ", ".join([*shown, "..."] if len(runs) > _RUNS else shown)
+
+
+def shorten(text: str, most: int) -> str:
+    """A text of at most `most` characters: the beginning and the end of a longer one."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
 
 
 def share(part: float) -> str:

@@ -26,6 +26,8 @@ _FAMILIES = {
         "config": "show every setting and where its value comes from",
     },
     "Chunks": {
+        "ls": "list the prompts in memory, by their first chunk",
+        "inspect": "show where the chunks of one prompt are",
         "warm": "load a prompt's chunks from the tiers into memory",
         "pin": "keep a prompt's chunks in memory under a name",
         "unpin": "end a pin",
@@ -37,8 +39,9 @@ _FAMILIES = {
         "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {
+        "size": "show how many tokens, prompts and chats of a model fit into memory",
         "simulate": "replay request traces: hit rates by cache size, policy and fleet",
-        "bench": "run the benchmark (in a checkout)",
+        "bench": "measure a running server (--url), or this machine (in a checkout)",
         "demo": "show a vLLM engine reusing stored KV (in a checkout)",
         "calibrate": "measure GPU copy paths",
     },
@@ -87,6 +90,10 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.leases")
         case "warm" | "pin" | "unpin" | "forget" | "check":
             return importlib.import_module("kvdepot.cli.chunks")
+        case "ls" | "inspect":
+            return importlib.import_module("kvdepot.cli.prefixes")
+        case "size":
+            return importlib.import_module("kvdepot.cli.size")
         case "simulate":
             return importlib.import_module("kvdepot.cli.simulate")
         case "bench" | "demo":

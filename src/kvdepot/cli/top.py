@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 import termios
@@ -28,12 +29,23 @@ __all__ = ["top"]
 _NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` one line per update"
 _KEYS_S = 0.1
 """Time to wait for a key; the terminal's size is checked as often."""
+_LIST_S = 2.0
+"""Least time between two lists of prefixes, which cost the server more than a status."""
+_MOST_LISTED = 200
+_KEY = re.compile(r"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])?|.", re.DOTALL)
+_NAMES = {
+    "\t": "tab", "\x1b[Z": "back tab", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace",
+    "\x1b": "escape", "\x1b[5~": "page up", "\x1b[6~": "page down",
+    **{f"\x1b{mode}{letter}": name for mode in "[O" for letter, name in
+       (("A", "up"), ("B", "down"), ("C", "right"), ("D", "left"))},
+}  # fmt: skip
 
 
 @click.command()
 @click.option(
+    "-i",
     "--interval",
-    type=click.FloatRange(0.1, 3600),
+    type=options.Number(0.1, 3600),
     default=1.0,
     metavar="SECONDS",
     help="time between updates (default: 1)",
@@ -42,6 +54,9 @@ _KEYS_S = 0.1
 @options.as_json
 def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int:
     """Watch a running server: its status, redrawn every second. Press q to quit.
+
+    The digits 1 to 7, tab and the arrows choose what to show: all in short, models, prefixes (the prompts in memory, by
+    their first chunk), engines, tiers, leases or events. s sorts, / filters by text, p pauses, up and down scroll.
 
     --json prints one line of JSON per update until interrupted; that needs no terminal.
     """
@@ -78,14 +93,23 @@ def _watch(client: Client, interval: float) -> None:
     asked = time.monotonic()
     future: MessagingFuture[object] | None = client.ask(wire.Status())
     drawn: object = None
+    listed, listing = "", None  # what the prefixes were last asked for, and the answer that is awaited
+    listed_at = 0.0
     with _keyboard() as descriptor, Live(console=console, screen=True, auto_refresh=False) as live:
-        while not _quits(descriptor):
+        while not any(screen.press(key) for key in _pressed(descriptor)):
             now = time.monotonic()
             if future is not None and future.query():
                 _take(screen, future, now)
                 future = None
-            if future is None and now - asked >= interval:
+            if future is None and now - asked >= interval and not screen.is_paused:
                 asked, future = now, client.ask(wire.Status())
+            if listing is not None and listing.query():
+                _take_prefixes(screen, listing)
+                listing = None
+            wanted = screen.wanted_prefixes()
+            if listing is None and wanted and (wanted != listed or now - listed_at >= max(interval, _LIST_S)):
+                listed, listed_at = wanted, now
+                listing = client.ask(wire.Prefixes("", wanted, _MOST_LISTED))
             if drawn != (screen.version, console.size):
                 drawn = screen.version, console.size
                 live.update(screen.draw(console), refresh=True)
@@ -97,6 +121,17 @@ def _take(screen: Screen, future: MessagingFuture[object], now: float) -> None:
     try:
         screen.show(read(future.result(0.0)), now)
     except KVDepotError as exc:
+        screen.miss(str(exc))
+
+
+def _take_prefixes(screen: Screen, future: MessagingFuture[object]) -> None:
+    import msgspec
+
+    from kvdepot.protocol.prefixes import Prefix
+
+    try:
+        screen.show_prefixes(msgspec.convert(future.result(0.0), list[Prefix]))
+    except (KVDepotError, msgspec.ValidationError) as exc:
         screen.miss(str(exc))
 
 
@@ -112,10 +147,12 @@ def _keyboard() -> Iterator[int]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _quits(descriptor: int) -> bool:
-    """Whether q was pressed. Blocks for a moment."""
+def _pressed(descriptor: int) -> list[str]:
+    """The keys that were pressed: letters, or names as `Screen.press` takes them. Blocks for a moment."""
     ready, _, _ = select.select([descriptor], [], [], _KEYS_S)
     if not ready:
-        return False
-    keys = os.read(descriptor, 64)
-    return not keys or b"q" in keys or b"Q" in keys
+        return []
+    data = os.read(descriptor, 256)
+    if not data:
+        return ["q"]  # the terminal is gone
+    return [_NAMES.get(key, key) for key in _KEY.findall(data.decode(errors="ignore"))]

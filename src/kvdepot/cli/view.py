@@ -8,22 +8,35 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.cli.output import clean, count, duration, share, shorten, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.leases import Receipt, Sum
-from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.protocol.status import HitRate, Reuse, Status, TenantStatus
+from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
+from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
 
-__all__ = ["LOST", "Listing", "Speeds", "lease_sums", "leases", "listings", "summary", "tenants"]
-
-_Windowed = TypeVar("_Windowed", HitRate, Reuse)
+__all__ = [
+    "LOST",
+    "Listing",
+    "Speeds",
+    "engines",
+    "events",
+    "lease_sums",
+    "leases",
+    "listings",
+    "models",
+    "named",
+    "prefixes",
+    "summary",
+    "tenants",
+    "tiers",
+]
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
@@ -97,6 +110,10 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
+    if now.holds_s is not None:
+        lines.append(
+            ("", Text(f"holds about {_about(now.holds_s)} of traffic: what is not used for so long is evicted"))
+        )
     lines += _reused(now) + _found(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
@@ -113,14 +130,21 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     return lines
 
 
+def _about(seconds: float) -> str:
+    """A time in the largest unit of which there are at least two."""
+    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s")
+    unit_s, unit = next((each for each in units if seconds >= 2 * each[0]), units[-1])
+    return f"{seconds / unit_s:.0f} {unit}"
+
+
 def _reused(now: Status) -> list[tuple[str, Text]]:
     """The share of prompt tokens that engines loaded."""
-    counted = [each for each in _lived(now, now.reuse) if each.asked_tokens]
+    counted = _windows(now)
     if not counted:
-        asked = now.asked_tokens
+        asked = now.tokens.asked
         if not asked:
             return [("reused", Text("no lookup yet"))]
-        rate = min(now.saved.tokens / asked, 1.0)
+        rate = min(now.tokens.reused / asked, 1.0)
         return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
     longest = max(len(_window(each.window_s)) for each in counted)
     return [
@@ -129,7 +153,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
             Text.assemble(
                 (f"{share(each.rate):>7} ", "bold"),
                 f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} prompt tokens",
-                "" if number else ", beyond the engines' own caches",
+                "" if number else " that engines did not have themselves",
             ),
         )
         for number, each in enumerate(counted)
@@ -137,25 +161,27 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
 
 
 def _found(now: Status) -> list[tuple[str, Text]]:
-    """The share of chunks found in the depot, and its upper bound, an infinite cache."""
-    counted = [rate for rate in _lived(now, now.hit_rates) if rate.chunks]
-    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
+    """The share of the same tokens that was in the depot, and its upper bound, an infinite cache."""
+    counted = _windows(now)
+    longest = max((len(_window(each.window_s)) for each in counted), default=0)
+    lines = []
+    for number, each in enumerate(counted):
+        found = min(each.found_tokens / each.asked_tokens, 1.0)
+        text = f"{share(found):>7} in {_window(each.window_s):<{longest}}"
+        if each.bound_tokens is not None:
+            bound = min(max(each.bound_tokens / each.asked_tokens, found), 1.0)
+            text += f" of the same tokens; upper bound (infinite cache) {share(bound)}"
+        lines.append(("" if number else "in depot", Text(text)))
+    return lines
+
+
+def _windows(now: Status) -> list[Reuse]:
+    """Windows in which something was asked for, without redundant ones: longer than the first that covers the server's
+    whole life."""
+    shorter = [0.0, *(each.window_s for each in now.reuse)]
     return [
-        (
-            "" if number else "in depot",
-            Text(
-                f"{share(rate.hit_rate):>7} in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks; "
-                f"upper bound (infinite cache) {share(rate.ceiling)}"
-            ),
-        )
-        for number, rate in enumerate(counted)
+        each for each, before in zip(now.reuse, shorter, strict=False) if each.asked_tokens and before < now.uptime_s
     ]
-
-
-def _lived(now: Status, windows: Sequence[_Windowed]) -> list[_Windowed]:
-    """The windows without redundant ones: longer than the first that covers the server's whole life."""
-    shorter = [0.0, *(window.window_s for window in windows)]
-    return [window for window, before in zip(windows, shorter, strict=False) if before < now.uptime_s]
 
 
 def _state(now: Status) -> Text:
@@ -209,8 +235,9 @@ def _faults(now: Status) -> list[str]:
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
-        _requests(now), _engines(now), _models(now), tenants(now.tenants), _tiers(now), _losses(now), _devices(now),
-        leases(now.leases), _events(now),
+        _requests(now), engines(sorted(now.engines, key=_in_stable_order)),
+        models(now.namespaces, now.other_namespaces), _usage(now), tenants(now.tenants), tiers(now.tiers),
+        _losses(now), _devices(now), leases(now.leases), events(now.events),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -238,7 +265,12 @@ def _time(latency: Latency, part: float) -> str:
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
-def _engines(now: Status) -> Listing:
+def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
+    return engine.models, engine.ranks, engine.id
+
+
+def engines(shown: Sequence[Engine]) -> Listing:
+    """The table of engines."""
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
@@ -246,25 +278,47 @@ def _engines(now: Status) -> Listing:
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
-        # In a stable order, for `kvdepot top`.
-        for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
+        for engine in shown
     ]  # fmt: skip
     return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
-def _models(now: Status) -> Listing:
+def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = None) -> Listing:
+    """The table of models, shapes and layouts. others: all that are not shown, together."""
     rows: list[tuple[str | Text, ...]] = [
         (
             f"{namespace.tenant}: {namespace.model}" if namespace.tenant else namespace.model,
             str(namespace.world_size),
-            count(namespace.chunks),
+            count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
-            share(namespace.hit_chunks / namespace.lookup_chunks) if namespace.lookup_chunks else "-",
+            *_tokens(namespace),
             str(namespace.engines),
         )
-        for namespace in now.namespaces
+        for namespace in shown
     ]
-    return Listing(("models", ">ranks", ">chunks", ">bytes", ">found", ">engines"), rows)
+    if others is not None:
+        rows.append((OTHERS, "-", "-", size(others.bytes), *_tokens(others), str(others.engines)))
+    return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
+
+
+_TOKEN_HEADS = (">asked", ">found", ">reused")
+
+
+def _tokens(of: NamespaceStatus | Usage) -> tuple[str, str, str]:
+    """Tokens asked for, and the shares found and reused."""
+    asked = of.asked_tokens
+    if not asked:
+        return "-", "-", "-"
+    return count(asked), share(min(of.found_tokens / asked, 1.0)), share(min(of.reused_tokens / asked, 1.0))
+
+
+def _usage(now: Status) -> Listing:
+    """Tokens by tenant, if there are tenants."""
+    shown = now.usage if any(each.tenant for each in now.usage) else []
+    rows: list[tuple[str | Text, ...]] = [
+        (each.tenant or "(no tenant)", *_tokens(each), count(each.reused_tokens)) for each in shown
+    ]
+    return Listing(("tokens by tenant", *_TOKEN_HEADS, ">saved tokens"), rows)
 
 
 def tenants(shown: Sequence[TenantStatus]) -> Listing:
@@ -281,17 +335,25 @@ def tenants(shown: Sequence[TenantStatus]) -> Listing:
     return Listing(heads, rows)
 
 
-def _tiers(now: Status) -> Listing:
+def tiers(shown: Sequence[TierStatus]) -> Listing:
+    """The table of tiers."""
     rows: list[tuple[str | Text, ...]] = []
-    for tier in now.tiers:
+    for tier in shown:
         held = size(tier.bytes) if tier.bytes is not None else "-"
         if tier.bytes is not None and tier.capacity_bytes:
             held += f" of {size(tier.capacity_bytes)}"
         state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
         objects = count(tier.objects) if tier.objects is not None else "-"
         error = f"{duration(tier.error_s)} ago: {tier.error}" if tier.error_s is not None else "-"
-        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), error))
-    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", "last error"), rows)
+        load = _load_time(tier)
+        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), load, error))
+    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", ">p99 load", "last error"), rows)
+
+
+def _load_time(tier: TierStatus) -> str:
+    """How long 99 of 100 calls that load from a tier take."""
+    counts = next((each.counts for each in tier.histograms if each.name == "load_seconds"), [])
+    return duration(percentile(counts, 0.99)) if sum(counts) else "-"
 
 
 def _losses(now: Status) -> Listing:
@@ -352,12 +414,37 @@ def _ends(lease: Receipt) -> str:
     return f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never"
 
 
-def _events(now: Status) -> Listing:
-    latest = now.events[: -_EVENTS - 1 : -1]
+_HASH_DIGITS = 12
+"""Digits of a hash in tables: enough to name a chunk among billions."""
+_MODEL_CELLS = 32
+
+
+def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
+    """The table of prefix families. is_long: hashes and names in full."""
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            each.hash if is_long else each.hash[:_HASH_DIGITS], count(each.shared_tokens), count(each.prompts),
+            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens), duration(each.idle_s),
+            duration(each.age_s), named(each.tenant, each.model, is_long),
+        )
+        for each in shown
+    ]  # fmt: skip
+    heads = (
+        "prefix", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age", "model",
+    )  # fmt: skip
+    return Listing(heads, rows)
+
+
+def named(tenant: str, model: str, is_long: bool) -> str:
+    """A model's name with its tenant."""
+    name = f"{tenant}: {model}" if tenant else model
+    return name if is_long else shorten(name, _MODEL_CELLS)
+
+
+def events(shown: Sequence[Event], most: int = 8) -> Listing:
+    """The table of events, of which the latest come first. most: how many."""
+    latest = shown[: -most - 1 : -1]
     rows: list[tuple[str | Text, ...]] = [
         (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in latest
     ]
     return Listing(("events, latest first",), rows)
-
-
-_EVENTS = 8

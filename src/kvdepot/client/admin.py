@@ -24,8 +24,9 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
-from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
+from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 
 __all__ = [
     "Preview",
@@ -34,14 +35,17 @@ __all__ = [
     "drop",
     "end_lease",
     "forget",
+    "inspect",
     "lease",
     "leases",
     "make_prompt",
     "not_forgotten",
     "pin",
+    "prefixes",
     "preview",
     "reset",
     "set_quota",
+    "status",
     "tenants",
     "unpin",
     "warm",
@@ -89,7 +93,7 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     try:
         words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
         chunks = b"" if tokens else b"".join(map(_hash, words))
-        ids = [int(word) for word in words] if tokens else []
+        ids = list(map(_token, words)) if tokens else []
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
@@ -129,12 +133,17 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
         (each["model"], each["world_size"], each["blocks_in_chunk"], each["chunk_tokens"] or client.chunk_size)
         for each in known
     }
+    if not namespaces and not unlisted:
+        raise ConfigError("no engine has registered yet, so the server knows no model")
     if len(shapes) != 1:
         names = (
             ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"
         )
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
-        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names}{more})")
+        what = f"model {model!r} names {len(shapes)} of the server's models"
+        if not model:
+            what = f"the server has {len(shapes)} models"
+        raise ConfigError(f"{what} ({names}{more}): give the full name of one")
     (shape,) = shapes
     if len(shape[0]) >= MOST_NAME:
         raise ConfigError(
@@ -147,6 +156,12 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
             f"smallest models and shapes; give the full name"
         )
     return shape
+
+
+def _token(word: str) -> int:
+    if not (word.isascii() and word.isdigit()):
+        raise ValueError(f"{word[:80]!r} is not a number")
+    return int(word)
 
 
 def _hash(word: str) -> bytes:
@@ -220,6 +235,32 @@ def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
         raise ProtocolError(f"not leases of this version: {exc}") from exc
 
 
+def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
+    """What prompts are in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
+
+    Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
+    if the answer is not of this version.
+    """
+    answer = client.ask(wire.Prefixes(model, sort, most)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[Prefix])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not prefixes of this version: {exc}") from exc
+
+
+def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
+    """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
+
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
+    Busy if too many ask at once; ProtocolError if the answer is not of this version.
+    """
+    answer = client.ask(wire.Inspect(model, hashes, end)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[ChunkStatus])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not chunks of this version: {exc}") from exc
+
+
 def pin(
     client: Client,
     name: str,
@@ -257,10 +298,9 @@ class TierPreview(msgspec.Struct, frozen=True):
 def preview(client: Client, model: str, salt: str) -> Preview:
     """What `forget` would remove now. Raises ProtocolError if the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
-    status = read(client.ask(wire.Status()).result(_ANSWER_S))
     return Preview(
         MemoryPreview(chunks, size),
-        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
     )
 
 
@@ -278,9 +318,14 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
+def status(client: Client) -> Status:
+    """The server's status. Blocks until the server has answered."""
+    return read(client.ask(wire.Status()).result(_ANSWER_S))
+
+
 def tenants(client: Client) -> list[TenantStatus]:
     """The quotas that this client may see; none while no tenant has one. Blocks until the server has answered."""
-    return read(client.ask(wire.Status()).result(_ANSWER_S)).tenants
+    return status(client).tenants
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None) -> None:

@@ -91,8 +91,9 @@ class Connection:
         clock: Callable[[], float],
         secret: bytes = b"",
         others_between: Callable[[], bool] = bool,
+        engine: str = "",
     ) -> None:
-        """liveness file, secret: name and secret of the client's liveness file (memory/shm.py).
+        """liveness, secret: name and secret of the client's liveness file (memory/shm.py). engine: as in wire.Hello.
 
         send: sends a frame; False where there is no connection. watch: opens a Watch of an arena and incarnation, or
         raises a KVDepotError. others_between: called at each hello: whether another user's process could be in between.
@@ -106,7 +107,7 @@ class Connection:
         self._url = url
         self._send = send
         self._clock = clock
-        self._handshake = Handshake(url, liveness, secret, watch, others_between)
+        self._handshake = Handshake(url, liveness, secret, watch, others_between, engine)
         self._servers = Servers(clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -370,7 +371,7 @@ class MessageQueueClient(Client):
     """A connection to one server that takes the contract's requests. Any thread may use it, several at once."""
 
     def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
-        super().__init__(server_url, context, key=key)
+        super().__init__(server_url, context, key=key, engine=f"{os.uname().nodename}:{os.getpid()}")
         self.chains = Chains()
         self._device_events = EventQueue("kvdepot-device-work")
         self._device_work: dict[str, _DeviceWork] = {}  # one per device: requests that wait together wait once

@@ -28,6 +28,7 @@ class Handshake:
         secret: bytes,
         watch: Callable[[str, bytes], Watch],
         others_between: Callable[[], bool],
+        engine: str,
     ) -> None:
         """The arguments are those of Connection."""
         self.proved: Server | None = None  # has proved itself, but has not welcomed us yet
@@ -36,12 +37,13 @@ class Handshake:
         self._secret = secret
         self._open_watch = watch
         self._others_between = others_between
+        self._engine = engine
         self._offer = Offer(liveness, secret, False)  # our last hello
         self._seals: list[Seal] = []  # the first seals what we send; replies may still carry the one before
 
     def hello(self) -> wire.Hello:
         """Begin a handshake: its first message."""
-        self._offer = Offer(self._liveness, self._secret, self._others_between())
+        self._offer = Offer(self._liveness, self._secret, self._others_between(), self._engine)
         return self._offer.hello
 
     def check(self, answer: object, incarnation: bytes) -> tuple[wire.Prove, Seal | None]:

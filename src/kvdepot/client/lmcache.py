@@ -31,6 +31,7 @@ from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest
+from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
 
@@ -217,13 +218,15 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
-    def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
+    def end_session(
+        self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
+    ) -> None:
         """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
-        saved_tokens, saved_s: see wire.EndSession.
+        saved_tokens, saved_s, asked: see wire.EndSession.
         """
         self.mq_client.chains.drop(request_id)
-        super().end_session(request_id, saved_tokens, saved_s)
+        super().end_session(request_id, saved_tokens, saved_s, asked)
 
     def shutdown(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""

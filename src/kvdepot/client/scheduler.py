@@ -67,8 +67,12 @@ class Lookup:
 class SchedulerClient:
     """Lookups, and the sessions that hold the matched chunks. Used by one thread."""
 
-    def __init__(self, client: Client, spec: ShardSpec) -> None:
-        """client: closed with this one. spec: its rank does not matter."""
+    def __init__(self, client: Client, spec: ShardSpec, reports: bool = False) -> None:
+        """client: closed with this one. spec: its rank does not matter.
+
+        reports: `end_session` is given what lookups were for; see wire.Lookup.
+        """
+        self._reports = reports
         self.client = client
         self.spec = spec
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
@@ -84,7 +88,9 @@ class SchedulerClient:
         """
         if request_id not in self._lookups:
             spec = self.spec
-            self._ask(request_id, spec.lookup(request_id, readers or spec.world_size, hashes, chained, salt))
+            self._ask(
+                request_id, spec.lookup(request_id, readers or spec.world_size, hashes, chained, salt, self._reports)
+            )
 
     def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
         client = self.client
@@ -162,13 +168,15 @@ class SchedulerClient:
         """Forget the request's lookup on this side; unknown ids are fine."""
         self._lookups.pop(request_id, None)
 
-    def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
+    def end_session(
+        self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
+    ) -> None:
         """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
-        saved_tokens, saved_s: see wire.EndSession.
+        saved_tokens, saved_s, asked: see wire.EndSession.
         """
         # No deadline: a server that lives must hear it, however late.
-        self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None)
+        self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked), deadline_s=None)
         self.client.pump()
 
     def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:

@@ -152,7 +152,13 @@ class Client:
     file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
+    def __init__(
+        self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "", engine: str = ""
+    ) -> None:
+        """engine: names the engine that this client belongs to, equally in all its processes, for the server's log.
+
+        Raises Unavailable for an address or key that cannot be used, and for another user's socket.
+        """
         self.server_url = server_url
         if fault := fault_of_endpoint(server_url):
             raise Unavailable(f"invalid server address: {fault}")
@@ -190,7 +196,7 @@ class Client:
         # CURVE authenticates each message itself.
         between = partial(_others_between, server_url) if keys is None else bool
         self._connection = Connection(
-            server_url, self.liveness.name, self._send, Watch, time.monotonic, self.liveness.secret, between
+            server_url, self.liveness.name, self._send, Watch, time.monotonic, self.liveness.secret, between, engine
         )
 
     def __repr__(self) -> str:

@@ -133,11 +133,13 @@ class ShardSpec:
         """Blocks of a KV cache group per chunk."""
         return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
-    def lookup(self, request_id: str, readers: int, hashes: bytes, chained: bool, salt: bytes) -> wire.Lookup:
+    def lookup(
+        self, request_id: str, readers: int, hashes: bytes, chained: bool, salt: bytes, reports: bool = False
+    ) -> wire.Lookup:
         """The message that looks chunks up, on all ranks. See wire.Lookup."""
         return wire.Lookup(
             self.model, self.world_size, self.blocks_in_chunk, request_id, readers, hashes, chained, salt,
-            self.chunk_tokens,
+            self.chunk_tokens, reports,
         )  # fmt: skip
 
     def lease(

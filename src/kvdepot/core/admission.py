@@ -35,7 +35,7 @@ __all__ = [
 def chunks_named(request: wire.Request) -> int:
     """How many chunks a request names; 0 for requests whose work does not depend on a list of chunks."""
     match request:
-        case wire.Lookup() | wire.Lease() | wire.Drop() | wire.Describe():
+        case wire.Lookup() | wire.Lease() | wire.Drop() | wire.Describe() | wire.Inspect():
             return len(request.hashes) // HASH_BYTES
         case wire.Store() | wire.Retrieve():
             return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)

@@ -128,6 +128,7 @@ class Client:
     seal: Seal | None = None  # of its messages, if they are sealed
     came: float = 0.0  # when it connected
     heard: float = 0.0  # when it last sent a request
+    engine: str = ""  # the engine that it says it belongs to; see core/engines.py
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     pins: int = 0  # parts of chunks that its sessions pin

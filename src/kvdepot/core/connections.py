@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
+_MOST_COST = 4
+"""A list counts as more requests the more is to be looked at, but as a fourth of `max_rate` at most."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
 
@@ -98,6 +100,9 @@ class Connections:
                 raise request
             if isinstance(request, wire.Status | wire.Leases):
                 self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
+            elif isinstance(request, wire.Prefixes | wire.Inspect):
+                cost = min(self._depot.lists.cost(request), self._config.max_rate // _MOST_COST)
+                self._refuse_unless(self._rates.charge(identity, cost))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
@@ -178,7 +183,7 @@ class Connections:
             if not liveness.is_alive():
                 raise BadRequest(f"the lock of liveness file {challenge.liveness[:64]!r} is not held")
             seal = challenge.check(prove, liveness.secret)
-            self._depot.welcome(identity, liveness, user, self._tenant(user), seal)
+            self._depot.welcome(identity, liveness, user, self._tenant(user), seal, challenge.engine)
         except KVDepotError:
             self._depot.counters["hellos_refused"] += 1
             liveness.close(remove=False)
@@ -195,8 +200,7 @@ class Connections:
         """Remove clients whose liveness file is no longer held, and release what they hold."""
         actions: list[Action] = []
         for client in [client for client in self._depot.clients if not client.liveness.is_alive()]:
-            level = logging.INFO if client.is_engine else logging.DEBUG  # probes connect every few seconds
-            log.log(level, "client %s is gone", client.called, extra={"client": client.called})
+            log.debug("client %s is gone", client.called, extra={"client": client.called})
             actions += self._depot.died(client.identity, client.liveness.has_left())
             self._depot.report.latencies.gone(client.identity)
             self._challenges.pop(client.identity, None)

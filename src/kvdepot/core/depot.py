@@ -17,11 +17,13 @@ from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
+from kvdepot.core.engines import Engines
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.leases import Leases
+from kvdepot.core.lists import Lists
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
@@ -31,6 +33,7 @@ from kvdepot.core.tiering.lookup import Arrived, TierLookup
 from kvdepot.core.tiering.tier import Token
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.transfers import CopyToken, Transfers
+from kvdepot.core.usage import Usages
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
 from kvdepot.memory.copier import Mapped
@@ -38,7 +41,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
-from kvdepot.protocol.status import Device, Status
+from kvdepot.protocol.status import Device, Status, TokenCounts
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Depot"]
@@ -48,7 +51,7 @@ log = logging.getLogger(__name__)
 _MOST_TOPICS = 256
 """Topics of KV events; each takes a copy of every message about its models."""
 _MOST_SAVED = 1 << 32
-"""The most tokens, or seconds, that one request may report as saved."""
+"""The most tokens, or seconds, that one request may report."""
 
 
 class Depot:
@@ -71,10 +74,12 @@ class Depot:
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.ceiling = InfiniteCache(0.0)
+        self.usages = Usages()
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
+        self.lists = Lists(index, self.tiering)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.usages, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -88,6 +93,7 @@ class Depot:
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
+        self.engines = Engines(self.report.note)
         self.forgetting = RemovalRequests(
             config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
         )
@@ -96,29 +102,31 @@ class Depot:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
 
     @property
-    def asked_tokens(self) -> int:
-        """Tokens in the whole chunks of prompts that engines looked up."""
-        return self.sessions.asked_tokens
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens that engines loaded instead of computing: as they reported, or as their sessions retrieved."""
-        return self.saved_tokens + self.sessions.retrieved_tokens
+    def tokens(self) -> TokenCounts:
+        """Prompt tokens since the start: see core/usage.py."""
+        total = self.usages.total
+        return TokenCounts(total.asked, total.found, total.reused, self.ceiling.bound(total.found))
 
     # -- events
 
     def welcome(
-        self, identity: bytes, liveness: Liveness, user: str = "", tenant: str = "", seal: Seal | None = None
+        self,
+        identity: bytes,
+        liveness: Liveness,
+        user: str = "",
+        tenant: str = "",
+        seal: Seal | None = None,
+        engine: str = "",
     ) -> None:
         """Add a client that has passed the handshake; it can access only this tenant's chunks.
 
-        Raises Busy if there are too many clients.
+        engine: as in wire.Hello. Raises Busy if there are too many clients.
         """
         assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
-        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now)
+        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now, engine)
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""
@@ -136,7 +144,10 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            return self._decide(client, number, request)
+            actions = self._decide(client, number, request)
+            if client.is_engine:
+                self.engines.see(client)
+            return actions
         except KVDepotError as exc:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
@@ -155,11 +166,8 @@ class Depot:
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
-                return [*actions, Reply(client.identity, number, self._count_saved(request))]
+                return [*actions, Reply(client.identity, number, self._count_saved(client, request))]
             case wire.Register():
-                self.report.note(
-                    "engine", f"client {client.called} registers KV tensors of {request.model[:SHOWN] or 'a model'}"
-                )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
@@ -185,6 +193,10 @@ class Depot:
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
                 return self.forgetting.count(client, number, request)
+            case wire.Prefixes():
+                return self.lists.prefixes(client, number, request, self.wall)
+            case wire.Inspect():
+                return self.lists.inspect(client, number, request, self.wall)
             case wire.Describe():
                 return [self._described(request), Reply(client.identity, number, None)]
             case wire.SetQuota():
@@ -209,16 +221,16 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self.drops or self._is_behind:
+        if self.removals or self.drops or self.lists or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
+        """Continue removals and lists, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.forgetting.step(), *self.drops.step(now), *self.sessions.expire(now)]
+        actions = [*self.forgetting.step(), *self.drops.step(now), *self.lists.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return actions
@@ -245,8 +257,8 @@ class Depot:
         for lease in self.leases.tick(now):
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
-        self.ceiling.tick(now, self.counters["hit_chunks"])
-        self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
+        self.ceiling.tick(now)
+        self.reuse.tick(now, self.tokens, self.counters["lookup_chunks"])
         self._drop_excess()
         self.report.tick(now)
         is_over = self._idleness.is_over(self._clients.values(), now)
@@ -281,11 +293,11 @@ class Depot:
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""
+        """Before shutdown: finish removals and lists, and answer every request that waits for stores or tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()
-        actions += self.drops.stop()
+        actions += [*self.drops.stop(), *self.lists.stop()]
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
             actions += self.forgetting.answer(forgetting)
@@ -301,8 +313,7 @@ class Depot:
             return []
         if not has_left:
             self.counters["clients_died"] += 1
-        if client.is_engine:
-            self.report.note("engine", f"client {client.called} {'is gone' if has_left else 'died'}")
+        self.engines.left(client, has_left)
         client.dead = True
         actions = self.sessions.leave(client)
         for number in list(client.instances):
@@ -315,12 +326,23 @@ class Depot:
         check_description(request)
         return Described(request)
 
-    def _count_saved(self, request: wire.EndSession) -> BadRequest | None:
+    def _count_saved(self, client: Client, request: wire.EndSession) -> BadRequest | None:
+        asked, fault = request.asked, ""
         if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
+            fault = f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range"
+        elif not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
+            fault = f"{asked} is out of range"
+        if fault:
             self.counters["errors"] += 1
-            return BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
+            return BadRequest(fault)
+        self.ceiling.subtract(asked.own)
+        if asked.tokens or request.saved_tokens:
+            model = request.model or client.model
+            self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
+        if request.saved_s:
+            self.usages.saved_s.count(request.saved_s)
         self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
         return None
 

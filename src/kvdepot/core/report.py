@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -20,14 +21,15 @@ from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
 from kvdepot.protocol.status import (
     MOST_NAME,
+    OTHERS,
     Device,
     Engine,
     GroupStatus,
-    HitRate,
     NamespaceStatus,
     Saved,
     Status,
     TenantStatus,
+    Usage,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ SHOWN = 80
 """Most characters of a model's name in the journal."""
 
 _NAMESPACES = 100
-"""Most namespaces in a status (the largest ones), so that it stays small."""
+"""Most namespaces in a status (the largest ones), so that it stays small; the others are told as a sum."""
 _ENGINES = 64
 """Most engines in a status (those with the latest requests)."""
 _MODELS = 4
@@ -117,6 +119,8 @@ class Report:
             if namespace.groups[0] is namespace and tenant in ("", namespace.tenant)
         ]
         lease_count, leased_bytes = depot.leases.totals(tenant)
+        tokens, models = depot.tokens, depot.usages.by_model(tenant)
+        listed, others = _namespaces(namespaces, models)
         return Status(
             version=__version__,
             boot=self._boot.hex(),
@@ -146,12 +150,19 @@ class Report:
             stored_bytes=depot.transfers.stored_bytes,
             retrieved_bytes=depot.transfers.retrieved_bytes,
             cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
-            saved=Saved(depot.reused_tokens, depot.saved_s),
-            asked_tokens=depot.asked_tokens,
-            reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),
-            hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
+            saved=Saved(tokens.reused, depot.saved_s),
+            asked_tokens=tokens.asked,
+            tokens=tokens,
+            usage=depot.usages.by_tenant(tenant),
+            model_usage=models,
+            reuse=depot.reuse.rates(tokens),
+            hit_rates=depot.reuse.hit_rates(tokens, depot.counters["lookup_chunks"]),
             latencies=self.latencies.figures(),
-            namespaces=_namespaces(namespaces),
+            namespaces=listed,
+            other_namespaces=others,
+            histograms=[each.figure() for each in (depot.usages.hit_tokens, *index.lifetimes, depot.usages.saved_s)],
+            holds_s=index.lifetimes.holds_s(),
+            host=socket.gethostname(),
             engines=_engines(engines, now),
             leases=depot.leases.shown(tenant, now),
             lease_sums=depot.leases.sums(tenant, now),
@@ -163,25 +174,62 @@ class Report:
         )
 
 
-def _namespaces(namespaces: Iterable[Namespace]) -> list[NamespaceStatus]:
-    """One entry per model; namespaces: their first KV cache groups."""
-    sizes = [(sum(group.bytes for group in each.groups), each) for each in namespaces]
-    return [
-        NamespaceStatus(
-            tenant=namespace.tenant,
-            model=namespace.model[:MOST_NAME],
-            world_size=namespace.world_size,
-            blocks_in_chunk=namespace.blocks_in_chunk,
-            chunk_tokens=namespace.chunk_tokens,
-            groups=[GroupStatus(group.reach, len(group.chunks), group.bytes) for group in namespace.groups],
-            chunks=_chunks(namespace),
-            bytes=size,
-            engines=max(group.live for group in namespace.groups),
-            lookup_chunks=namespace.lookup_chunks,
-            hit_chunks=namespace.hit_chunks,
+def _namespaces(
+    namespaces: Iterable[Namespace], models: Iterable[Usage]
+) -> tuple[list[NamespaceStatus], NamespaceStatus | None]:
+    """One entry per model, the largest ones, and the sum of the others; namespaces: their first KV cache groups."""
+    sizes = sorted(((_bytes(each), each) for each in namespaces), key=lambda item: -item[0])
+    usages = {(each.tenant, each.model): each for each in models}
+    none = Usage("")
+    listed = []
+    for size, namespace in sizes[:_NAMESPACES]:
+        usage = usages.pop((namespace.tenant, namespace.model[:MOST_NAME]), none)  # the largest of the model has it
+        listed.append(
+            NamespaceStatus(
+                tenant=namespace.tenant,
+                model=namespace.model[:MOST_NAME],
+                world_size=namespace.world_size,
+                blocks_in_chunk=namespace.blocks_in_chunk,
+                chunk_tokens=namespace.chunk_tokens,
+                groups=[GroupStatus(group.reach, len(group.chunks), group.bytes) for group in namespace.groups],
+                chunks=_chunks(namespace),
+                bytes=size,
+                engines=_live(namespace),
+                lookup_chunks=namespace.lookup_chunks,
+                hit_chunks=namespace.hit_chunks,
+                asked_tokens=usage.asked_tokens,
+                found_tokens=usage.found_tokens,
+                reused_tokens=usage.reused_tokens,
+            )
         )
-        for size, namespace in heapq.nlargest(_NAMESPACES, sizes, key=lambda item: item[0])
-    ]
+    rest = sizes[_NAMESPACES:]
+    if not rest and not usages:
+        return listed, None
+    others = NamespaceStatus(
+        tenant=OTHERS,
+        model=OTHERS,
+        world_size=0,
+        blocks_in_chunk=0,
+        chunks=sum(_chunks(each) for _, each in rest),
+        bytes=sum(size for size, _ in rest),
+        engines=sum(_live(each) for _, each in rest),
+        lookup_chunks=sum(each.lookup_chunks for _, each in rest),
+        hit_chunks=sum(each.hit_chunks for _, each in rest),
+        asked_tokens=sum(each.asked_tokens for each in usages.values()),
+        found_tokens=sum(each.found_tokens for each in usages.values()),
+        reused_tokens=sum(each.reused_tokens for each in usages.values()),
+    )
+    return listed, others
+
+
+def _bytes(namespace: Namespace) -> int:
+    """The bytes of a model, given its first KV cache group."""
+    return sum(group.bytes for group in namespace.groups)
+
+
+def _live(namespace: Namespace) -> int:
+    """The registered instances of a model, given its first KV cache group."""
+    return max(group.live for group in namespace.groups)
 
 
 def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantStatus]:

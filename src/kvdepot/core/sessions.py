@@ -23,6 +23,7 @@ from kvdepot.core.leases import Leases
 from kvdepot.core.matching import Match, match
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.core.usage import Usages
 from kvdepot.core.waiting import WaitingLookups
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
@@ -44,6 +45,7 @@ class Sessions:
         tiering: Tiering,
         counters: Counters,
         ceiling: InfiniteCache,
+        usages: Usages,
         leases: Leases,
     ) -> None:
         self._config = config
@@ -51,14 +53,13 @@ class Sessions:
         self._tiering = tiering
         self._counters = counters
         self._ceiling = ceiling
+        self._usages = usages
         self._leases = leases
         self._spared = index.accounts.spared
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._waiting = WaitingLookups()  # for stores
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
         self._keepers: dict[str, Client] = {}  # by tenant: the internal client that looks up what its leases are for
-        self.asked_tokens = 0  # in the whole chunks of prompts that engines looked up
-        self.retrieved_tokens = 0  # by ended sessions, on all ranks
 
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests>"
@@ -82,7 +83,6 @@ class Sessions:
             pending.asker.model, pending.asker.is_engine = request.model, True
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
-            self.asked_tokens += len(request.hashes) // HASH_BYTES * self._tokens(request)
             for namespace in namespaces:
                 namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
         return [*actions, *self._reply_or_wait(pending, namespaces, pins, now)]
@@ -189,15 +189,15 @@ class Sessions:
 
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: object
-        if not pending.by_hand:
-            # Count a lookup together with its hits, so that both fall into the same window.
-            self._ceiling.count(pending.lookup.hashes)
+        lookup, found = pending.lookup, 0
         try:
             value = self._answer(pending, namespaces, pins, matched)
+            found = matched
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
-                for namespace in namespaces:
+                for namespace, pin in zip(namespaces, pins, strict=True):
                     namespace.hit_chunks += matched
+                    self._index.count_hit(pin)
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(pending))
@@ -206,7 +206,20 @@ class Sessions:
             if log.isEnabledFor(logging.DEBUG):
                 chunks = len(pending.lookup.hashes) // HASH_BYTES
                 log.debug("found %d of %d chunks", matched, chunks, extra=_about(pending))
+        if not pending.by_hand:
+            self._count_tokens(pending.asker.tenant, lookup, found)
         return Reply(pending.asker.identity, pending.number, value)
+
+    def _count_tokens(self, tenant: str, lookup: wire.Lookup, found: int) -> None:
+        """Count a lookup together with what it found, in chunks, so that both fall into the same window."""
+        tokens = self._tokens(lookup)
+        self._ceiling.count(lookup.hashes, tokens)
+        asked, found = len(lookup.hashes) // HASH_BYTES * tokens, found * tokens
+        if found:
+            self._usages.hit_tokens.count(found)
+        if lookup.reports:
+            asked = found = 0  # counted at the end of the session
+        self._usages.count(tenant, lookup.model, asked, found)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a pending lookup without pinning anything."""
@@ -271,7 +284,9 @@ class Sessions:
         client.pins -= session.parts
         # Only retrieves that name their request count here; vLLM's connector reports its savings itself.
         retrieved = min(session.retrieved // session.readers, session.parts)
-        self.retrieved_tokens += session.tokens * retrieved // session.parts
+        if retrieved:
+            tokens = session.tokens * retrieved // session.parts
+            self._usages.count(client.tenant, session.model, reused=tokens)
         sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
         if not sessions:

@@ -34,6 +34,16 @@ class Counted(NamedTuple):
     severity: str = ""
     is_event: bool = False
 
+    @property
+    def series(self) -> str:
+        """Its name in Prometheus, without prefix and `_total`. It tells the unit: of what is counted in shards, what
+        `name` calls chunks are shards; of objects and files, `name` is only what happened to them."""
+        if self.unit == "shards":
+            return self.name.removesuffix("_chunks") + "_shards" * self.name.endswith("_chunks")
+        if self.unit in ("objects", "files"):
+            return f"{self.name}_{self.unit}"
+        return self.name
+
 
 _MEMORY, _REQUESTS, _EVENTS = "Memory", "Requests", "KV events"
 

@@ -89,8 +89,8 @@ def _session_key(arena_secret: bytes, liveness_secret: bytes, terms: _Terms) -> 
 class Offer:
     """The client's side of one handshake."""
 
-    def __init__(self, liveness: str, liveness_secret: bytes, is_sealed: bool) -> None:
-        self.hello = wire.Hello(wire.VERSION, liveness, os.urandom(_NONCE_BYTES), is_sealed)
+    def __init__(self, liveness: str, liveness_secret: bytes, is_sealed: bool, engine: str = "") -> None:
+        self.hello = wire.Hello(wire.VERSION, liveness, os.urandom(_NONCE_BYTES), is_sealed, engine)
         self._liveness_secret = liveness_secret
 
     def accept(self, proof: wire.Proof, boot: bytes, arena_secret: bytes) -> tuple[wire.Prove, Seal | None]:
@@ -114,6 +114,7 @@ class Challenge:
 
     def __init__(self, hello: wire.Hello, boot: bytes, arena: str, arena_secret: bytes) -> None:
         self.liveness = hello.liveness
+        self.engine = hello.engine
         self._secret = arena_secret
         nonce = os.urandom(_NONCE_BYTES)
         self._terms = terms = _Terms(hello.version, boot, arena, hello.liveness, hello.nonce, nonce, hello.sealed)

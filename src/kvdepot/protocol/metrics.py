@@ -13,12 +13,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["BOUNDS_S", "Event", "Journal", "Latencies", "Latency", "percentile"]
+__all__ = ["BOUNDS_S", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 """Upper bounds of the latency buckets, inclusive; one more bucket holds the rest."""
+INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "Status"})
+"""Requests of the protocol itself and of who watches the server. Nobody's prompt waits for them, so they have no
+latencies."""
 _MOST_EVENTS = 100
 _MOST_TEXT = 200
 
@@ -45,11 +48,13 @@ class Latencies:
         return f"<Latencies of {sum(kind.count for kind in self._kinds.values())} requests>"
 
     def begin(self, client: bytes, number: bytes, kind: str, now: float) -> None:
-        """A request was received."""
+        """A request was received. Those that are INTERNAL are not counted."""
+        if kind in INTERNAL:
+            return
         self._asked.setdefault(client, {})[number] = kind, now
 
     def end(self, client: bytes, number: bytes, failed: bool, now: float) -> None:
-        """It was answered. Requests that never began (those that could not be decoded) are not counted."""
+        """It was answered. Requests that never began (INTERNAL, or not decoded) are not counted."""
         asked = self._asked.get(client, {})
         kind, began = asked.pop(number, ("", 0.0))
         if not asked:  # otherwise clients that never complete the handshake would stay forever

@@ -15,9 +15,11 @@ from kvdepot.protocol.quotas import Quota
 
 __all__ = [
     "MOST_NAME",
+    "OTHERS",
     "Device",
     "Engine",
     "GroupStatus",
+    "Histogram",
     "HitRate",
     "Loss",
     "NamespaceStatus",
@@ -26,21 +28,73 @@ __all__ = [
     "Status",
     "TenantStatus",
     "TierStatus",
+    "TokenCounts",
+    "Usage",
     "read",
 ]
 
+OTHERS = "others"
+"""The name under which `usage`, `model_usage` and `other_namespaces` have the sum of those that they do not list."""
 MOST_NAME = 256
 """Maximum length of a model name in `namespaces`; longer names are cut."""
 
 
+class TokenCounts(msgspec.Struct, frozen=True):
+    """Prompt tokens since the start. They only increase, so those of several servers can be added up.
+
+    asked: in prompts that engines looked up. found: of those, in the depot, whether or not the engine had them too.
+    reused: that engines loaded instead of computing them. bound: that an infinite cache would have found, an estimate;
+    None if the server cannot estimate it.
+    """
+
+    asked: int = 0
+    found: int = 0
+    reused: int = 0
+    bound: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
+
+    model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
+    for more. Who has an entry keeps it, so that no number ever falls.
+    """
+
+    tenant: str
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    reused_tokens: int = 0
+    model: str = ""
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """How often a value was in which range, since the start.
+
+    unit: of the values and of `sum`, their sum. bounds: upper bounds of the buckets, inclusive, increasing. counts: of
+    each bucket alone; one more than bounds, for values above the last.
+    """
+
+    name: str
+    unit: str
+    bounds: list[float]
+    counts: list[int]
+    sum: float = 0.0
+
+
 class Reuse(msgspec.Struct, frozen=True):
     """For one window: prompt tokens that engines looked up, tokens that they loaded instead of computing them, and the
-    ratio. Engines do not load what is in their own caches. Defined in kvdepot.core.reuse."""
+    ratio. Engines do not load what is in their own caches. Defined in kvdepot.core.reuse.
+
+    found_tokens, bound_tokens: of the tokens looked up, those in the depot, and those that an infinite cache would have
+    had; see `TokenCounts`.
+    """
 
     window_s: float
     asked_tokens: int
     reused_tokens: int
     rate: float
+    found_tokens: int = 0
+    bound_tokens: int | None = None
 
 
 class HitRate(msgspec.Struct, frozen=True):
@@ -94,6 +148,8 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     """Chunks of one model, parallel shape and layout, whose bytes are interchangeable.
 
     chunk_tokens: tokens per chunk. chunks: of the KV cache group that has most of them. groups: all of them.
+    asked_tokens, found_tokens, reused_tokens: of all lookups of this tenant and model, see `TokenCounts`. Of several
+    namespaces of one model the largest has them and the others have 0, so that they can be added up.
     """
 
     tenant: str
@@ -107,6 +163,9 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     hit_chunks: int = 0
     chunk_tokens: int = 0
     groups: list[GroupStatus] = []
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    reused_tokens: int = 0
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
@@ -137,9 +196,13 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them.
+    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them. free_bytes: of its
+    file system; None if it has none or has not reported it.
 
     error: the last error, empty if there was none; error_s: seconds since then.
+    saves, loads: calls in progress, each of which moves up to 16 shards.
+    histograms: of such calls `load_seconds`, `save_seconds`, `load_bytes_per_second` and `save_bytes_per_second`, with
+    compression and checksums, without the wait for a thread.
     """
 
     name: str
@@ -153,6 +216,9 @@ class TierStatus(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     error: str = ""
     error_s: float | None = None
+    loads: int = 0
+    histograms: list[Histogram] = []
+    free_bytes: int | None = None
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -193,6 +259,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
     unreachable: why no new client can connect although the server works; empty if they can.
+    tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
+    other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
+    histograms: `hit_tokens` (tokens that a lookup found, if any), `eviction_age_seconds` and `eviction_idle_seconds`
+    (of evicted chunks, since they were computed and since they were last used), `reuse_after_seconds` (since a chunk's
+    last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
+    Of evictions, one in sixteen is counted. holds_s: how long chunks that nobody used stayed in memory, the median of
+    the last 4,096 evictions; None if nothing was evicted since the start.
+    host: name of the server's host.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
     """
 
@@ -238,6 +312,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Device] = []
     counters: dict[str, int] = {}
     events: list[Event] = []
+    host: str = ""
+    tokens: TokenCounts = TokenCounts()
+    usage: list[Usage] = []
+    model_usage: list[Usage] = []
+    other_namespaces: NamespaceStatus | None = None
+    histograms: list[Histogram] = []
+    holds_s: float | None = None
 
 
 def read(value: object) -> Status:

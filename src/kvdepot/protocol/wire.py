@@ -26,8 +26,10 @@ from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.quotas import Quota
 
 __all__ = [
+    "NOTHING_ASKED",
     "VERSION",
     "Answer",
+    "Asked",
     "ChunkSize",
     "Clear",
     "Count",
@@ -39,10 +41,12 @@ __all__ = [
     "Forget",
     "Group",
     "Hello",
+    "Inspect",
     "Lease",
     "Leases",
     "Lookup",
     "Noop",
+    "Prefixes",
     "Proof",
     "Prove",
     "Register",
@@ -84,17 +88,21 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 class Hello(_Message, frozen=True):
     """First message. liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes.
 
-    sealed: whether messages after `Welcome` are sealed. Answer: `Proof` fields as a list. The version stays the
-    first field in every version of the protocol.
+    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log
+    and journal only. Answer: `Proof` fields as a list. The version stays the first field in every version of the
+    protocol.
     """
 
     version: int
     liveness: str
     nonce: bytes = b""
     sealed: bool = False
+    engine: str = ""
 
     def __repr__(self) -> str:
-        return f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed})"
+        return (
+            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
+        )
 
 
 class Prove(_Message, frozen=True):
@@ -157,6 +165,7 @@ class Lookup(_Message, frozen=True):
     blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
     chained: the hashes are a chain from the prompt's start. salt: as in Shards. The answer may take half a second while
     chunks of the prompt are being stored, and with tiers up to `Welcome.lookup_s` in addition.
+    reports: `EndSession.asked` will say which tokens this was for, so they are not counted as asked and found here.
     """
 
     model: str
@@ -168,6 +177,7 @@ class Lookup(_Message, frozen=True):
     chained: bool = False
     salt: bytes = b""
     chunk_tokens: int = 0
+    reports: bool = False
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -211,16 +221,34 @@ class Retrieve(_Message, frozen=True):
     unpins: bool = True
 
 
+class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
+
+    tokens: those that it did not have in its own cache. found: of these, in the depot. own: those in its own cache,
+    within the chunks that were looked up.
+    """
+
+    tokens: int = 0
+    found: int = 0
+    own: int = 0
+
+
+NOTHING_ASKED = Asked()
+
+
 class EndSession(_Message, frozen=True):
     """Release what `request` still pins. Answer: None.
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves.
+    model: whose tokens they are; empty: the model of the client's last lookup. asked: since the last EndSession.
     """
 
     request: str
     saved_tokens: int = 0
     saved_s: float = 0.0
+    model: str = ""
+    asked: Asked = NOTHING_ASKED
 
 
 class ChunkSize(_Message, frozen=True):
@@ -310,6 +338,30 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
+class Prefixes(_Message, frozen=True):
+    """Ask which prompts are in memory, as families of those that begin with the same chunk.
+
+    Answer: a list of prefixes.Prefix: at most `most` families of models whose name has this prefix (empty: all), those
+    with the most of `sort` (one of prefixes.SORTS) first; of the client's tenant only, if it has one.
+    """
+
+    model: str = ""
+    sort: str = "hits"
+    most: int = 20
+
+
+class Inspect(_Message, frozen=True):
+    """Ask where chunks are: those with these hashes, or the one whose hash begins with `end` and all before it.
+
+    Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
+    has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
+    """
+
+    model: str = ""
+    hashes: bytes = b""
+    end: bytes = b""
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -359,6 +411,8 @@ Request: TypeAlias = (
     | Leases
     | Forget
     | Count
+    | Prefixes
+    | Inspect
     | Describe
     | SetQuota
     | Status

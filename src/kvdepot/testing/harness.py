@@ -188,17 +188,17 @@ class Harness:
         self.deliver(identity, wire.encode_request(number, request))
         return identity, number.to_bytes(wire.ID_BYTES, "little")
 
-    def hello(self, identity: bytes = b"one", user: str = "") -> bytes:
+    def hello(self, identity: bytes = b"one", user: str = "", engine: str = "") -> bytes:
         """Run a client's handshake, with its liveness file or a new one. Raises the error that the server replies.
 
-        user: the user whose key its connection has.
+        user: the user whose key its connection has. engine: the one that it says it belongs to.
         """
         self.users[identity] = user
         liveness = self.liveness_files.get(identity)
         if liveness is None:
             liveness = self.liveness_files[identity] = PlainLiveness(f"liveness {next(self._numbers)} of {identity!r}")
         try:
-            offer = Offer(liveness.name, liveness.secret, is_sealed=False)
+            offer = Offer(liveness.name, liveness.secret, False, engine)
             proof = self._asked(identity, offer.hello)
             assert isinstance(proof, wire.Proof), f"{proof!r} is no proof"
             prove, _ = offer.accept(proof, self.boot, self.arena_name.secret)

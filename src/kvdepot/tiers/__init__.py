@@ -88,6 +88,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Counters since the start, e.g. `evicted`, `quarantined`."""
     owners: dict[str, int] = {}
     """Bytes of each owner with a quota (tiers/rules.py), if the tier enforces quotas."""
+    free_bytes: int | None = None
+    """What the tier can still take from a file system that it shares with others."""
 
 
 class Tier(Protocol):

@@ -7,6 +7,7 @@ checksum match.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -193,16 +194,21 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """For each part of the Load: the header if the shard is in the arena, intact; otherwise why it is not."""
+    """For each part of the Load: the header if the shard is in the arena, intact; otherwise why it is not.
+
+    took_s: of the call, with decoding and checksums; 0: not measured.
+    """
 
     shards: list[Header | NotLoaded]
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """For each part of the Save: whether the tier has the shard now."""
+    """For each part of the Save: whether the tier has the shard now. took_s: see `Loaded`."""
 
     kept: list[bool]
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +343,7 @@ class TierWorker:
     def _run(self, heads: Bytes, saves: bool) -> None:
         while (tier_task := self._next(saves)) is not None:
             outcome: TierOutcome
+            began = time.monotonic()
             try:
                 outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._clock())
             except KVDepotError as exc:
@@ -348,6 +355,8 @@ class TierWorker:
                 said = f"{type(exc).__name__}: {self._config.redact(exc)} ({where})"
                 log.error("tier %s: %s failed: %s", self._config.name, type(tier_task).__name__, said)
                 outcome = InternalError(f"{type(tier_task).__name__}: {type(exc).__name__}")
+            if isinstance(outcome, Loaded | Saved):
+                outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task.token, outcome)
 
     def _clock(self) -> Clock:

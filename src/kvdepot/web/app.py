@@ -1,8 +1,9 @@
 """The HTTP endpoints. OpenAPI is generated from the types in this module.
 
 __main__.py creates the application; uvicorn runs it on the web process's event loop. Requests that read are answered
-from poll.py's last result; requests that change something ask the server, on threads, a few at a time. Every error has
-the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
+from poll.py's last result, except those for prefixes (prefixes.py); requests that change something ask the server, on
+threads, a few at a time. Every error has the form `{"code", "message"}`, with a code of errors.py; one table has the
+HTTP status of each code.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, Receipt, Sum
 from kvdepot.protocol.metrics import Event
+from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
+from kvdepot.web.fleet import Fleet, FleetNow
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll
+from kvdepot.web.prefixes import Prefixes
 from kvdepot.web.prometheus import StatusCollector
 from kvdepot.web.turns import Short, StatusNow, Turns
 
@@ -269,10 +273,34 @@ def leases(state: State) -> LeasesNow:
     return LeasesNow(now.leases, now.lease_sums)
 
 
+_Most = Annotated[int, Parameter(ge=1, le=MOST_PREFIXES, description="How many to list.")]
+_Model = Annotated[
+    str, Parameter(max_length=wire.MAX_REQUEST_ID, description="Only models whose name begins with this.")
+]
+_Sort = Annotated[
+    Literal["hits", "bytes", "tokens", "idle"],
+    Parameter(description="What to sort by, the highest first; `idle`: seconds since a lookup found some of it."),
+]
+
+
+@get("/v1/prefixes", responses=_says(400, 401, 429, 500, 503, 504), sync_to_thread=True)
+def prefixes(state: State, most: _Most = 20, model: _Model = "", sort: _Sort = "hits") -> list[Prefix]:
+    """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
+    known: Prefixes = state.prefixes
+    return known.get(model, sort, most)
+
+
 @get("/v1/events", responses=_READ, sync_to_thread=False)
 def events(state: State) -> list[Event]:
     """Recent events, oldest first."""
     return _poll(state).latest().status.events
+
+
+@get("/v1/fleet", responses=_READ, sync_to_thread=True)
+def fleet(state: State) -> FleetNow:
+    """This depot and those of the setting `fleet`: state, load and sums, some seconds old at most."""
+    everyone: Fleet = state.fleet
+    return everyone.now(state.turns.judged)
 
 
 @get("/v1/config", responses=_says(401), sync_to_thread=False)
@@ -353,13 +381,26 @@ def release(state: State, data: JSONBody[ReleaseRequest]) -> Released:
         return Released(removed_chunks=admin.drop(client, _prompt(_poll(state), data), data.keep))
 
 
-@post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
-    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
+def _refuse_odd(data: ForgetRequest) -> None:
+    """Raises BadRequest."""
     if data.all and (data.model or data.salt):
         raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
         raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
+
+
+@post("/v1/forget/preview", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def preview(state: State, data: JSONBody[ForgetRequest]) -> admin.Preview:
+    """What `/v1/forget` would remove: chunks and bytes in memory, and the most that it could from each tier."""
+    _refuse_odd(data)
+    with _change(state):
+        return admin.preview(_poll(state).client, data.model, data.salt)
+
+
+@post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
+    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
+    _refuse_odd(data)
     with _change(state):
         said = admin.forget(_poll(state).client, data.model, data.salt)
         if left := admin.not_forgotten(said):
@@ -460,8 +501,8 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     pages = _read_page()
     app = Litestar(
         [
-            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, events, config,
-            warm, pin, unpin, lease, release, forget, quota, front, page,
+            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, fleet,
+            config, warm, pin, unpin, lease, release, preview, forget, quota, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
         logging_config=None,
@@ -480,6 +521,9 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
             {
                 "poll": poll,
                 "turns": turns,
+                # The token that the server made for itself is for nobody else.
+                "fleet": Fleet(settings["fleet"], token if settings["http_token_file"] else ""),
+                "prefixes": Prefixes(poll.client),
                 "settings": settings,
                 "registry": registry,
                 "page": pages,

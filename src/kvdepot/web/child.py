@@ -138,7 +138,7 @@ class Child:
         if self._stopping.wait(_GRACE_S):
             return
         if missing := missing_packages():
-            log.info("HTTP is disabled: %s is missing; %s, or set --http off", missing[0], install.advice("web"))
+            log.info("HTTP is disabled: %s is missing; %s, or set --http off", missing[0], install.advice())
             return
         listener = self._listen()
         if listener is None:

@@ -25,7 +25,7 @@ _SPARE = 64
 """The oldest points are dropped together, once there are this many too many."""
 _MOST_SERIES = 64
 _NAN = float("nan")
-_EXACT = frozenset({"saved_tokens", "saved_prefill_s", "boot"})
+_EXACT = frozenset({"asked_tokens", "saved_tokens", "saved_prefill_s", "saved_requests", "boot"})
 """Series that are never rounded, and of which a point of ten seconds has the latest value, not the mean: the boot, and
 its counters, which must not fall, because that looks like a restart."""
 _BOOT_DIGITS = 12
@@ -87,6 +87,17 @@ class History:
                 self._tens.add(time_s, {name: _mean(name, self._ten) for name in names})
                 self._ten.clear()
 
+    def total(self, name: str, range_s: float) -> float:
+        """The sum of a series of rates over the last `range_s` seconds (15 minutes at most)."""
+        with self._lock:
+            times, column = self._seconds.times, self._seconds.columns.get(name)
+            if column is None or not times:
+                return 0.0
+            first = max(bisect_left(times, times[-1] - range_s), 1)
+            return sum(
+                column[i] * (times[i] - times[i - 1]) for i in range(first, len(times)) if not math.isnan(column[i])
+            )
+
     def figures(self) -> Figures:
         """All points: those of ten seconds for times before the first second, then those of seconds."""
         with self._lock:
@@ -125,8 +136,10 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
         "boot": boot_number(now.boot),
         "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
         "ceiling": window.ceiling if window is not None and window.chunks else _NAN,
+        "asked_tokens": float(now.asked_tokens),
         "saved_tokens": float(now.saved.tokens),
         "saved_prefill_s": now.saved.prefill_s,
+        "saved_requests": float(_requests_that_saved(now)),
         "used_bytes": float(now.used_bytes),
     }
     for tier in now.tiers:
@@ -147,6 +160,11 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
         for share in (0.5, 0.99):
             point[f"{kind.lower()}_p{share * 100:.0f}_s"] = percentile(buckets, share)
     return point
+
+
+def _requests_that_saved(status: Status) -> int:
+    """Requests that did not have to compute some of their prompt; 0 if the server does not count them."""
+    return sum(sum(each.counts) for each in status.histograms if each.name == "saved_seconds")
 
 
 def _since(before: Sequence[Latency], now: Sequence[Latency], kind: str) -> list[int]:

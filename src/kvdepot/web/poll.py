@@ -1,7 +1,7 @@
 """The web process's client: polls the server's status once a second, and keeps the last answer.
 
 It has a thread of its own; the event loop reads its results, and can be notified of new ones. Invariant: an HTTP
-request that only reads never causes a request to the server.
+request that only reads never causes a request to the server, except for prefixes (prefixes.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Called by app.py for each scrape. Values are those of the status, unchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,16 +23,41 @@ from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.leases import KINDS, Sum
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import Device, NamespaceStatus, Status, TenantStatus, TierStatus
+from kvdepot.protocol.status import (
+    OTHERS,
+    Device,
+    Histogram,
+    Status,
+    TenantStatus,
+    TierStatus,
+    Usage,
+)
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
 
-_NO_EVENTS = {counted.name: 0 for counted in TIER}
-"""Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase."""
 _LEASES = MOST_QUOTAS * len(KINDS)
 _NAMESPACES = 50
-"""Only the largest namespaces have metrics; the layouts of one model and shape count together."""
+"""The largest namespaces have metrics of their own, the others are summed. The layouts of one model and shape count
+together."""
+_TOKENS = {
+    "asked": "Tokens of prompts that engines looked up and did not have in their own caches.",
+    "found": "Of the tokens asked for, those in the depot.",
+    "reused": "Tokens that engines loaded instead of computing them.",
+}
+_BOUND = "Of the tokens asked for, those that an infinite cache would have had (estimated)."
+_HISTOGRAMS = {
+    "hit_tokens": "Tokens that a lookup found, if any.",
+    "eviction_age_seconds": "Since evicted chunks were computed. One eviction in 16 is counted.",
+    "eviction_idle_seconds": "Since evicted chunks were last used. One eviction in 16 is counted.",
+    "reuse_after_seconds": "Since the last use of a prompt's last chunk, when it is used again.",
+    "saved_seconds": "Prefill time that a request saved, if any.",
+    "load_seconds": "Duration of a call that loads up to 16 shards from a tier.",
+    "save_seconds": "Duration of a call that saves up to 16 shards in a tier.",
+    "load_bytes_per_second": "Throughput of a call that loads from a tier.",
+    "save_bytes_per_second": "Throughput of a call that saves in a tier.",
+}
+"""Help texts by name; those of tiers have the prefix `tier_`."""
 _GAUGES = {
     "uptime_s": ("uptime_seconds", "Time since the server started serving."),
     "capacity_bytes": ("memory_capacity_bytes", "Size of the arena."),
@@ -78,13 +104,24 @@ class StatusCollector(Collector):
 
 def families(status: Status) -> Iterator[Metric]:
     """All metrics of one status."""
-    yield InfoMetricFamily("kvdepot", "The server.", {"version": status.version, "boot": status.boot})
+    yield InfoMetricFamily(
+        "kvdepot", "The server.", {"version": status.version, "boot": status.boot, "host": status.host}
+    )
     for field, (name, meaning) in _GAUGES.items():
         yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
+    if status.holds_s is not None:
+        yield GaugeMetricFamily(
+            "kvdepot_memory_holds_seconds",
+            "How long chunks that nobody used stayed in memory, lately.",
+            status.holds_s,
+        )
     yield from _counters(status)
-    yield from _hit_rates(status)
     yield from _latencies(status)
-    yield from _namespaces(status.namespaces)
+    for histogram in status.histograms:
+        yield _histogram(f"kvdepot_{histogram.name}", {"": histogram})
+    yield from _namespaces(status)
+    yield from _usages("model", status.model_usage)
+    yield from _usages("tenant", status.usage)
     yield from _tenants(status.tenants)
     yield from _leases(status.lease_sums)
     yield from _tiers(status.tiers)
@@ -95,8 +132,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     totals = {
         "stored_bytes": ("Bytes stored.", status.stored_bytes),
         "retrieved_bytes": ("Bytes retrieved.", status.retrieved_bytes),
-        "asked_tokens": ("Tokens of prompts that engines looked up, in whole chunks.", status.asked_tokens),
-        "saved_tokens": ("Tokens that engines loaded instead of computing them.", status.saved.tokens),
+        **{f"{name}_tokens": (meaning, getattr(status.tokens, name)) for name, meaning in _TOKENS.items()},
         "saved_prefill_seconds": ("Prefill time that engines saved.", status.saved.prefill_s),
     }
     refused = CounterMetricFamily("kvdepot_refused", "Refusals by limits or keys.", labels=["what"])
@@ -105,39 +141,12 @@ def _counters(status: Status) -> Iterator[Metric]:
         if what := refusal(counted):
             refused.add_metric([what], count)
         else:
-            totals[counted.name] = counted.meaning, count
+            totals[counted.series] = counted.meaning, count
+    if status.tokens.bound is not None:
+        totals["bound_tokens"] = _BOUND, status.tokens.bound
     for name, (meaning, value) in totals.items():
         yield CounterMetricFamily(f"kvdepot_{name}", meaning, value)
     yield refused
-
-
-def _hit_rates(status: Status) -> Iterator[Metric]:
-    reuse = GaugeMetricFamily(
-        "kvdepot_reuse_ratio",
-        "Tokens that engines loaded, beyond their own caches, over prompt tokens looked up.",
-        labels=["window_seconds"],
-    )
-    for each in status.reuse:
-        if each.asked_tokens:
-            reuse.add_metric([f"{each.window_s:g}"], each.rate)
-    yield reuse
-    rate = GaugeMetricFamily(
-        "kvdepot_hit_ratio",
-        "Share of looked-up chunks that were in the depot, whether or not the engine had them too.",
-        labels=["window_seconds"],
-    )
-    ceiling = GaugeMetricFamily(
-        "kvdepot_hit_ratio_ceiling",
-        "Upper bound: the hit rate of an infinite cache.",
-        labels=["window_seconds"],
-    )
-    for window in status.hit_rates:
-        if not window.chunks:  # without lookups there is no hit rate
-            continue
-        rate.add_metric([f"{window.window_s:g}"], window.hit_rate)
-        ceiling.add_metric([f"{window.window_s:g}"], window.ceiling)
-    yield rate
-    yield ceiling
 
 
 def _latencies(status: Status) -> Iterator[Metric]:
@@ -157,7 +166,22 @@ def _latencies(status: Status) -> Iterator[Metric]:
     yield failed
 
 
-def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
+def _histogram(name: str, by_tier: dict[str, Histogram]) -> Metric:
+    """One family, by tier; with the key "", of the server."""
+    labels = [] if "" in by_tier else ["tier"]
+    bare = name.removeprefix("kvdepot_").removeprefix("tier_")
+    family = HistogramMetricFamily(name, _HISTOGRAMS[bare], labels=labels)
+    for tier, histogram in by_tier.items():
+        below = 0
+        buckets = []
+        for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
+            below += count
+            buckets.append(("+Inf" if bound is None else f"{bound:g}", below))
+        family.add_metric([tier] if labels else [], buckets, histogram.sum)
+    return family
+
+
+def _namespaces(status: Status) -> Iterator[Metric]:
     labels = ["tenant", "model", "world_size", "blocks_in_chunk"]
     gauges = {
         "chunks": GaugeMetricFamily("kvdepot_namespace_chunks", "Chunks in memory.", labels=labels),
@@ -166,24 +190,36 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
             "kvdepot_namespace_engines", "Workers registered in the namespace.", labels=labels
         ),
     }
-    counters = {
-        "lookup_chunks": CounterMetricFamily("kvdepot_namespace_lookup_chunks", "Chunks looked up.", labels=labels),
-        "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks found.", labels=labels),
-    }
-    # Namespaces that differ only in layout are one series. They are summed before the smallest are dropped; otherwise
-    # a layout that moves in and out of the largest would make counters fall.
-    sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys((*gauges, *counters), 0))
-    for namespace in namespaces:
-        values = sums[namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)]
-        for name in values:
-            values[name] += getattr(namespace, name)
-    for names, values in sorted(sums.items(), key=lambda each: -each[1]["bytes"])[:_NAMESPACES]:
+    # Namespaces that differ only in layout are one series. They are summed before the smallest are told as one.
+    sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys(gauges, 0))
+
+    def add(names: tuple[str, ...], values: Callable[[str], int]) -> None:
+        for name in gauges:
+            sums[names][name] += values(name)
+
+    for namespace in status.namespaces:
+        shape = namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)
+        add(shape, partial(getattr, namespace))
+    ranked = sorted(sums, key=lambda names: -sums[names]["bytes"])
+    others = OTHERS, OTHERS, "", ""
+    for smaller in ranked[_NAMESPACES:]:
+        add(others, sums.pop(smaller).__getitem__)
+    if status.other_namespaces is not None:
+        add(others, partial(getattr, status.other_namespaces))
+    for series, values in sums.items():
         for name, gauge in gauges.items():
-            gauge.add_metric(list(names), values[name])
-        for name, counter in counters.items():
-            counter.add_metric(list(names), values[name])
+            gauge.add_metric(list(series), values[name])
     yield from gauges.values()
-    yield from counters.values()
+
+
+def _usages(by: str, usages: Sequence[Usage]) -> Iterator[Metric]:
+    """Tokens by tenant and model, or by tenant; there are at most as many as core/usage.py keeps apart."""
+    labels = ["tenant", "model"] if by == "model" else ["tenant"]
+    for name, meaning in _TOKENS.items():
+        family = CounterMetricFamily(f"kvdepot_{by}_{name}_tokens", meaning, labels=labels)
+        for usage in usages:
+            family.add_metric([getattr(usage, label) for label in labels], getattr(usage, f"{name}_tokens"))
+        yield family
 
 
 def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
@@ -202,7 +238,7 @@ def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
             "kvdepot_tenant_evicted_chunks", "Chunks of a tenant evicted from memory.", labels=["tenant"]
         ),
         "capped_chunks": CounterMetricFamily(
-            "kvdepot_tenant_capped_chunks", "Shards not stored because of a tenant's cap.", labels=["tenant"]
+            "kvdepot_tenant_capped_shards", "Shards not stored because of a tenant's cap.", labels=["tenant"]
         ),
     }
     for tenant in tenants:
@@ -246,24 +282,44 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
         "objects": GaugeMetricFamily("kvdepot_tier_objects", "Objects in a tier.", labels=["tier"]),
         "bytes": GaugeMetricFamily("kvdepot_tier_bytes", "Bytes in a tier.", labels=["tier"]),
         "capacity_bytes": GaugeMetricFamily("kvdepot_tier_capacity_bytes", "Capacity of a tier.", labels=["tier"]),
+        "free_bytes": GaugeMetricFamily(
+            "kvdepot_tier_free_bytes", "Bytes that a tier's file system has free.", labels=["tier"]
+        ),
         "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes waiting to be saved.", labels=["tier"]),
-        "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards being saved.", labels=["tier"]),
+        "saves": GaugeMetricFamily(
+            "kvdepot_tier_saves", "Calls in progress that save up to 16 shards each.", labels=["tier"]
+        ),
+        "loads": GaugeMetricFamily(
+            "kvdepot_tier_loads", "Calls in progress that load up to 16 shards each.", labels=["tier"]
+        ),
     }
-    events = CounterMetricFamily(
-        "kvdepot_tier_events",
-        "The counters of a tier, by name.",
-        labels=["tier", "event"],
+    # Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase.
+    counters = {
+        counted.name: CounterMetricFamily(f"kvdepot_tier_{counted.series}", counted.meaning, labels=["tier"])
+        for counted in TIER
+    }
+    own = CounterMetricFamily(
+        "kvdepot_tier_events", "Counters of a store that this version does not know.", labels=["tier", "event"]
     )
+    histograms: dict[str, dict[str, Histogram]] = {}
     for tier in tiers:
         up.add_metric([tier.name], float(tier.state == "up"))
         for name, gauge in gauges.items():
             if (value := getattr(tier, name)) is not None:
                 gauge.add_metric([tier.name], value)
-        for event, count in {**_NO_EVENTS, **tier.counters}.items():
-            events.add_metric([tier.name, event], count)
+        for name, counter in counters.items():
+            counter.add_metric([tier.name], tier.counters.get(name, 0))
+        for event in sorted(tier.counters.keys() - counters.keys()):
+            own.add_metric([tier.name, event], tier.counters[event])
+        for histogram in tier.histograms:
+            histograms.setdefault(histogram.name, {})[tier.name] = histogram
     yield up
     yield from gauges.values()
-    yield events
+    yield from counters.values()
+    if own.samples:
+        yield own
+    for name, by_tier in histograms.items():
+        yield _histogram(f"kvdepot_tier_{name}", by_tier)
 
 
 def _devices(devices: Sequence[Device]) -> Iterator[Metric]:

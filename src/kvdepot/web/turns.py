@@ -16,6 +16,7 @@ import msgspec
 
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import losses
+from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.status import Loss, Status
 from kvdepot.web.guard import App, Receive, Scope, Send
 from kvdepot.web.poll import STALE_S, Poll
@@ -31,12 +32,13 @@ _AFTER = re.compile(rb"after=(\d{1,18})")
 class StatusNow(Status, frozen=True, kw_only=True):
     """The server's status, with the number of the turn and what is wrong.
 
-    turn: for the parameter `after`. trouble: the error of `/healthz`; empty if healthy. losses: evictions, failures and
-    refusals, as text.
+    turn: for the parameter `after`. trouble: the error of `/healthz`; empty if healthy. health: the same and all other
+    problems, with what to do. losses: evictions, failures and refusals, as text.
     """
 
     turn: int
     trouble: str
+    health: Health
     losses: list[Loss]
 
 
@@ -58,10 +60,16 @@ class Turns:
     def now(self) -> StatusNow:
         """The current status. Raises Unavailable if it is too old."""
         number = self._poll.turn.number  # read first: a reader may then get a turn twice, but never misses one
-        status = self._poll.latest().status
+        status, health = self.judged()
         return StatusNow(
-            **msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble(), losses=losses(status)
-        )
+            **msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble(), health=health,
+            losses=losses(status),
+        )  # fmt: skip
+
+    def judged(self) -> tuple[Status, Health]:
+        """The current status and its health, on any thread. Raises Unavailable if it is too old."""
+        status = self._poll.latest().status
+        return status, judge(status, self._poll.trouble(), self._poll.history.total("dropped_chunks_s", RECENT_S))
 
     def encoded(self) -> bytes:
         """`now` as JSON. Raises Unavailable."""

@@ -25,6 +25,7 @@ from kvdepot.tiers.format import Facts
 
 if TYPE_CHECKING:
     from kvdepot.core.index.accounts import Account
+    from kvdepot.core.index.families import Family
 
 __all__ = [
     "TRANSITIONS",
@@ -188,12 +189,16 @@ class Chunk(Victim, gc=False, kw_only=True):
 
     namespace: Namespace
     parent: Chunk | None = None
+    family: Family | None = None
+    """All prompts that begin with the same chunk as its own; None: it is in no chain, or is not in the index."""
     salt: bytes = b""
     """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
     born: int = 0
     """When it was computed, seconds since 1970."""
     used: int = 0
     """Running number of its last use; after a restart, of its store."""
+    used_s: int = 0
+    """When that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py."""
     generation: int = 0
     """Number of removals that had begun when it was stored."""
     state: State = _FILLING
@@ -239,9 +244,9 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached_bytes", "facts", "gone", "group",
-        "groups", "hit_chunks", "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach", "recorded",
-        "sizes", "slot", "tenant", "trunk", "world_size",
+        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached_bytes", "facts", "families", "gone",
+        "group", "groups", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
+        "reach", "recorded", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
 
     account: Account
@@ -267,11 +272,13 @@ class Namespace:
         self.group = 0  # its place in `groups`
         self.groups: list[Namespace] = [self]
         self.trunk: Namespace | None = None  # the first unbounded group, if this one is bounded
+        self.is_lead = not reach  # it is the model's first unbounded group
         self.is_simple = not reach  # the model has one group, and resuming needs all of it: its chunks form chains
         self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks register
         self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
         self.facts: dict[int, Facts] = {}  # rank -> its identity in tiers, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
+        self.families: dict[bytes, Family] = {}  # of the model, by the key of the first chunk
         self.live = 0  # registered instances that use it
         self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
@@ -294,6 +301,8 @@ def join_groups(groups: list[Namespace]) -> None:
     for number, each in enumerate(groups):
         each.group, each.groups = number, groups
         each.trunk = trunk if each.reach else None
+        each.is_lead = each is trunk
+        each.families = groups[0].families
         each.is_simple = len(groups) == 1 and not each.reach
 
 

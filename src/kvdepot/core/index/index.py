@@ -26,12 +26,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from kvdepot.core.index import families
 from kvdepot.core.index.accounts import Account, Accounts
 from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
+from kvdepot.core.index.lifetimes import SAMPLED, Lifetimes
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
 from kvdepot.core.index.scope import Scope
@@ -93,7 +95,8 @@ class Index:
         self._serial = 0  # shards sealed so far
         self._uses = 0  # of chunks
         self._chains = Chains()
-        self._wall = 0  # of the last `expire`
+        self.lifetimes = Lifetimes()
+        self._wall = 0  # of the last `expire`, once a second
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
@@ -218,9 +221,12 @@ class Index:
             chunk.holds += 1
         self.held += len(chunks)
         if use:
+            if chunks:
+                self.lifetimes.reused(chunks[-1], self._wall)
             for chunk in reversed(chunks):
                 self._uses += 1
                 chunk.used = self._uses
+                chunk.used_s = self._wall
                 chunk.namespace.account.policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
@@ -248,6 +254,15 @@ class Index:
         for chunk in chunks:
             self._spared.leave(chunk, holder)
         self.release(chunks)
+
+    def count_hit(self, pin: Pin) -> None:
+        """A lookup of an engine has found this prefix: count it for its family."""
+        for chunk in pin.chunks:
+            if (family := chunk.family) is not None:
+                family.hits += 1
+                family.hit_chunks += pin.matched
+                family.used = self._wall
+                return
 
     def saved(self, namespace: Namespace, chunks: list[Chunk]) -> dict[Holder, int]:
         """A request uses the chunks of a `Pin` for the first time: how many chunks of its prompt each lease has saved.
@@ -330,6 +345,7 @@ class Index:
             parent=before if is_known else None,
             position=position if is_known else 0,
             generation=self.generation,
+            used_s=self._wall,
         )
 
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
@@ -360,9 +376,12 @@ class Index:
                 before.children += 1
             account.chunks += 1
             account.policy.insert(chunk)
+            families.join(chunk, self._wall)
         chunk.shards[rank] = Shard(extents, size, _LOADING if is_load else _RESERVED)
         taken = self.allocator.rounded(size)
         chunk.bytes += taken
+        if chunk.family is not None:
+            chunk.family.bytes += taken
         namespace.bytes += taken
         account.used += taken  # as `Account.charge`, without the cost of a call
         account.spare += taken
@@ -581,6 +600,8 @@ class Index:
             if self.hiding and self.remove_forgotten(chunk):
                 return
             self.evicted += 1
+            if self.evicted % SAMPLED == 0:
+                self.lifetimes.evicted(chunk, self._wall)
             account.evicted += 1
             account.evicted_bytes += chunk.bytes
             tiers = -1
@@ -596,6 +617,8 @@ class Index:
             last.namespace.bytes -= last.bytes
             account.used -= last.bytes
             account.spare -= last.bytes
+            if last.family is not None:
+                last.family.bytes -= last.bytes
             last.bytes = 0
             last = self._unlink(last, is_evicted)
             is_evicted = False  # its ancestors were pending removal, and nothing is behind them any more
@@ -607,6 +630,8 @@ class Index:
         del chunk.shards[rank]
         taken = self.allocator.rounded(shard.size)
         chunk.bytes -= taken
+        if chunk.family is not None:
+            chunk.family.bytes -= taken
         chunk.namespace.bytes -= taken
         chunk.namespace.account.charge(-taken)
         self.reserved -= 1
@@ -647,6 +672,8 @@ class Index:
             self._spared.gone(chunk, before)
         if before is not None:
             before.children -= 1
+            if before.used_s < chunk.used_s:
+                before.used_s = chunk.used_s
             if is_evictable(before):
                 if before.state is _PENDING_REMOVAL:
                     pending = before
@@ -655,6 +682,7 @@ class Index:
             elif self._spared.held:
                 self._spared.offer(before)
         self._chains.leave(chunk, before)
+        families.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
 
@@ -774,6 +802,7 @@ class Index:
         """
         self.namespaces.adopt(namespaces)
         self._serial = self._uses = serial
+        families.adopt(namespaces)
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
         for namespace in namespaces:
@@ -788,6 +817,7 @@ class Index:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
+        families.check(self.namespaces.all())
 
 
 def _all_chunks(namespaces: Iterable[Namespace]) -> list[Chunk]:

@@ -273,10 +273,11 @@ class Lookups:
         tier_tasks: list[TierTask] = []
         for number, arrivals in by_tier.items():
             tier = self._tiers[number]
+            batches = list(_batches(arrivals))
+            tier.loading += len(batches)
             log.debug("tier lookup: loading %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
             tier_tasks += [
-                Load(LoadToken(tier, batch), number, [self._part(arrival) for arrival in batch])
-                for batch in _batches(arrivals)
+                Load(LoadToken(tier, batch), number, [self._part(arrival) for arrival in batch]) for batch in batches
             ]
         if not tier_lookup.waiting.total():
             self.end(tier_lookup)
@@ -420,9 +421,14 @@ class Lookups:
     def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError) -> list[LookupDecision]:
         """Handle the end of a Load."""
         tier, arrivals = token.tier, token.arrivals
+        tier.loading -= 1
         if isinstance(outcome, KVDepotError):
             self._log_failure(token, outcome)
         shards = outcome.shards if isinstance(outcome, Loaded) else [NotLoaded.ABSENT] * len(arrivals)
+        if isinstance(outcome, Loaded):
+            read = zip(arrivals, shards, strict=True)
+            size = sum(arrival.shard.size for arrival, header in read if isinstance(header, Header))
+            tier.calls.loaded(size, outcome.took_s)
         corrupt = [
             self._part(arrival).name
             for arrival, header in zip(arrivals, shards, strict=True)

@@ -115,6 +115,11 @@ class Saves:
         tier = token.tier
         tier.saving.discard(token.number)
         outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(token.batch)
+        if isinstance(outcome, Saved):
+            size = sum(
+                chunk.shards[rank].size for (chunk, rank, _), kept in zip(token.batch, outcomes, strict=True) if kept
+            )
+            tier.calls.saved(size, outcome.took_s)
         unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
         for (chunk, rank, demotion), kept in zip(token.batch, outcomes, strict=True):
             if kept:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvdepot.core.histograms import CALLS_S, RATES, Buckets
 from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.quotas import shortest
-from kvdepot.protocol.status import TierStatus
+from kvdepot.protocol.status import Histogram, TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts
@@ -61,6 +62,36 @@ class Queued(NamedTuple):
     demotion: Demotion | None
 
 
+class Calls:
+    """How long loads and saves take, and how fast they are. One value per call, of up to MOST_PARTS shards."""
+
+    __slots__ = ("_load", "_save")
+
+    def __init__(self) -> None:
+        self._load, self._save = (
+            (Buckets(f"{name}_seconds", "s", CALLS_S), Buckets(f"{name}_bytes_per_second", "bytes/s", RATES))
+            for name in ("load", "save")
+        )
+
+    def loaded(self, size: int, took_s: float) -> None:
+        """A load has ended, which has read `size` bytes of KV."""
+        self._count(self._load, size, took_s)
+
+    def saved(self, size: int, took_s: float) -> None:
+        """A save has ended, which has written `size` bytes of KV."""
+        self._count(self._save, size, took_s)
+
+    def _count(self, into: tuple[Buckets, Buckets], size: int, took_s: float) -> None:
+        seconds, rates = into
+        seconds.count(took_s)
+        if size and took_s:
+            rates.count(size / took_s)
+
+    def figures(self) -> list[Histogram]:
+        """All four histograms."""
+        return [each.figure() for each in (*self._load, *self._save)]
+
+
 @dataclass(slots=True, eq=False)
 class TierState:
     """One tier of a depot."""
@@ -69,7 +100,9 @@ class TierState:
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
     counters: Counter[str] = field(default_factory=Counter)
-    finding: int = 0  # Finds in progress; lookup.py
+    finding: int = 0  # Finds in progress; lookup.py, as the next one
+    loading: int = 0  # Loads in progress
+    calls: Calls = field(default_factory=Calls)
     queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next two
     queued_bytes: int = 0
     saving: set[int] = field(default_factory=set)  # Saves in progress, by number
@@ -157,8 +190,11 @@ class TierState:
             objects=usage.objects,
             bytes=usage.bytes,
             capacity_bytes=usage.capacity_bytes,
+            free_bytes=usage.free_bytes,
             queued_bytes=self.queued_bytes,
             saves=len(self.saving),
+            loads=self.loading,
+            histograms=self.calls.figures(),
             counters={**usage.counters, **self.counters, **undemoted, "left_alone": self.breaker.trips},
             error=self.error,
             error_s=now - self.failed_at if self.error else None,

@@ -106,6 +106,11 @@ class Tiering:
 
     # -- quotas
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tiers, nearest first."""
+        return [tier.config.name for tier in self._tiers]
+
     def set_rules(self) -> None:
         """Quotas have changed; local tiers are told at the next tick."""
         accounts = self._index.accounts

@@ -174,7 +174,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`.
         holds_all = self._vllm_config.use_v2_model_runner
         plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead, holds_all)
-        depot = SchedulerClient(client, spec)
+        depot = SchedulerClient(client, spec, reports=True)
         # Either the server publishes what this engine can load, or the engine does: a router must not hear it twice.
         topic = self._settings.events_topic
         described = Descriptions(depot) if topic and client.wants_tokens else None

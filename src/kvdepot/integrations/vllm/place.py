@@ -50,13 +50,14 @@ _MOST_STARTS = 2
 class Place:
     """Where the server of this engine is, and what this process does for it.
 
-    server: the one that engines start. required: whether the engine must not run without one. error: why the server
-    could not be started; empty if it could.
+    engine: names this engine, equally in all its processes. server: the one that engines start. required: whether the
+    engine must not run without one. error: why the server could not be started; empty if it could.
     """
 
     url: str
     key: str = ""
     required: bool = False
+    engine: str = ""
     server: Shared | Embedded | None = None
     error: str = ""
     _starts_left: int = _MOST_STARTS
@@ -88,11 +89,11 @@ def find_place(settings: Settings, engine_id: str, starts_own: bool = False) -> 
     if settings.is_embedded:
         name = blake3(engine_id.encode()).hexdigest()[:16]
         folder = default_url().rpartition("/")[0]
-        place = Place(f"{folder}/engine-{name}.sock", settings.key, settings.required)
+        place = Place(f"{folder}/engine-{name}.sock", settings.key, settings.required, engine_id)
         if starts_own:
             _start_own(place, name)
         return place
-    place = Place(settings.url or default_url(), settings.key, settings.required)
+    place = Place(settings.url or default_url(), settings.key, settings.required, engine_id)
     if not settings.url and settings.start == "auto":
         place.server = Shared(place.url)
         _start(place)

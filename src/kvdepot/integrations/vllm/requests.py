@@ -12,6 +12,7 @@ from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.plan import Piece
+from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, derive_root, salt_tag
 
 if TYPE_CHECKING:
@@ -116,6 +117,10 @@ class Tracked:
     saved_tokens: int = 0
     """Tokens that loads saved it from computing, not reported yet."""
     saved_s: float = 0.0
+    offered: wire.Asked | None = None
+    """What it was last told about its tokens, until vLLM schedules it."""
+    asked: wire.Asked = wire.NOTHING_ASKED
+    """What it asked for each time it was scheduled, not reported yet."""
     stores_open: bool = False
     """Whether a worker stores its blocks, or may yet."""
 
@@ -123,6 +128,19 @@ class Tracked:
     def salt(self) -> bytes:
         """The tag of its cache salt on the wire."""
         return salt_tag(self.request.cache_salt or "")
+
+    def count_asked(self) -> None:
+        """Count what it was last told about its tokens: vLLM schedules it with that."""
+        if self.offered is not None:
+            before, new = self.asked, self.offered
+            self.asked = wire.Asked(before.tokens + new.tokens, before.found + new.found, before.own + new.own)
+            self.offered = None
+
+    def take_report(self) -> tuple[int, float, wire.Asked]:
+        """The tokens and seconds saved, and what was asked, since the last call."""
+        report = self.saved_tokens, self.saved_s, self.asked
+        self.saved_tokens, self.saved_s, self.asked = 0, 0.0, wire.NOTHING_ASKED
+        return report
 
     def transfer(self, piece: Piece, is_traced: bool = False) -> Transfer:
         """Chunks of one KV cache group and their blocks. is_traced: with the request's trace headers."""

@@ -183,6 +183,8 @@ class SchedulerHalf:
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
         most = min(len(tracked.prompt.chain), self._plan.most_chunks(request.num_tokens))
+        missing, own = request.num_tokens - num_computed_tokens, min(num_computed_tokens, most * self._chunk_tokens)
+        tracked.offered = wire.Asked(missing, 0, own) if tracked.may_load else None
         if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
@@ -198,6 +200,7 @@ class SchedulerHalf:
             self._described.found(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
+        tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
         return (new_tokens, True) if new_tokens > 0 else (0, False)
 
     # -- what is loaded
@@ -208,6 +211,7 @@ class SchedulerHalf:
         if tracked is None:
             return
         tracked.read_tokens = None
+        tracked.count_asked()
         if num_external_tokens == 0:
             return
         end = (tracked.local_tokens + num_external_tokens) // self._chunk_tokens
@@ -288,8 +292,8 @@ class SchedulerHalf:
         request = tracked.request
         if request.num_computed_tokens >= request.num_prompt_tokens and not self._waiting.waits(request.request_id):
             self._leases.prompt_stored(tracked)
-            self._depot.end_session(request.request_id, tracked.saved_tokens, tracked.saved_s)
-            tracked.has_pins, tracked.saved_tokens, tracked.saved_s = False, 0, 0.0
+            self._depot.end_session(request.request_id, *tracked.take_report())
+            tracked.has_pins = False
 
     def _compare_incarnations(self) -> None:
         """A restarted server may have lost chunks: offer all of them again. It skips those that it has."""
@@ -411,7 +415,7 @@ class SchedulerHalf:
             return False
         self._depot.forget_lookup(request_id)
         self._leases.finishes(tracked)
-        self._depot.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
+        self._depot.end_session(request_id, *tracked.take_report())
         self._leases.finished(tracked)
         self._next.loads.pop(request_id, None)
         if not tracked.stores_open:

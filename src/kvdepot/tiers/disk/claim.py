@@ -57,6 +57,14 @@ class Claim:
         except OSError:
             return False
 
+    def free_bytes(self) -> int | None:
+        """Bytes that the file system has free for us; None if it does not tell."""
+        try:
+            room = os.statvfs(self.root)
+        except OSError:
+            return None
+        return room.f_bavail * room.f_frsize
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around a call that uses the directory: it stays locked meanwhile. Raises TierError if the claim has ended."""

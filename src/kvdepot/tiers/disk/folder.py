@@ -76,6 +76,7 @@ class Folder:
             ledger.capacity_bytes,
             self._tally.counts(),
             ledger.owners(),
+            self.claim.free_bytes(),
         )
 
     def enforce(self, rules: Rules, wall: float) -> bool:

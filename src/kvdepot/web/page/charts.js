@@ -2,29 +2,43 @@
 
 import { make, say, set } from "./dom.js";
 import * as format from "./format.js";
-import { alone, risen } from "./series.js";
+import { alone, slope } from "./series.js";
 
-const HEIGHT = 180;
+/** The height that style.css gives a plot. */
+const heightOf = (area) => Number.parseFloat(getComputedStyle(area).minHeight);
 const TABLE_ROWS = 12;
 const FONT = "12px system-ui, sans-serif";
+/** The shortest time axis, for a server that has just started. */
+const LEAST_RANGE_S = 30;
+/** A capacity is drawn if it is at most this many times what is used; else what is used would be a flat line. */
+const CAPACITY_IN_SIGHT = 6;
 
 const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
 const TIME_STEPS = [
   0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200,
-  14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000,
 ];
 
 /**
- * The charts. colour: a custom property of style.css. dash: so that lines differ by more than colour. rises: counted
- * from 0 at the window's beginning. top: the end of the axis, if fixed; idle: its end without data. ticks: like format,
- * for the axis. more: lines that depend on the status.
+ * Charts: those of the first screen, then those of memory and tiers. colour: a custom property of style.css. dash: so
+ * that lines differ by more than colour. by: the line is how much a counter rose, over "time" or another counter.
+ * level: a constant line. most: the end of the axis can be no higher. ticks: like format, for the axis. isMore: not shown
+ * where there is little room.
  */
-export const CHARTS = [
+export const GAINS = [
   {
-    title: "Tokens reused, and chunks found in the depot, over a minute",
+    title: "Prompt tokens a second",
+    format: format.rate,
+    lines: [
+      { name: "saved_tokens", by: "time", label: "Reused", colour: "--blue", filled: true },
+      { name: "asked_tokens", by: "time", label: "Asked", colour: "--grey", dash: [6, 3] },
+    ],
+  },
+  {
+    title: "Share of tokens reused",
     format: format.share,
-    ticks: (value) => `${Math.round(100 * value)}%`,
-    top: 1,
+    ticks: (value) => `${Number((100 * value).toFixed(1))}%`,
+    most: 1,
+    isMore: true,
     lines: [
       { name: "reuse_rate", label: "Reused", colour: "--blue", filled: true },
       { name: "hit_rate", label: "Found", colour: "--orange", dash: [6, 3] },
@@ -32,38 +46,19 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Tokens not recomputed, in this period",
-    idle: 1000,
-    format: format.count,
-    lines: [{ name: "saved_tokens", label: "Tokens", colour: "--blue", filled: true, rises: true }],
-  },
-  {
-    title: "Prefill time saved, in this period",
-    idle: 60,
+    title: "TTFT saved a request",
     format: format.duration,
     steps: TIME_STEPS,
-    lines: [{ name: "saved_prefill_s", label: "Time", colour: "--teal", filled: true, rises: true }],
+    lines: [{ name: "saved_prefill_s", by: "saved_requests", label: "Saved", colour: "--teal", filled: true }],
   },
+];
+
+const USES = [
   {
-    title: "Bytes used",
-    idle: 2 ** 30,
-    format: format.bytes,
-    steps: BYTE_STEPS,
-    lines: [{ name: "used_bytes", label: "Memory", colour: "--blue" }],
-    more: (status) =>
-      status.tiers.map((tier, i) => ({
-        name: `tier_bytes.${tier.name}`,
-        label: tier.name,
-        colour: ["--orange", "--teal", "--purple", "--grey"][i % 4],
-        dash: [[6, 3], [2, 3], [8, 3, 2, 3], [12, 3]][i % 4],
-      })),
-  },
-  {
-    title: "Stored and retrieved",
-    idle: 1e9,
+    title: "Loaded and stored",
     format: format.byteRate,
     lines: [
-      { name: "retrieved_bytes_s", label: "Retrieved", colour: "--blue" },
+      { name: "retrieved_bytes_s", label: "Loaded", colour: "--blue" },
       { name: "stored_bytes_s", label: "Stored", colour: "--orange", dash: [6, 3] },
     ],
   },
@@ -75,13 +70,12 @@ export const CHARTS = [
     lines: [
       { name: "lookup_p50_s", label: "Lookup p50", colour: "--blue" },
       { name: "lookup_p99_s", label: "Lookup p99", colour: "--blue", dash: [4, 3] },
-      { name: "retrieve_p50_s", label: "Retrieve p50", colour: "--orange" },
-      { name: "retrieve_p99_s", label: "Retrieve p99", colour: "--orange", dash: [4, 3] },
+      { name: "retrieve_p50_s", label: "Load p50", colour: "--orange" },
+      { name: "retrieve_p99_s", label: "Load p99", colour: "--orange", dash: [4, 3] },
     ],
   },
   {
-    title: "Chunks evicted or not stored, by reason",
-    idle: 10,
+    title: "Chunks evicted or not stored",
     format: format.rate,
     lines: [
       { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
@@ -91,6 +85,25 @@ export const CHARTS = [
     ],
   },
 ];
+
+const bytesOf = (title, name, capacity) => ({
+  title,
+  format: format.bytes,
+  steps: BYTE_STEPS,
+  lines: [
+    { name, label: "Used", colour: "--blue", filled: true },
+    ...(capacity ? [{ level: capacity, label: "Capacity", colour: "--red", dash: [2, 3] }] : []),
+  ],
+});
+
+/** The charts of memory and tiers: one of bytes for each, then what happens there. */
+export function usesOf(status) {
+  return [
+    bytesOf("Bytes in memory", "used_bytes", status.capacity_bytes),
+    ...status.tiers.map((tier) => bytesOf(`Bytes in ${format.place(tier.name)}`, `tier_bytes.${tier.name}`, tier.capacity_bytes)),
+    ...USES,
+  ];
+}
 
 /** uPlot with its style sheet, or null if it does not load. */
 export async function load() {
@@ -118,7 +131,6 @@ const faint = (value, part) => value.replace(/^rgb\((.*)\)$/, `rgba($1, ${part})
 export class Chart {
   #uPlot;
   #spec;
-  #lines = [];
   #plot = null;
   #data = [[]];
 
@@ -131,31 +143,42 @@ export class Chart {
     this.details = make(
       "details",
       {},
-      make("summary", {}, "As a table", make("span", { class: "unseen" }, `: ${spec.title}`)),
+      make("summary", {}, "Table", make("span", { class: "unseen" }, `: ${spec.title}`)),
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${spec.title}, as a table` }, this.table),
     );
     this.details.open = !uPlot;
     this.area.hidden = !uPlot;
     this.details.addEventListener("toggle", () => this.#fillTable());
-    this.element = make("figure", { class: "card chart" }, make("figcaption", {}, make("h3", {}, spec.title), this.legend), this.area, this.details);
+    this.element = make(
+      "figure",
+      { class: spec.isMore ? "card chart more" : "card chart" },
+      make("figcaption", {}, make("h3", { class: "ellipsis", title: spec.title }, spec.title), this.legend),
+      this.area,
+      this.details,
+    );
+    this.recolour();
     if (uPlot) new ResizeObserver(() => this.#resize()).observe(this.area);
   }
 
   /** Show the last range_s seconds. */
-  update(history, status, range_s) {
-    const lines = [...this.#spec.lines, ...(this.#spec.more?.(status) ?? [])];
-    if (lines.map((line) => line.name).join() !== this.#lines.map((line) => line.name).join()) {
-      this.#lines = lines;
-      this.recolour();
-    }
-    const [times, boots, ...values] = history.window(["boot", ...lines.map((line) => line.name)], range_s);
-    this.#data = [times, ...values.map((line, i) => (lines[i].rises ? risen(line, boots) : line))];
-    if (this.#uPlot && this.#data[0].length) {
+  update(history, range_s) {
+    const { lines } = this.#spec;
+    const names = lines.flatMap((line) => [line.name, line.by].filter((name) => name && name !== "time"));
+    const [times, boots, ...values] = history.window(["boot", ...names], range_s);
+    const series = Object.fromEntries(names.map((name, i) => [name, values[i]]));
+    this.#data = [
+      times,
+      ...lines.map((line) => {
+        if (line.level) return times.map(() => line.level);
+        if (!line.by) return series[line.name];
+        return slope(series[line.name], line.by === "time" ? times : series[line.by], boots);
+      }),
+    ];
+    if (this.#uPlot && times.length && this.area.clientWidth) {
       this.#plot ??= this.#draw();
       this.#plot.setData(this.#data, false);
-      const last = this.#data[0].at(-1);
       this.#plot.batch(() => {
-        this.#plot.setScale("x", { min: last - range_s, max: last });
+        this.#plot.setScale("x", this.#times(range_s));
         this.#plot.setScale("y", this.#span());
       });
     }
@@ -165,11 +188,12 @@ export class Chart {
 
   /** Redraw in the current colours. */
   recolour() {
+    const { lines } = this.#spec;
     this.#plot?.destroy();
     this.#plot = null;
-    if (this.#uPlot && this.#data[0].length && this.#data.length === this.#lines.length + 1) this.#plot = this.#draw();
+    if (this.area.clientWidth && this.#data[0].length && this.#data.length === lines.length + 1) this.#plot = this.#draw();
     this.legend.replaceChildren(
-      ...this.#lines.map((line) => {
+      ...lines.map((line) => {
         const key = make("span", { class: line.dash?.length ? "key dashed" : "key" });
         key.style.color = `var(${line.colour})`;
         return make("li", {}, key, make("span", { class: "ellipsis", title: line.label }, line.label), make("b"));
@@ -178,18 +202,32 @@ export class Chart {
     this.#fillLegend(null);
   }
 
+  /** The time axis: from the first value there is. */
+  #times(range_s) {
+    const [times, ...lines] = this.#data;
+    const last = times.at(-1);
+    const known = lines.filter((_, i) => !this.#spec.lines[i].level);
+    const first = times.find((_, at) => known.some((line) => line[at] != null)) ?? last;
+    return { min: Math.min(Math.max(first, last - range_s), last - LEAST_RANGE_S), max: last };
+  }
+
   #span() {
-    if (this.#spec.top) return { min: 0, max: this.#spec.top };
-    let [least, most] = [Infinity, 0];
-    for (const line of this.#data.slice(1)) {
-      for (const value of line) {
-        if (value > most) most = value;
-        if (value > 0 && value < least) least = value;
+    let [least, most, level] = [Infinity, 0, 0];
+    this.#spec.lines.forEach((line, i) => {
+      if (line.level) level = line.level;
+      else {
+        for (const value of this.#data[i + 1]) {
+          if (value > most) most = value;
+          if (value > 0 && value < least) least = value;
+        }
       }
+    });
+    if (this.#spec.logarithmic) {
+      if (!most) return { min: 0.0001, max: 1 };
+      return { min: 10 ** Math.floor(Math.log10(least)), max: 10 ** Math.ceil(Math.log10(most * 1.01)) };
     }
-    if (!this.#spec.logarithmic) return { min: 0, max: most ? most * 1.1 : this.#spec.idle };
-    if (!most) return { min: 0.0001, max: 1 };
-    return { min: 10 ** Math.floor(Math.log10(least)), max: 10 ** Math.ceil(Math.log10(most * 1.01)) };
+    if (level && level <= most * CAPACITY_IN_SIGHT) return { min: 0, max: Math.max(level, most) * 1.08 };
+    return { min: 0, max: Math.min(most ? most * 1.12 : 1, this.#spec.most ?? Infinity) };
   }
 
   #draw() {
@@ -197,8 +235,8 @@ export class Chart {
     const { logarithmic, steps, ticks: text = this.#spec.format } = this.#spec;
     const axis = { stroke: ink, font: FONT, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const options = {
-      width: this.area.clientWidth || 300,
-      height: HEIGHT,
+      width: this.area.clientWidth,
+      height: heightOf(this.area),
       padding: [8, 24, 0, 0], // half the width of a time label
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "kvdepot" }, points: { size: 6 } },
@@ -212,22 +250,22 @@ export class Chart {
         },
         {
           ...axis,
-          size: 72,
-          space: 34,
+          size: 64,
+          space: 30,
           ...(steps ? { incrs: steps } : {}),
           values: (_, values) => values.map((value) => (value === null ? "" : text(value))),
         },
       ],
       series: [
         {},
-        ...this.#lines.map((line) => {
+        ...this.#spec.lines.map((line) => {
           const stroke = colour(line.colour);
           return {
             stroke,
             dash: line.dash?.length ? line.dash : undefined,
             width: 1.75,
-            points: { show: true, size: 4, fill: stroke, filter: (plot, at) => alone(plot.data[at]) }, // no line shows them
-            fill: line.filled ? faint(stroke, 0.1) : undefined,
+            points: { show: !line.level, size: 4, fill: stroke, filter: (plot, at) => alone(plot.data[at]) }, // no line shows them
+            fill: line.filled ? faint(stroke, 0.12) : undefined,
           };
         }),
       ],
@@ -237,16 +275,16 @@ export class Chart {
   }
 
   #resize() {
-    if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+    if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: heightOf(this.area) });
   }
 
   /** Values at a point under the cursor, or the latest. */
   #fillLegend(index) {
     const at = index ?? this.#data[0].length - 1;
-    const values = this.#lines.map((line, i) => this.#spec.format(this.#data[i + 1]?.[at] ?? null));
+    const values = this.#spec.lines.map((line, i) => this.#spec.format(this.#data[i + 1]?.[at] ?? line.level ?? null));
     values.forEach((value, i) => say(this.legend.children[i].lastElementChild, value));
     if (index === null) {
-      const summary = this.#lines.map((line, i) => `${line.label} ${values[i]}`).join(", ");
+      const summary = this.#spec.lines.map((line, i) => `${line.label} ${values[i]}`).join(", ");
       set(this.area, "aria-label", `${this.#spec.title}, now: ${summary}`);
     }
   }
@@ -257,12 +295,43 @@ export class Chart {
     const step = Math.max(Math.floor(times.length / TABLE_ROWS), 1);
     const picked = [];
     for (let i = times.length - 1; i >= 0 && picked.length < TABLE_ROWS; i -= step) picked.push(i);
-    fillGrid(this.table.tHead, "th", [["Time", ...this.#lines.map((line) => line.label)]]);
+    fillGrid(this.table.tHead, "th", [["Time", ...this.#spec.lines.map((line) => line.label)]]);
     fillGrid(
       this.table.tBodies[0],
       "td",
       picked.map((i) => [format.clock(times[i]), ...lines.map((line) => this.#spec.format(line[i]))]),
     );
+  }
+}
+
+/** Charts within a part of the page, for specifications that may change. */
+export class Charts {
+  #uPlot;
+  #part;
+  #charts = new Map(); // by specification, as text
+
+  constructor(uPlot, part) {
+    this.#uPlot = uPlot;
+    this.#part = part;
+  }
+
+  /** Show the last range_s seconds; `specs` of the same content keep their charts. */
+  update(specs, history, range_s) {
+    const wanted = new Map();
+    for (const spec of specs) {
+      let name = JSON.stringify(spec);
+      while (wanted.has(name)) name += " "; // tiers of one name
+      wanted.set(name, this.#charts.get(name) ?? new Chart(this.#uPlot, spec));
+    }
+    for (const [name, chart] of this.#charts) if (!wanted.has(name)) chart.element.remove();
+    const isNew = [...wanted.values()].some((chart) => !chart.element.isConnected);
+    this.#charts = wanted;
+    if (isNew) this.#part.append(...[...wanted.values()].map((chart) => chart.element));
+    for (const chart of wanted.values()) chart.update(history, range_s);
+  }
+
+  recolour() {
+    for (const chart of this.#charts.values()) chart.recolour();
   }
 }
 

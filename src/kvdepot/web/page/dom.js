@@ -14,6 +14,13 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Like `say`, with what is between backticks as code. */
+export function sayProse(element, text) {
+  const plain = text.replaceAll("`", "");
+  if (element.textContent === plain) return;
+  element.replaceChildren(...text.split("`").map((part, i) => (i % 2 ? make("code", {}, part) : part)));
+}
+
 export function set(element, name, value) {
   const text = String(value);
   if (element.getAttribute(name) !== text) element.setAttribute(name, text);
@@ -44,14 +51,31 @@ export function list(parent, items, key, make, fill) {
   for (const child of old.values()) child.remove();
 }
 
-/** Rows of a table: columns are [class, text of an item]; the first one is the row's header. */
-export function rows(table, items, key, columns) {
+/** Fill a list of names and values. */
+export function fillFacts(part, facts) {
+  list(
+    part,
+    facts,
+    ([name]) => name,
+    ([name]) => make("div", {}, make("dt", {}, name), make("dd")),
+    (item, [, value, title]) => {
+      say(item.lastElementChild, value);
+      if (title) set(item.lastElementChild, "title", title);
+    },
+  );
+}
+
+/**
+ * Rows of a table: columns are [class, text of an item, title of an item, fill(cell, item)]; the first one is the row's
+ * header. With `fill`, the cell has elements of its own, and `text` is not used.
+ */
+export function rows(table, items, key, columns, body = table.tBodies[0]) {
   const none = document.getElementById(`${table.id}-none`);
   if (none) none.hidden = items.length > 0;
   const region = table.closest(".scroll");
   if (region && none) region.hidden = items.length === 0;
   list(
-    table.tBodies[0],
+    body,
     items,
     key,
     () =>
@@ -61,12 +85,19 @@ export function rows(table, items, key, columns) {
         ...columns.map(([kind], i) => make(i ? "td" : "th", { class: kind, ...(i ? {} : { scope: "row" }) })),
       ),
     (row, item) => {
-      columns.forEach(([, text, title], i) => {
-        say(row.cells[i], text(item));
+      columns.forEach(([, text, title, fill], i) => {
+        if (fill) fill(row.cells[i], item);
+        else say(row.cells[i], text(item));
         if (title) set(row.cells[i], "title", title(item));
       });
     },
   );
+}
+
+/** The only child of an element, made once: child(cell, () => make("a")). */
+export function child(parent, create) {
+  if (!parent.firstElementChild) parent.append(create());
+  return parent.firstElementChild;
 }
 
 /** Fill a bar to `part` (0 to 1), also for screen readers. */

@@ -64,12 +64,29 @@ export function duration(value) {
 }
 
 /** A latency, as precise as its bucket: the first one begins at 0, the last one has no end. */
-export function latency(value) {
-  if (value > 0 && value < BOUNDS_S[0]) return `<${duration(BOUNDS_S[0])}`;
-  return value >= BOUNDS_S.at(-1) ? `≥${duration(BOUNDS_S.at(-1))}` : duration(value);
+export function latency(value, bounds = BOUNDS_S) {
+  if (value > 0 && value < bounds[0]) return `<${duration(bounds[0])}`;
+  return value >= bounds.at(-1) ? `≥${duration(bounds.at(-1))}` : duration(value);
 }
 
 export const ago = (value) => (value < 2 ? "just now" : `${duration(Math.round(value))} ago`);
+
+/** A tier's name, which may be a long URL: its scheme and end. */
+export function place(name) {
+  if (name.length <= 28) return name;
+  const [scheme, rest] = name.includes("://") ? name.split("://") : ["", name];
+  const end = rest.split("/").filter(Boolean).at(-1) ?? rest;
+  return `${scheme ? `${scheme}:` : ""}…/${end.length > 24 ? `${end.slice(0, 23)}…` : end}`;
+}
+
+/** The first characters of a long id. */
+export const short = (id) => id.slice(0, 8);
+
+/** Memory held for a time: 3.2 GiB·h. */
+export const held = (byte_seconds) => (byte_seconds ? `${bytes(byte_seconds / 3600)}·h` : NONE);
+
+/** A size that is a limit, of which 0 means none. */
+export const limit = (value) => (value ? bytes(value) : NONE);
 
 const time = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const minute = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });

@@ -9,24 +9,45 @@ export const BOUNDS_S = [
 const LONGEST_S = 6 * 3600;
 /** A gap longer than this means missing data; the server keeps older points ten seconds apart. */
 const GAP_S = 25;
+/** Points of a line; more are noise. */
+const MOST_POINTS = 150;
 
 /**
- * The time within which `part` of the requests in these buckets was answered: linear within a bucket, the last bound for
- * times beyond it; null without requests.
+ * The value that `part` of what is in these buckets does not exceed: linear within a bucket, the last bound for values
+ * beyond it; null if they are empty. Counts may have one bucket more than there are bounds.
  */
-export function percentile(buckets, part) {
-  const total = buckets.reduce((sum, value) => sum + value, 0);
+export function percentile(counts, part, bounds = BOUNDS_S) {
+  const total = counts.reduce((sum, value) => sum + value, 0);
   if (!total) return null;
   const wanted = part * total;
   let seen = 0;
-  for (let i = 0; i < BOUNDS_S.length; i++) {
-    if (buckets[i] && seen + buckets[i] >= wanted) {
-      const low = i ? BOUNDS_S[i - 1] : 0;
-      return low + ((BOUNDS_S[i] - low) * (wanted - seen)) / buckets[i];
+  for (let i = 0; i < bounds.length; i++) {
+    if (counts[i] && seen + counts[i] >= wanted) {
+      const low = i ? bounds[i - 1] : 0;
+      return low + ((bounds[i] - low) * (wanted - seen)) / counts[i];
     }
-    seen += buckets[i];
+    seen += counts[i];
   }
-  return BOUNDS_S.at(-1);
+  return bounds.at(-1);
+}
+
+/** The share of a histogram's values that are below `limit`; null if it is empty. */
+export function below(histogram, limit) {
+  const total = histogram.counts.reduce((sum, value) => sum + value, 0);
+  if (!total) return null;
+  let seen = 0;
+  for (let i = 0; i < histogram.bounds.length; i++) {
+    const [low, high] = [i ? histogram.bounds[i - 1] : 0, histogram.bounds[i]];
+    if (high >= limit) return (seen + (histogram.counts[i] * (limit - low)) / (high - low)) / total;
+    seen += histogram.counts[i];
+  }
+  return seen / total;
+}
+
+/** A histogram of the status or of a tier by its name; null without values. */
+export function histogram(owner, name) {
+  const found = owner.histograms?.find((each) => each.name === name);
+  return found?.counts.some((count) => count) ? found : null;
 }
 
 /** Counters of chunks that were not kept, with a series each; kvdepot.web.history has the same list. */
@@ -50,10 +71,14 @@ export function point(before, now) {
   const values = {
     reuse_rate: reuse?.asked_tokens ? reuse.rate : null,
     boot: bootNumber(now.boot),
+    asked_tokens: now.asked_tokens,
     hit_rate: newest?.chunks ? newest.hit_rate : null,
     ceiling: newest?.chunks ? newest.ceiling : null,
     saved_tokens: now.saved.tokens,
     saved_prefill_s: now.saved.prefill_s,
+    saved_requests: (now.histograms ?? [])
+      .filter((each) => each.name === "saved_seconds")
+      .reduce((sum, each) => sum + each.counts.reduce((all, count) => all + count, 0), 0),
     stored_bytes_s: a_second((status) => status.stored_bytes),
     retrieved_bytes_s: a_second((status) => status.retrieved_bytes),
     used_bytes: now.used_bytes,
@@ -72,21 +97,15 @@ export function point(before, now) {
   return values;
 }
 
-/**
- * Turn a counter since the server's start into one since the window's beginning. boots: the run of each value; in
- * another run the counter restarted at 0, whether it is lower or higher now.
- */
-export function risen(line, boots) {
-  let total = 0;
-  let before = null;
-  let boot = null;
+/** Series that only rise within a boot; a bin has their latest value, not the mean. As in kvdepot.web.history. */
+const EXACT = new Set(["asked_tokens", "saved_tokens", "saved_prefill_s", "saved_requests", "boot"]);
+
+/** How much a counter rose from each point to the next, over `by`: times, or another counter; null across boots. */
+export function slope(line, by, boots) {
   return line.map((value, i) => {
-    if (value === null) return null;
-    const anew = boot !== null && boots[i] !== null && boots[i] !== boot;
-    if (before !== null) total += anew ? value : Math.max(value - before, 0);
-    before = value;
-    boot = boots[i] ?? boot;
-    return total;
+    const before = line[i - 1];
+    if (value == null || before == null || by[i] == null || by[i - 1] == null || boots[i] !== boots[i - 1]) return null;
+    return by[i] > by[i - 1] ? Math.max(value - before, 0) / (by[i] - by[i - 1]) : null;
   });
 }
 
@@ -138,25 +157,38 @@ export class History {
     for (const line of Object.values(this.series)) line.splice(0, old);
   }
 
-  /** The last `range_s` seconds of some series: the times, then each series; null also where a gap begins. */
+  /**
+   * The last `range_s` seconds of some series: the times, then each series; null also where a gap begins. With more than
+   * MOST_POINTS seconds, points are the means of some seconds (the latest value, of counters).
+   */
   window(names, range_s) {
+    const step_s = Math.max(1, Math.round(range_s / MOST_POINTS));
     const times = [];
     const lines = names.map(() => []);
+    let counts = [];
     for (let i = this.#first(range_s); i < this.times.length; i++) {
-      if (this.times[i] - times.at(-1) > GAP_S) {
+      const time = this.times[i];
+      if (time - this.times[i - 1] > GAP_S && times.length) {
         times.push(times.at(-1) + 1);
         for (const line of lines) line.push(null);
       }
-      times.push(this.times[i]);
-      names.forEach((name, at) => lines[at].push(this.series[name]?.[i] ?? null));
+      const goes_on = times.length && Math.floor(time / step_s) === Math.floor(times.at(-1) / step_s) && step_s > 1;
+      if (goes_on) times[times.length - 1] = time;
+      else {
+        times.push(time);
+        for (const line of lines) line.push(null);
+        counts = names.map(() => 0);
+      }
+      names.forEach((name, at) => {
+        const value = this.series[name]?.[i] ?? null;
+        if (value === null) return;
+        const line = lines[at];
+        const last = line.length - 1;
+        counts[at] += 1;
+        line[last] = EXACT.has(name) || counts[at] === 1 ? value : line[last] + (value - line[last]) / counts[at];
+      });
     }
     return [times, ...lines];
-  }
-
-  /** The sum of a series of rates over the last `range_s` seconds. */
-  total(name, range_s) {
-    const [times, line] = this.window([name], range_s);
-    return line.reduce((sum, value, i) => (i && value !== null ? sum + value * (times[i] - times[i - 1]) : sum), 0);
   }
 
   #first(range_s) {

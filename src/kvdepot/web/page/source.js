@@ -1,7 +1,9 @@
 // Requests to the server. The token comes in the URL's fragment (`kvdepot open`), which browsers do not send.
 
-/** Longer than the server's long poll. */
-const TIMEOUT_MS = 6000;
+/** Longer than the server's long poll, and than asking a fleet. */
+const TIMEOUT_MS = 8000;
+/** Loading a prompt from slow tiers takes minutes. */
+const CHANGE_TIMEOUT_MS = 180_000;
 
 let token = take();
 
@@ -39,11 +41,17 @@ export class Refusal extends Error {
 }
 
 /** The server's response as plain data. Throws Refusal, or what fetch throws without a response or after stop.abort(). */
-export async function ask(path, stop) {
-  const timer = setTimeout(() => stop.abort(), TIMEOUT_MS);
+export const ask = (path, stop = new AbortController()) => request(path, {}, stop, TIMEOUT_MS);
+
+/** Change something: POST `body`. Throws like `ask`. */
+export const send = (path, body, stop = new AbortController()) =>
+  request(path, { method: "POST", body: JSON.stringify(body) }, stop, CHANGE_TIMEOUT_MS);
+
+async function request(path, options, stop, timeout_ms) {
+  const timer = setTimeout(() => stop.abort(), timeout_ms);
   try {
-    const headers = token ? { Authorization: `Bearer ${token}` } : {};
-    const answer = await fetch(path, { cache: "no-store", headers, signal: stop.signal });
+    const headers = { ...(token && { Authorization: `Bearer ${token}` }), ...(options.body && { "Content-Type": "application/json" }) };
+    const answer = await fetch(path, { ...options, cache: "no-store", headers, signal: stop.signal });
     if (answer.ok) return await answer.json();
     let message = `HTTP ${answer.status}`;
     try {

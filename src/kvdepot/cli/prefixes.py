@@ -1,0 +1,186 @@
+"""`kvdepot ls` and `kvdepot inspect`: which prompts are in memory, and where the chunks of one of them are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from kvdepot.cli import options
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import clean, console, count, duration, print_json, ranges, size
+from kvdepot.errors import ConfigError
+from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
+
+if TYPE_CHECKING:
+    from kvdepot.cli.view import Listing
+    from kvdepot.protocol.prefixes import ChunkStatus
+
+__all__ = ["inspect", "ls"]
+
+
+@click.command()
+@click.option("-m", "--model", default="", metavar="NAME", help="only models whose name begins with NAME")
+@click.option(
+    "-s", "--sort", type=click.Choice(SORTS), default="hits",
+    help="what to sort by, the highest first; idle: time since a lookup found some of it (default: hits)",
+)  # fmt: skip
+@click.option(
+    "-n", "--most", type=options.Whole(1, MOST_PREFIXES), default=20, metavar="N",
+    help="how many to show (default: 20)",
+)  # fmt: skip
+@options.long
+@options.server
+@options.as_json
+def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: str | None, as_json: bool) -> int:
+    """List the prompts in memory, grouped by their first chunk.
+
+    A line has the tokens that all prompts of the group share, how many prompts they are, their tokens and bytes in
+    memory (each chunk once), how many lookups found some of it, and the tokens that they found. `kvdepot inspect
+    PREFIX` shows its chunks.
+    """
+    from kvdepot.client import admin
+
+    with connect(url, key) as client:
+        found = admin.prefixes(client, model, sort, most)
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+        return 0
+    if not found:
+        print(f"no prompts{f' of models named {clean(model)}...' if model else ''} are in memory", flush=True)
+        return 0
+    from kvdepot.cli import view
+
+    out = console()
+    out.print(view.prefixes(found, is_long).table(out.width))
+    return 0
+
+
+@click.command()
+@click.argument("prefix", metavar="[HASH]", required=False, default="")
+@options.prompt
+@options.long
+@options.server
+@options.as_json
+def inspect(
+    prefix: str, tokens: str | None, hashes: str | None, model: str, salt: str, is_long: bool, url: str | None,
+    key: str | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of a hash, as `kvdepot ls`
+    shows it), or those of the prompt that is given.
+
+    It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not asked: whether they have
+    what memory lacks is unknown; `kvdepot warm` loads what they have. Exit code 1 if memory has none of the chunks.
+    """
+    from kvdepot.client import admin
+    from kvdepot.protocol.keys import HASH_BYTES
+
+    if sum(map(bool, (prefix, tokens, hashes))) != 1:
+        raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
+    end = _digits(prefix) if prefix else b""
+    with connect(url, key) as client:
+        if prefix:
+            found = admin.inspect(client, model, end=end)
+            found = found if any(each.hash.startswith(prefix.lower()) for each in found) else []
+            numbers = {each.hash: each.position for each in found if each.position}
+        else:
+            prompt = admin.read_prompt(client, tokens, hashes, model, salt)
+            found = [each for each in admin.inspect(client, prompt.spec.model, prompt.hashes)
+                     if each.model == prompt.spec.model]  # fmt: skip
+            keys = [prompt.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(prompt.hashes), HASH_BYTES)]
+            numbers = {each: number for number, each in enumerate(keys, 1)}
+    if as_json:
+        print_json({"chunks": len(numbers), "in_memory": msgspec.to_builtins(found)})
+    elif not found:
+        what = f"no chunk whose hash begins with {prefix}" if prefix else f"none of the prompt's {len(numbers)} chunks"
+        print(f"memory has {what}", flush=True)
+    else:
+        _show(found, numbers, is_long)
+    return 0 if found else 1
+
+
+def _digits(prefix: str) -> bytes:
+    """The whole bytes of a hash that its first digits name. Raises ConfigError."""
+    try:
+        if not prefix.isascii() or not 2 * LEAST_HASH <= len(prefix) <= 64:
+            raise ValueError
+        return bytes.fromhex(prefix[: len(prefix) // 2 * 2])
+    except ValueError:
+        raise ConfigError(
+            f"{clean(prefix)[:80]!r} is not a chunk's hash: give {2 * LEAST_HASH} to 64 hexadecimal digits, as "
+            "`kvdepot ls` shows them"
+        ) from None
+
+
+def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:
+    """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
+    from kvdepot.cli.view import named
+
+    out = console()
+    models: dict[tuple[str, str, int], list[ChunkStatus]] = {}
+    for each in found:
+        models.setdefault((each.tenant, each.model, each.world_size), []).append(each)
+    for number, ((tenant, model, ranks), parts) in enumerate(models.items()):
+        there = {each.hash for each in parts}
+        total = max(len(numbers), len(there))
+        tokens = parts[0].chunk_tokens
+        lines = [
+            f"{clean(named(tenant, model, True))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+            f"{count(len(there))} of {count(total)} chunks in memory, {count(len(there) * tokens)} of "
+            f"{count(total * tokens)} tokens, {size(sum(each.bytes for each in parts))}",
+        ]
+        if missing := sorted(at for each, at in numbers.items() if each not in there):
+            lines.append(f"chunks {ranges(missing)} are not in memory; whether tiers have them is unknown")
+        print("\n" * bool(number) + "\n".join(lines) + "\n", flush=True)
+        out.print((_chunks(parts, numbers) if is_long else _groups(parts, numbers)).table(out.width))
+
+
+def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
+    """A line for each KV cache group."""
+    from kvdepot.cli.view import Listing
+
+    groups: dict[int, list[ChunkStatus]] = {}
+    for each in parts:
+        groups.setdefault(each.group, []).append(each)
+    rows = []
+    for group, chunks in sorted(groups.items()):
+        states = Counter(each.state for each in chunks)
+        tiers = Counter(name for each in chunks for name in each.tiers)
+        ages = [each.age_s for each in chunks if each.age_s is not None]
+        rows.append(
+            (
+                f"{group}: {_needs(chunks[0].reach)}",
+                ranges(sorted(numbers.get(each.hash, 0) for each in chunks)),
+                ", ".join(f"{count(number)} {state}" for state, number in sorted(states.items())),
+                size(sum(each.bytes for each in chunks)),
+                count(sum(bool(each.held) for each in chunks)),
+                count(sum(bool(each.leased) for each in chunks)),
+                duration(max(ages)) if ages else "-",
+                ", ".join(f"{name}: {count(number)}" for name, number in sorted(tiers.items())) or "-",
+            )
+        )
+    heads = ("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
+    return Listing(heads, [*rows])
+
+
+def _needs(reach: int) -> str:
+    """What resuming a prompt needs of a KV cache group."""
+    return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
+
+
+def _chunks(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
+    """A line for each part of a chunk."""
+    from kvdepot.cli.view import Listing
+
+    rows = [
+        (
+            each.hash, count(numbers.get(each.hash, 0)), str(each.group), each.state, size(each.bytes),
+            count(each.held), count(each.leased), duration(each.age_s) if each.age_s is not None else "-",
+            ", ".join(each.tiers) or "-",
+        )
+        for each in sorted(parts, key=lambda each: (numbers.get(each.hash, 0), each.group))
+    ]  # fmt: skip
+    heads = ("hash", ">chunk", ">group", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
+    return Listing(heads, [*rows])

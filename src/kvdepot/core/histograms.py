@@ -1,0 +1,47 @@
+"""Histograms of what the deciding thread sees: one bisection per value, so a microsecond at most."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.status import Histogram
+
+__all__ = ["AGES_S", "CALLS_S", "RATES", "SAVED_S", "TOKENS", "Buckets"]
+
+AGES_S = (
+    1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 86400.0, 172800.0,
+    604800.0,
+)  # fmt: skip
+CALLS_S = BOUNDS_S
+SAVED_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+TOKENS = (
+    64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0, 262144.0, 1048576.0,
+)  # fmt: skip
+RATES = (1e6, 1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4e9, 8e9, 16e9)
+"""Bytes per second."""
+
+
+class Buckets:
+    """One histogram."""
+
+    __slots__ = ("_bounds", "_counts", "_name", "_sum", "_unit")
+
+    def __init__(self, name: str, unit: str, bounds: Sequence[float]) -> None:
+        """See `status.Histogram`."""
+        self._name, self._unit, self._bounds = name, unit, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Buckets {self._name}: {sum(self._counts)} values>"
+
+    def count(self, value: float) -> None:
+        """Add one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def figure(self) -> Histogram:
+        """The histogram so far."""
+        return Histogram(self._name, self._unit, list(self._bounds), list(self._counts), self._sum)

@@ -1,0 +1,78 @@
+"""Whether a server needs somebody: one sentence, and for each problem what to do. Plain data and one function.
+
+The web process adds it to each status (web/turns.py); the page and the fleet's table show it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvdepot.protocol.counters import SERVER
+from kvdepot.protocol.status import Status
+
+__all__ = ["RECENT_S", "Concern", "Health", "judge"]
+
+RECENT_S = 300.0
+"""What counts as recent."""
+_ADVICE = {counted.name: counted.advice for counted in SERVER}
+
+
+class Concern(msgspec.Struct, frozen=True):
+    """A problem, and what to do about it, as sentences."""
+
+    what: str
+    advice: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The state of a server that answers. level: `good` without concerns, else `look`. headline: a sentence."""
+
+    level: str
+    headline: str
+    concerns: list[Concern]
+
+
+def judge(status: Status, trouble: str = "", dropped: float = 0.0) -> Health:
+    """The health of a server. trouble: the error of `/healthz`, empty if there is none. dropped: shards not stored in
+    the last `RECENT_S` because memory was full."""
+    concerns = list(_concerns(status, trouble, dropped))
+    if concerns:
+        number = "a warning" if len(concerns) == 1 else f"{len(concerns)} warnings"
+        return Health("look", f"Working, with {number}", concerns)
+    if not status.engine_count:
+        return Health("good", "Working, no engine is connected", [])
+    return Health("good", "Working, nothing to do", [])
+
+
+def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]:
+    if status.unreachable:
+        what = f"No new engine can connect: {status.unreachable}."
+        yield Concern(what, "Restart the server; engines that are connected go on until then.")
+    elif trouble:
+        what = f"{trouble[0].upper()}{trouble[1:]}."
+        yield Concern(what, "Run `kvdepot doctor` on its machine, which may be overloaded.")
+    for tier in status.tiers:
+        if tier.state != "up":
+            advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."
+            yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'it fails'}.", advice)
+    for device in status.devices:
+        if device.failure:
+            advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
+            yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure}.", advice)
+    if corrupt := status.counters.get("corrupt_chunks", 0):
+        yield Concern(
+            f"{_times(corrupt, 'chunk')} failed their checksum since the start, and were recomputed.",
+            _ADVICE["corrupt_chunks"],
+        )
+    if status.unrecorded_shards:
+        what = f"{_times(status.unrecorded_shards, 'shard')} would not survive a restart: the record table is full."
+        yield Concern(what, "Use larger chunks, or fewer models per server.")
+    if dropped >= 1:
+        what = f"{_times(round(dropped), 'shard')} found no room in the last 5 minutes and were not stored."
+        yield Concern(what, _ADVICE["dropped_chunks"])
+
+
+def _times(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,158 @@
+"""The other depots of a fleet, asked for one page that shows all of them (setting `fleet`).
+
+`Fleet.now` runs on the web process's threads for requests. It asks all depots at once, at most every few seconds and
+only while somebody looks. Other web processes answer it from their last poll: no depot notices.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvdepot.protocol.health import Health, judge
+from kvdepot.protocol.status import Status
+
+__all__ = ["Depot", "Fleet", "FleetNow", "Load"]
+
+_KEEP_S = 4.0
+"""How long an answer is good enough."""
+_ANSWER_S = 2.0
+"""Time to connect, and for each part of an answer."""
+_ALL_S = 5.0
+"""Time for the whole of it; depots that have not answered then count as unreachable."""
+_MOST_BODY = 16 << 20
+_MOST_REASON = 200
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What one depot does, or several together. The tokens a second are those of the last minute; asked_tokens,
+    reused_tokens and saved_s (prefill time) count since each server's start."""
+
+    asked_tokens_s: float = 0.0
+    reused_tokens_s: float = 0.0
+    asked_tokens: int = 0
+    reused_tokens: int = 0
+    saved_s: float = 0.0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    tiers: int = 0
+    tiers_up: int = 0
+    engines: int = 0
+
+
+class Depot(msgspec.Struct, frozen=True):
+    """One depot. url: empty for the one that answers. level: `good`, `look` or `bad`. load: None if it is `bad`."""
+
+    url: str
+    level: str
+    headline: str
+    host: str = ""
+    version: str = ""
+    uptime_s: float = 0.0
+    load: Load | None = None
+
+
+class FleetNow(msgspec.Struct, frozen=True):
+    """All depots, this one first, and the sum of those that answered."""
+
+    depots: list[Depot]
+    total: Load
+
+
+class _Told(Status, frozen=True, kw_only=True):
+    """What another depot's `/v1/status` says; older versions do not say `health`."""
+
+    trouble: str = ""
+    health: Health | None = None
+
+
+class Fleet:
+    """Asks the depots at `urls`. token: sent to all of them; empty: none."""
+
+    def __init__(self, urls: Sequence[str], token: str) -> None:
+        self._urls = urls
+        self._token = token
+        self._lock = threading.Lock()  # held by the one thread that asks
+        self._at = -_KEEP_S
+        self._others = [Depot(url, "wait", "Not asked yet") for url in urls]
+
+    def __repr__(self) -> str:
+        return f"<Fleet of {len(self._urls)} other depots>"
+
+    def now(self, status: Callable[[], tuple[Status, Health]]) -> FleetNow:
+        """All depots; status: of this one. Blocks for some seconds at most; only the first of several callers at a time
+        asks, and the others get what was said before. Raises what `status` raises."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._urls and time.monotonic() - self._at >= _KEEP_S:
+                    self._others = self._ask_all()
+                    self._at = time.monotonic()
+            finally:
+                self._lock.release()
+        depots = [_depot("", *status()), *self._others]
+        return FleetNow(depots, _total(depot.load for depot in depots if depot.load is not None))
+
+    def _ask_all(self) -> list[Depot]:
+        threads = ThreadPoolExecutor(len(self._urls), thread_name_prefix="kvdepot-fleet")
+        asked = [threads.submit(_ask, url, self._token) for url in self._urls]
+        wait(asked, _ALL_S)
+        threads.shutdown(wait=False, cancel_futures=True)
+        late = f"Not reachable: no answer within {_ALL_S:g} s"
+        return [
+            each.result() if each.done() else Depot(url, "bad", late)
+            for url, each in zip(self._urls, asked, strict=True)
+        ]
+
+
+def _ask(url: str, token: str) -> Depot:
+    """The depot at a URL. Raises nothing that a server or a network can cause."""
+    parts = urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(parts.netloc, timeout=_ANSWER_S)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connection.request("GET", parts.path.rstrip("/") + "/v1/status", headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(_MOST_BODY)
+    except (OSError, http.client.HTTPException) as exc:
+        return Depot(url, "bad", f"Not reachable: {str(exc) or type(exc).__name__}"[:_MOST_REASON])
+    finally:
+        connection.close()
+    if answer.status == 401:
+        return Depot(url, "bad", "Refused: it has another token")
+    try:
+        if answer.status != 200:
+            said = msgspec.json.decode(body, type=dict[str, str])
+            return Depot(url, "bad", f"Not answering: {said.get('message', answer.status)}"[:_MOST_REASON])
+        told = msgspec.json.decode(body, type=_Told)
+    except msgspec.DecodeError:
+        return Depot(url, "bad", f"No depot of this version (HTTP {answer.status})")
+    return _depot(url, told, told.health or judge(told, told.trouble))
+
+
+def _depot(url: str, status: Status, health: Health) -> Depot:
+    minute = status.reuse[0] if status.reuse else None
+    load = Load(
+        asked_tokens_s=minute.asked_tokens / minute.window_s if minute else 0.0,
+        reused_tokens_s=minute.reused_tokens / minute.window_s if minute else 0.0,
+        asked_tokens=status.asked_tokens,
+        reused_tokens=status.saved.tokens,
+        saved_s=status.saved.prefill_s,
+        used_bytes=status.used_bytes,
+        capacity_bytes=status.capacity_bytes,
+        tiers=len(status.tiers),
+        tiers_up=sum(tier.state == "up" for tier in status.tiers),
+        engines=status.engine_count,
+    )
+    return Depot(url, health.level, health.headline, status.host, status.version, status.uptime_s, load)
+
+
+def _total(loads: Iterable[Load]) -> Load:
+    each = [msgspec.structs.astuple(load) for load in loads]
+    return Load(*map(sum, zip(*each, strict=True)))

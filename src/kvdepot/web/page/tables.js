@@ -1,0 +1,241 @@
+// The tables of the page: fleet, models, prefixes, tenants, leases, engines, events, details.
+
+import { $, child, list, make, rows, say, set } from "./dom.js";
+import * as format from "./format.js";
+import { shareOf, windowName, windowsOf } from "./panels.js";
+import { percentile } from "./series.js";
+
+const { bytes, count, duration, exact, held, limit, none, rough, share, short } = format;
+
+/** A cell with a short id, whose whole is shown on focus and hover (see tip.js). */
+const idCell = (id) => (cell, item) => {
+  const shown = child(cell, () => make("span", { class: "mono", tabindex: 0 }));
+  say(shown, short(id(item)));
+  set(shown, "data-full", id(item));
+};
+
+/** A cell with a button for an action on this row; main.js listens. */
+const actionCell = (action, label, about) => (cell, item) => {
+  const button = child(cell, () => make("button", { type: "button", class: "small-button", "data-action": action }, `${label}…`));
+  set(button, "aria-label", `${label} ${about(item)}`);
+  set(button, "data-of", about(item));
+};
+
+export function showFleet({ depots, total }, name) {
+  $("fleet-part").hidden = depots.length < 2;
+  if (depots.length < 2) return;
+  const working = depots.filter((depot) => depot.load).length;
+  say($("fleet-count"), `${working} of ${depots.length} depots work`);
+  const load = (text) => (depot) => (depot.load ? text(depot.load) : none);
+  const columns = [
+    ["name", null, (depot) => depot.url || "this page", (cell, depot) => depotCell(cell, depot, name)],
+    ["state", (depot) => depot.headline, (depot) => depot.headline, (cell, depot) => {
+      const tag = child(cell, () => make("span", { class: "tag" }));
+      say(tag, depot.headline);
+      set(tag, "data-level", depot.level);
+    }],
+    ["num", load((of) => share(of.asked_tokens_s ? of.reused_tokens_s / of.asked_tokens_s : null))],
+    ["num", load((of) => count(Math.round(of.reused_tokens_s)))],
+    ["num", load((of) => `${bytes(of.used_bytes)} of ${bytes(of.capacity_bytes)}`)],
+    ["num", load((of) => (of.tiers ? `${of.tiers_up} of ${of.tiers}` : none))],
+    ["num", load((of) => count(of.engines))],
+    ["num more", load((of) => (of.saved_s ? duration(of.saved_s) : none))],
+    ["more", (depot) => depot.version || none],
+    ["num more", (depot) => (depot.uptime_s ? rough(Math.floor(depot.uptime_s)) : none)],
+  ];
+  rows($("fleet"), depots, (depot) => depot.url, columns);
+  const sum = { url: "sum", headline: "", level: "wait", version: "", uptime_s: 0, load: total };
+  const ofSum = columns.map((column, i) => (i < 2 ? [column[0], () => (i ? "" : `Together, ${working}`)] : column));
+  rows($("fleet"), [sum], () => "sum", ofSum, $("fleet").tFoot);
+}
+
+function depotCell(cell, depot, name) {
+  if (!depot.url) {
+    say(cell, `${name} (here)`);
+    return;
+  }
+  const link = child(cell, () => make("a", { href: depot.url, rel: "noreferrer" }));
+  say(link, depot.host || new URL(depot.url).host);
+}
+
+export function showUsers(status) {
+  const spaces = status.namespaces;
+  const tenants = tenantsOf(status);
+  const parts = [`${count(status.namespace_count || spaces.length)} ${spaces.length === 1 ? "model" : "models"}`];
+  if (tenants.length) parts.push(`${count(tenants.length)} tenants`);
+  if (status.lease_count) parts.push(`${count(status.lease_count)} ${status.lease_count === 1 ? "lease" : "leases"}`);
+  say($("users-count"), parts.join(", "));
+  say($("namespaces-count"), spaces.length > 1 ? count(spaces.length) : "");
+  const full = (space) => [space.tenant, space.model, `${space.world_size} ranks`, `${space.blocks_in_chunk} blocks per chunk`];
+  rows($("namespaces"), spaces, (space) => JSON.stringify(full(space)), [
+    ["name", (space) => (space.tenant ? `${space.tenant}: ${space.model}` : space.model), (space) => full(space).filter(Boolean).join(", ")],
+    ["num", (space) => (space.asked_tokens ? count(space.asked_tokens) : none), (space) => exact(space.asked_tokens)],
+    ["num", (space) => share(shareOf(space, space.reused_tokens)), (space) => `${exact(space.reused_tokens)} tokens; found: ${share(shareOf(space, space.found_tokens))}`],
+    ["num", (space) => bytes(space.bytes), (space) => `${exact(space.chunks)} chunks`],
+    ["num more", (space) => share(status.capacity_bytes ? space.bytes / status.capacity_bytes : null)],
+    ["num more", (space) => count(space.engines)],
+    ["action", null, null, actionCell("forget", "Forget", (space) => space.model)],
+  ]);
+  $("tenants-part").hidden = !tenants.length;
+  rows($("tenants"), tenants, (tenant) => tenant.tenant, [
+    ["name", (tenant) => tenant.tenant || "others", (tenant) => tenant.tenant],
+    ["num", (tenant) => (tenant.asked_tokens ? count(tenant.asked_tokens) : none), (tenant) => exact(tenant.asked_tokens)],
+    ["num", (tenant) => share(shareOf(tenant, tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
+    ["num", (tenant) => bytes(tenant.used_bytes)],
+    ["num", (tenant) => limit(tenant.floor_bytes)],
+    ["num", (tenant) => limit(tenant.cap_bytes)],
+    ["num more", (tenant) => count(tenant.evicted_chunks)],
+    ["num more", (tenant) => count(tenant.capped_chunks)],
+  ]);
+  showLeases(status);
+}
+
+/** Tenants by name, with what they asked for and their quotas; none if there is only the nameless one. */
+function tenantsOf(status) {
+  const found = new Map(status.tenants.map((tenant) => [tenant.tenant, { ...tenant }]));
+  for (const usage of status.usage ?? []) {
+    const tenant = found.get(usage.tenant) ?? { tenant: usage.tenant };
+    found.set(usage.tenant, { ...tenant, asked_tokens: usage.asked_tokens, reused_tokens: usage.reused_tokens });
+  }
+  return found.size > 1 || status.tenants.length ? [...found.values()] : [];
+}
+
+function showLeases(status) {
+  $("leases-part").hidden = !status.leases.length;
+  say($("leases-count"), status.lease_count > status.leases.length ? `${count(status.leases.length)} of ${count(status.lease_count)}` : "");
+  rows($("leases"), status.leases, (lease) => `${lease.tenant}/${lease.name}`, [
+    ["name", (lease) => lease.name, (lease) => (lease.tenant ? `${lease.name} of ${lease.tenant}` : lease.name)],
+    ["more", (lease) => lease.kind],
+    ["num", (lease) => bytes(lease.bytes), (lease) => `${exact(lease.chunks)} chunks of ${lease.model}`],
+    ["num", (lease) => (lease.ends_s == null ? "never" : duration(Math.round(lease.ends_s)))],
+    ["num more", (lease) => held(lease.byte_seconds)],
+    ["num", (lease) => (lease.saved_tokens ? count(lease.saved_tokens) : none), (lease) => exact(lease.saved_tokens)],
+    ["action", null, null, actionCell("unpin", "End", (lease) => lease.name)],
+  ]);
+}
+
+export function showPrefixes(prefixes) {
+  $("prefixes-part").hidden = prefixes === null;
+  if (prefixes === null) return;
+  rows($("prefixes"), prefixes, (prefix) => `${prefix.tenant}/${prefix.model}/${prefix.hash}`, [
+    ["", null, null, idCell((prefix) => prefix.hash)],
+    ["name", (prefix) => (prefix.tenant ? `${prefix.tenant}: ${prefix.model}` : prefix.model), (prefix) => prefix.model],
+    ["num", (prefix) => count(prefix.hits), (prefix) => exact(prefix.hits)],
+    ["num", (prefix) => count(prefix.hit_tokens), (prefix) => exact(prefix.hit_tokens)],
+    ["num", (prefix) => count(prefix.shared_tokens), (prefix) => `${exact(prefix.shared_tokens)} of ${exact(prefix.tokens)} tokens`],
+    ["num", (prefix) => bytes(prefix.bytes), (prefix) => `${exact(prefix.prompts)} prompts`],
+    ["num", (prefix) => rough(Math.floor(prefix.age_s))],
+    ["num more", (prefix) => rough(Math.floor(prefix.idle_s))],
+  ]);
+}
+
+/** The role of an engine's process. */
+const enginePart = (engine) => (engine.ranks.length ? `worker ${engine.ranks.join(", ")}` : "scheduler");
+
+function engineState(engine) {
+  if (engine.queued) return "copying";
+  if (engine.sessions) return "serving";
+  return engine.idle_s < 60 ? "ready" : `idle ${duration(60 * Math.floor(engine.idle_s / 60))}`;
+}
+
+export function showEngines(status) {
+  say($("engines-count"), status.engine_count ? `${count(status.engine_count)} processes` : "none");
+  // In order of connection: the server lists the last heard first, an order that changes each second.
+  const engines = status.engines.toSorted((a, b) => b.since_s - a.since_s || (a.id < b.id ? -1 : 1));
+  rows($("engines"), engines, (engine) => engine.id, [
+    ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
+    ["soft", null, null, idCell((engine) => engine.id)],
+    ["", engineState],
+    ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
+    ["num", (engine) => count(engine.sessions)],
+    ["num more", (engine) => count(engine.pinned_chunks)],
+    ["num", (engine) => rough(engine.since_s), (engine) => duration(Math.round(engine.since_s))],
+  ]);
+}
+
+export function showEvents(status) {
+  const events = [...status.events].reverse();
+  $("events-none").hidden = events.length > 0;
+  $("events").parentElement.hidden = events.length === 0;
+  say($("events-latest"), events.length ? `the last at ${format.moment(events[0].wall_s, status.wall_s)}` : "none");
+  list(
+    $("events"),
+    events,
+    (event) => `${event.wall_s} ${event.kind} ${event.text}`,
+    (event) => make("li", {}, make("time"), make("span", { class: "kind" }, event.kind.replaceAll("_", " ")), make("span", {}, event.text)),
+    (item, event) => {
+      const time = item.firstElementChild;
+      set(time, "datetime", new Date(event.wall_s * 1000).toISOString());
+      set(time, "title", format.ago(status.wall_s - event.wall_s));
+      say(time, format.moment(event.wall_s, status.wall_s));
+    },
+  );
+}
+
+const UNITS = { bytes, s: rough, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
+
+/** Names of histograms, for people. */
+const NAMES = {
+  hit_tokens: "Tokens found by a lookup",
+  eviction_age_seconds: "Age of chunks at eviction",
+  eviction_idle_seconds: "Time unused before eviction",
+  reuse_after_seconds: "Time until a chunk was used again",
+  saved_seconds: "TTFT saved by a request",
+};
+
+export function showDetails(status) {
+  rows($("windows"), windowsOf(status).filter((window) => window.asked_tokens), (window) => String(window.window_s), [
+    ["", (window) => windowName(window.window_s)],
+    ["num", (window) => count(window.asked_tokens), (window) => exact(window.asked_tokens)],
+    ["num", (window) => share(window.rate), (window) => exact(window.reused_tokens)],
+    ["num", (window) => share(shareOf(window, window.found_tokens || null)), (window) => exact(window.found_tokens)],
+    ["num", (window) => share(shareOf(window, window.bound_tokens))],
+  ]);
+  rows(
+    $("latencies"),
+    status.latencies.filter((latency) => latency.count),
+    (latency) => latency.request,
+    [
+      ["", (latency) => latency.request],
+      ["num", (latency) => count(latency.count)],
+      ["num", (latency) => (latency.errors ? count(latency.errors) : none)],
+      ["num", (latency) => format.latency(percentile(latency.buckets, 0.5))],
+      ["num", (latency) => format.latency(percentile(latency.buckets, 0.99))],
+      ["num", (latency) => duration(latency.sum_s / latency.count)],
+    ],
+  );
+  rows($("losses"), status.losses, (loss) => `${loss.where} ${loss.counter}`, [
+    ["name", (loss) => loss.where, (loss) => loss.where],
+    ["why", (loss) => loss.what, (loss) => loss.counter],
+    ["num", (loss) => count(loss.count), (loss) => exact(loss.count)],
+  ]);
+  const seen = (status.histograms ?? []).filter((each) => each.counts.some((number) => number));
+  const total = (each) => each.counts.reduce((sum, number) => sum + number, 0);
+  const text = (each, value) => (UNITS[each.unit] ?? count)(value);
+  const at = (part) => (each) => text(each, percentile(each.counts, part, each.bounds));
+  $("histograms-part").hidden = !seen.length;
+  rows($("histograms"), seen, (each) => each.name, [
+    ["name", (each) => NAMES[each.name] ?? each.name.replaceAll("_", " "), (each) => each.name],
+    ["num", (each) => count(total(each)), (each) => exact(total(each))],
+    ["num", at(0.5)],
+    ["num", at(0.9)],
+    ["num", (each) => text(each, each.sum / total(each))],
+  ]);
+  $("sums-part").hidden = !status.lease_sums.length;
+  rows($("lease-sums"), status.lease_sums, (sum) => `${sum.tenant}/${sum.kind}`, [
+    ["name", (sum) => sum.tenant || "no tenant", (sum) => sum.tenant],
+    ["", (sum) => sum.kind],
+    ["num", (sum) => `${count(sum.leases)} of ${count(sum.begun)}`],
+    ["num", (sum) => bytes(sum.bytes)],
+    ["num", (sum) => count(sum.saved_tokens), (sum) => exact(sum.saved_tokens)],
+    ["num", (sum) => bytes(sum.spared_bytes)],
+  ]);
+  $("devices-part").hidden = !status.devices.length;
+  rows($("devices"), status.devices, (device) => device.uuid, [
+    ["", (device) => device.name, (device) => device.uuid],
+    ["", (device) => device.failure || "working"],
+    ["num", (device) => count(device.registrations)],
+    ["num", (device) => bytes(device.context_bytes)],
+    ["num", (device) => bytes(device.staging_bytes)],
+  ]);
+}

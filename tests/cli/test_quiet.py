@@ -1,0 +1,116 @@
+"""Commands and probes leave no line in the server's log: a scrape every few seconds would bury the others."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def served(start_depot: StartDepot) -> Depot:
+    """A server with HTTP, at the log level that it has by default."""
+    depot = start_depot("--http", "127.0.0.1:0")
+    eventually(lambda: "web page" in depot.logged())
+    return depot
+
+
+def address(depot: Depot) -> tuple[str, int]:
+    (found,) = re.findall(r"http://([\d.]+):(\d+)", depot.logged())
+    return found[0], int(found[1])
+
+
+def ask(depot: Depot, method: str, path: str, body: str = "", token: str = "") -> int:
+    connection = http.client.HTTPConnection(*address(depot), timeout=60)
+    try:
+        connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def clients(depot: Depot) -> int:
+    """How many are connected, with this question. Once commands are gone, the log has told of their ends."""
+    number: int = depot.status()["clients"]
+    return number
+
+
+@pytest.fixture
+def engine(served: Depot) -> Iterator[Engine]:
+    """An engine that has stored one chunk."""
+    engine = Engine(served)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    yield engine
+    engine.close()
+
+
+def test_one_shot_commands_leave_no_line(served: Depot, engine: Engine, tmp_path: Path) -> None:
+    eventually(lambda: f"connected: {engine.model}" in served.logged())
+    before, usual = served.logged(), clients(served)
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps([1] * CHUNK))
+    which = ("--tokens", prompt, "--model", engine.model)
+    done = {
+        words[0]: run(*words, KVDEPOT_URL=served.url).returncode
+        for words in [
+            ("status",), ("doctor",), ("token",), ("open",), ("quota",), ("leases",), ("warm", *which),
+            ("pin", "two", *which), ("unpin", "two"), ("lease", "mine", *which, "--seconds", "60"), ("release", "mine"),
+            ("forget", "--model", engine.model, "--yes"),
+        ]
+    }  # fmt: skip
+    assert {name for name, code in done.items() if code} <= {"doctor"}  # may find something on this machine
+    assert run("release", "unknown", KVDEPOT_URL=served.url).returncode == 1
+    eventually(lambda: clients(served) == usual)
+    assert served.logged() == before
+
+
+def test_a_command_that_is_killed_leaves_no_line(served: Depot) -> None:
+    before, usual = served.logged(), clients(served)
+    top = subprocess.Popen(
+        [sys.executable, "-m", "kvdepot.cli", "top", "--url", served.url],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        eventually(lambda: clients(served) > usual or top.poll() is not None)
+    finally:
+        top.kill()
+        top.wait(HANG_S)
+    eventually(lambda: clients(served) == usual)
+    assert served.logged() == before
+
+
+def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot) -> None:
+    before, usual = served.logged(), clients(served)
+    for path in ("/healthz", "/readyz", "/metrics", "/v1/status", "/"):
+        assert ask(served, "GET", path) == 200, path
+    assert ask(served, "GET", "/no/such/page") == 404
+    assert ask(served, "POST", "/v1/warm", "{") == 401
+    token = run("token", KVDEPOT_URL=served.url).stdout.strip()
+    assert ask(served, "POST", "/v1/warm", "{", token) == 400
+    assert ask(served, "DELETE", "/metrics", "", token) == 405
+    for address_family, place in ((socket.AF_INET, address(served)), (socket.AF_UNIX, served.url[len("ipc://") :])):
+        with socket.socket(address_family) as scan:  # a port scan, and what is no request
+            scan.connect(place)
+        with socket.socket(address_family) as garbage:
+            garbage.connect(place)
+            garbage.sendall(b"\x16\x03\x01 no request\r\n\r\n")
+            garbage.shutdown(socket.SHUT_WR)
+            garbage.settimeout(60)
+            while garbage.recv(4096):
+                pass
+    eventually(lambda: clients(served) == usual)
+    assert served.logged() == before
+    assert served.stop() == 0

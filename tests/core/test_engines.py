@@ -1,0 +1,90 @@
+"""Which engines the log and the journal name: one line when an engine comes, one when it is gone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvdepot.protocol import wire
+from kvdepot.testing.harness import Harness
+from tests.core.test_connections import ask, harness
+
+
+@pytest.fixture
+def server(caplog: pytest.LogCaptureFixture) -> Harness:
+    caplog.set_level(logging.INFO)
+    return harness()
+
+
+def look_up(server: Harness, identity: bytes) -> None:
+    ask(server, identity, wire.Lookup("llama", 1, 1, "r", 1, bytes(32)))
+
+
+def leave(server: Harness, identity: bytes) -> None:
+    """A client closes its connection."""
+    server.liveness_files[identity].left = True
+    server.die(identity)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_all_clients_of_one_engine_are_one_line_and_their_end_another(
+    server: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    for identity in (b"scheduler", b"worker 0", b"worker 1"):
+        server.hello(identity, engine="seven")
+        look_up(server, identity)
+        look_up(server, identity)
+    assert lines(caplog) == ["engine seven connected: llama"]
+    for identity in (b"worker 1", b"scheduler"):
+        leave(server, identity)
+    assert len(lines(caplog)) == 1
+    leave(server, b"worker 0")
+    assert lines(caplog)[1:] == ["engine seven is gone"]
+    journal = [event.text for event in server.depot.report.journal.events() if event.kind == "engine"]
+    assert sorted(journal) == sorted(lines(caplog))
+
+
+def test_an_engine_of_which_a_process_died_has_died(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    for identity in (b"scheduler", b"worker"):
+        server.hello(identity, engine="seven")
+        look_up(server, identity)
+    server.die(b"worker")
+    leave(server, b"scheduler")
+    assert lines(caplog)[1:] == ["engine seven died"]
+    server.hello(b"again", engine="seven")
+    look_up(server, b"again")
+    leave(server, b"again")
+    assert lines(caplog)[2:] == ["engine seven connected: llama", "engine seven is gone"]
+
+
+def test_clients_that_name_no_engine_are_one_each(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    for identity in (b"one", b"two"):
+        server.hello(identity)
+        look_up(server, identity)
+    assert lines(caplog) == [f"engine {name.hex()[:8]} connected: llama" for name in (b"one", b"two")]
+
+
+def test_engines_of_two_users_are_two_whatever_their_name(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    for user in ("ann", "bob"):
+        server.hello(user.encode(), user, engine="seven")
+        look_up(server, user.encode())
+    assert lines(caplog) == 2 * ["engine seven connected: llama"]
+
+
+def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    server.hello(b"probe", engine="seven")
+    ask(server, b"probe", wire.Status())
+    ask(server, b"probe", wire.Lookup("llama", 1, 1, "warm", 0, bytes(32)))  # `kvdepot warm`
+    ask(server, b"probe", wire.Lease("mine", "retain", "llama", 1, 1, bytes(32)))
+    server.die(b"probe")
+    assert lines(caplog) == []
+
+
+def test_a_long_name_is_cut_off(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    server.hello(b"one", engine="x" * 100_000)
+    look_up(server, b"one")
+    assert lines(caplog) == [f"engine {'x' * 80} connected: llama"]

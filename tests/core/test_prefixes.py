@@ -1,0 +1,289 @@
+"""The list of prefixes: what a family is, who sees it, and that it is made in steps; its counts have a machine in
+test_index.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import BadRequest, Busy
+from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.memory.allocator import PAGE
+from kvdepot.protocol import wire
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
+from tests.core.desk import Desk, group_stores, lookup, prompt, store
+from tests.core.groups import BLOCKS, Reaches
+
+
+def chain(name: str, *ids: int) -> ChunkChain:
+    """A prompt of one token a chunk; those with the same name share their beginning as far as their ids do."""
+    made = ChunkChain(1, derive_root(("salt", name)))
+    made.extend(ids)
+    return made
+
+
+def ask(desk: Desk, client: bytes = b"one", **options: Any) -> list[Prefix]:
+    found = desk.ask(client, wire.Prefixes(**options))
+    assert isinstance(found, list), found
+    return found
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register(b"one")
+    desk.tick(100.0, 1000.0)
+    return desk
+
+
+def test_prompts_that_begin_with_the_same_chunk_are_one_family(desk: Desk) -> None:
+    for ids in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6)):
+        desk.ask(b"one", store(chain("chat", *ids)))
+    (found,) = ask(desk)
+    shared = chain("chat", 1, 2)
+    assert found == Prefix("", "m", shared.hashes[-32:].hex(), 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0)
+
+
+def test_a_family_of_one_prompt_shares_all_of_it(desk: Desk) -> None:
+    alone = chain("alone", 1, 2, 3)
+    desk.ask(b"one", store(alone))
+    (found,) = ask(desk)
+    assert (found.hash, found.shared_tokens, found.prompts) == (alone.hashes[-32:].hex(), 3, 1)
+
+
+def test_lookups_that_find_some_of_a_family_are_its_hits(desk: Desk) -> None:
+    desk.ask(b"one", store(chain("chat", 1, 2, 3)))
+    desk.tick(101.0, 1060.0)
+    assert desk.ask(b"one", lookup(chain("chat", 1, 2, 9))) == 2
+    assert desk.ask(b"one", lookup(chain("chat", 1, 2, 3), "r2")) == 3
+    assert desk.ask(b"one", lookup(chain("chat", 9), "r3")) == 0
+    desk.ask(b"one", lookup(chain("chat", 1), "by hand", readers=0))  # as `kvdepot warm` asks
+    desk.tick(102.0, 1090.0)
+    (found,) = ask(desk)
+    assert (found.hits, found.hit_tokens, found.age_s, found.idle_s) == (2, 5, 90.0, 30.0)
+
+
+def test_the_end_of_a_family_that_is_listed_survives_the_removal_of_its_newest_prompt(desk: Desk) -> None:
+    """The server then knows no end of its chains, and looks for one."""
+    for ids in ((1, 2, 3), (1, 2, 4)):
+        desk.ask(b"one", store(chain("chat", *ids)))
+    newest = chain("chat", 1, 2, 4)
+    assert desk.ask(b"one", wire.Drop("m", 1, BLOCKS, bytes(newest.hashes))) == 1
+    (found,) = ask(desk)
+    assert (found.hash, found.tokens, found.prompts) == (chain("chat", 1, 2, 3).hashes[-32:].hex(), 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [("hits", ["b", "c", "a"]), ("tokens", ["a", "c", "b"]), ("bytes", ["a", "c", "b"]), ("idle", ["a", "c", "b"])],
+)
+def test_families_are_sorted_and_only_the_first_are_told(desk: Desk, sort: str, names: list[str]) -> None:
+    prompts = {"a": chain("a", *range(5)), "b": chain("b", 1), "c": chain("c", 1, 2)}
+    for each in prompts.values():
+        desk.ask(b"one", store(each))
+    for number, name in enumerate(["c", "b", "b"]):
+        desk.tick(101.0 + number, 1001.0 + number)
+        desk.ask(b"one", lookup(prompts[name], f"r{number}"))
+    hashes = [prompts[name].hashes[-32:].hex() for name in names]
+    assert [each.hash for each in ask(desk, sort=sort)] == hashes
+    assert [each.hash for each in ask(desk, sort=sort, most=2)] == hashes[:2]
+
+
+def test_only_models_with_a_prefix_are_listed(desk: Desk) -> None:
+    desk.register(b"one", 2, fingerprint=b"g" * 32)
+    desk.ask(b"one", store(chain("a", 1)))
+    desk.ask(b"one", store(chain("b", 1), 2, model="other"))
+    assert {each.model for each in ask(desk)} == {"m", "other"}
+    assert [each.model for each in ask(desk, model="oth")] == ["other"]
+    assert ask(desk, model="x") == []
+
+
+def test_a_tenant_sees_its_own_families_alone_and_a_client_without_one_sees_all() -> None:
+    desk = Desk(settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue", b""):
+        desk.hello(client or b"none", user=client.decode())
+        desk.register(client or b"none")
+        desk.ask(client or b"none", store(chain("a", 1)))
+    assert [each.tenant for each in ask(desk, b"red")] == ["red"]
+    assert [each.tenant for each in ask(desk, b"blue")] == ["blue"]
+    assert sorted(each.tenant for each in ask(desk, b"none")) == ["", "blue", "red"]
+
+
+def test_what_is_being_forgotten_is_not_listed(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 3)))
+    desk.ask(b"one", lookup(prompt("a", 3)))  # so that it stays until its session ends
+    desk.ask(b"one", wire.Forget())
+    assert desk.index.chunks == 3 and ask(desk) == []
+
+
+def test_chunks_whose_chain_is_unknown_are_in_no_family(desk: Desk) -> None:
+    late = chain("a", 1, 2, 3)
+    desk.ask(b"one", store(late, first=1))
+    assert desk.index.chunks == 2 and ask(desk) == []
+
+
+@pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (0, 0, 1)])
+def test_a_model_with_several_groups_counts_tokens_once_and_the_bytes_of_all(reaches: Reaches) -> None:
+    desk = Desk(pages=256)
+    desk.hello(b"one")
+    desk.register_groups(reaches, chunk_tokens=4)
+    prompts = [chain("chat", 1, 2, 3), chain("chat", 1, 2, 4)]
+    for each in prompts:
+        for request in sorted(group_stores(reaches, each), key=lambda request: reaches[request.instance - 1] > 0):
+            desk.ask(b"one", request)
+    used = desk.index.allocator.capacity - desk.index.allocator.free_bytes
+    (found,) = ask(desk)
+    assert (found.hash, found.shared_tokens) == (chain("chat", 1, 2).hashes[-32:].hex(), 8)
+    assert (found.tokens, found.prompts, found.bytes) == (16, 2, used)
+    desk.index.validate()
+
+
+def test_a_list_is_made_in_steps_between_which_others_are_served(desk: Desk) -> None:
+    for number in range(5):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    asked = desk.send(b"one", wire.Prefixes())
+    turns = 0
+    while asked not in desk.answers:
+        assert desk.depot.next_deadline() == 0.0, "the loop must not wait for anybody"
+        assert desk.answers[desk.send(b"one", wire.Noop())] == "ok"
+        desk.expire()
+        turns += 1
+    assert turns >= 5 and len(desk.answers[asked]) == 5
+    assert desk.depot.next_deadline() > 0.0
+
+
+def test_what_goes_while_a_list_is_made_is_left_out(desk: Desk) -> None:
+    desk.ask(b"one", store(chain("a", 1, 2)))
+    desk.ask(b"one", store(chain("b", 1, 2)))
+    asked = desk.send(b"one", wire.Prefixes())
+    desk.send(b"one", wire.Drop("m", 1, BLOCKS, bytes(chain("a", 1, 2).hashes)))
+    desk.settle()
+    assert [each.hash for each in desk.answers[asked]] == [chain("b", 1, 2).hashes[-32:].hex()]
+
+
+def test_a_request_out_of_range_is_refused(desk: Desk) -> None:
+    for request in (wire.Prefixes(sort="age"), wire.Prefixes(most=0), wire.Prefixes(most=1001)):
+        assert isinstance(desk.ask(b"one", request), BadRequest)
+    assert isinstance(desk.ask(b"one", wire.Prefixes("m" * 5000)), BadRequest)
+
+
+def test_too_many_lists_at_once_are_refused_and_those_of_the_dead_are_dropped(desk: Desk) -> None:
+    for number in range(20):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    desk.hello(b"two")
+    asked = [desk.send(b"two", wire.Prefixes()) for _ in range(8)]
+    late = desk.send(b"one", wire.Prefixes())
+    assert isinstance(desk.answers[late], Busy)
+    desk.die(b"two")
+    desk.settle()
+    assert not desk.answers.keys() & set(asked)
+    assert len(ask(desk)) == 20
+
+
+def test_a_server_that_shuts_down_answers_every_list(desk: Desk) -> None:
+    desk.ask(b"one", store(chain("a", 1)))
+    asked = [desk.send(b"one", wire.Prefixes()) for _ in range(3)]
+    desk.act(desk.depot.stop_waiting())
+    assert all(len(desk.answers[each]) == 1 for each in asked)
+
+
+def test_a_list_of_many_prefixes_counts_as_many_requests() -> None:
+    desk = Desk(pages=64, settings={"max_rate": 64})
+    desk.hello(b"one")
+    assert len(ask(desk)) == 0
+    desk.tick(101.0, 1001.0)
+    answers = [desk.ask(b"one", wire.Prefixes()) for _ in range(20)]
+    assert isinstance(answers[0], list) and isinstance(answers[-1], Busy)
+
+
+# -- single chunks
+
+
+def inspect(desk: Desk, client: bytes = b"one", **options: Any) -> list[ChunkStatus]:
+    found = desk.ask(client, wire.Inspect(**options))
+    assert isinstance(found, list), found
+    return found
+
+
+def test_the_chunks_of_a_prompt_are_told_with_what_holds_them(desk: Desk) -> None:
+    stored = chain("a", 1, 2, 3)
+    desk.ask(b"one", store(stored))
+    desk.ask(b"one", lookup(chain("a", 1, 2)))
+    desk.ask(b"one", wire.Lease("keep", "retain", "m", 1, BLOCKS, bytes(stored.hashes)))
+    desk.tick(130.0, 1030.0)
+    asked = chain("a", 1, 2, 3, 4)
+    found = inspect(desk, hashes=bytes(asked.hashes))
+    assert [(each.hash, each.position, each.state, each.held, each.leased) for each in found] == [
+        (asked.hashes[32 * at : 32 * at + 32].hex(), at + 1, "ready", int(at == 1), int(at == 2)) for at in range(3)
+    ]
+    assert {(each.bytes, each.age_s, each.group, each.chunk_tokens, each.model) for each in found} == {
+        (PAGE, 30.0, 0, 1, "m")
+    }
+
+
+def test_a_chunk_is_found_by_the_beginning_of_its_hash_with_all_before_it(desk: Desk) -> None:
+    stored = chain("a", 1, 2, 3)
+    desk.ask(b"one", store(stored))
+    desk.ask(b"one", store(chain("b", 1)))
+    found = inspect(desk, end=bytes(stored.hashes[32:40]))
+    assert [each.position for each in found] == [1, 2]
+    assert found == inspect(desk, hashes=bytes(stored.hashes[:64]))
+    assert inspect(desk, end=b"\0" * 8) == []
+
+
+def test_the_beginning_of_several_hashes_is_refused(desk: Desk) -> None:
+    ends: dict[bytes, bytes] = {}
+    for number in itertools.count():  # two prompts whose hashes begin with the same three bytes
+        key = bytes(chain("a", number).hashes)
+        if ends.setdefault(key[:3], key) != key:
+            break
+    for each in (number, next(i for i in range(number) if bytes(chain("a", i).hashes)[:3] == key[:3])):
+        desk.ask(b"one", store(chain("a", each)))
+    assert isinstance(desk.ask(b"one", wire.Inspect(end=key[:3])), BadRequest)
+    assert [each.hash for each in inspect(desk, end=key)] == [key.hex()]
+
+
+def test_parts_of_all_groups_are_told_and_chunks_that_are_being_stored(desk: Desk) -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register_groups((0, 2))
+    stored = chain("a", 1, 2, 3)
+    for request in group_stores((0, 2), stored):
+        desk.ask(b"one", request)
+    found = inspect(desk, end=bytes(stored.hashes[-32:]))
+    assert [(each.group, each.reach, each.position) for each in found] == [
+        (0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 2, 0), (1, 2, 0),
+    ]  # fmt: skip
+    desk.send(b"one", group_stores((0, 2), chain("b", 1))[0])
+    (under_way,) = inspect_while_storing(desk, chain("b", 1))
+    assert (under_way.state, under_way.age_s, under_way.held) == ("storing", None, 1)
+
+
+def inspect_while_storing(desk: Desk, stored: ChunkChain) -> list[ChunkStatus]:
+    asked = desk.send(b"one", wire.Inspect(hashes=bytes(stored.hashes)))
+    while asked not in desk.answers:
+        desk.expire()
+    found: list[ChunkStatus] = desk.answers[asked]  # type: ignore[assignment]
+    return found
+
+
+def test_a_tenant_inspects_its_own_chunks_alone() -> None:
+    desk = Desk(settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue"):
+        desk.hello(client, user=client.decode())
+    desk.register(b"red")
+    desk.ask(b"red", store(chain("a", 1)))
+    key = bytes(chain("a", 1).hashes)
+    assert len(inspect(desk, b"red", hashes=key)) == len(inspect(desk, b"red", end=key)) == 1
+    assert inspect(desk, b"blue", hashes=key) == inspect(desk, b"blue", end=key[:4]) == []
+
+
+def test_an_inspection_that_says_not_what_is_refused(desk: Desk) -> None:
+    for request in (
+        wire.Inspect(), wire.Inspect(hashes=bytes(31)), wire.Inspect(end=b"12"), wire.Inspect(end=bytes(33)),
+        wire.Inspect(hashes=bytes(32), end=bytes(32)),
+    ):  # fmt: skip
+        assert isinstance(desk.ask(b"one", request), BadRequest)

@@ -1,0 +1,116 @@
+"""Tokens by tenant and model: every list adds up to the total, and no number falls, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdepot.core.usage import Usages
+from kvdepot.protocol import wire
+from kvdepot.status import OTHERS, NamespaceStatus, Usage
+from tests.core.desk import Desk, prompt, store
+
+NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
+REQUESTS = st.lists(st.tuples(NAMES, NAMES, *[st.integers(0, 1000)] * 3), max_size=40)
+
+
+def sums(shown: Sequence[Usage | NamespaceStatus]) -> tuple[int, int, int]:
+    return (
+        sum(each.asked_tokens for each in shown),
+        sum(each.found_tokens for each in shown),
+        sum(each.reused_tokens for each in shown),
+    )
+
+
+def by_name(shown: Sequence[Usage]) -> dict[tuple[str, str], tuple[int, int, int]]:
+    named = {(each.tenant, each.model): (each.asked_tokens, each.found_tokens, each.reused_tokens) for each in shown}
+    assert len(named) == len(shown), "a name is listed twice"
+    return named
+
+
+@given(REQUESTS)
+def test_every_list_adds_up_to_the_total_and_no_entry_falls_or_goes(
+    requests: list[tuple[str, str, int, int, int]],
+) -> None:
+    usages = Usages(models=3, tenants=2)
+    for tenant, model, asked, found, reused in requests:
+        before = [by_name(usages.by_tenant()), by_name(usages.by_model())]
+        usages.count(tenant, model, asked, found, reused)
+        total = usages.total.asked, usages.total.found, usages.total.reused
+        for was, shown in zip(before, (usages.by_tenant(), usages.by_model()), strict=True):
+            assert sums(shown) == total
+            now = by_name(shown)
+            assert all(one <= other for name in was for one, other in zip(was[name], now[name], strict=True))
+    assert len(usages.by_tenant()) <= 3 and len(usages.by_model()) <= 4
+
+
+def test_a_tenant_sees_only_what_is_its_own() -> None:
+    usages = Usages()
+    usages.count("blue", "m", 10, 8, 5)
+    usages.count("red", "m", 7)
+    assert usages.by_tenant("blue") == [Usage("blue", 10, 8, 5)]
+    assert usages.by_model("red") == [Usage("red", 7, 0, 0, "m")]
+
+
+def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> wire.Lookup:
+    hashes = prompt("a", chunks).slice(0, chunks)
+    return wire.Lookup(model, 1, 0, request, 1, hashes, True, reports=reports)
+
+
+def test_models_and_namespaces_of_a_server_add_up_to_its_total_also_those_without_chunks() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one")
+    assert desk.ask(b"one", store(prompt("a", 3))) is True
+    assert desk.ask(b"one", look(5, "r1")) == 3
+    assert desk.ask(b"one", look(2, "r2", "nobody has stored this")) == 0
+    desk.ask(b"one", wire.EndSession("r1", 2, 0.5, "m"))
+    status = desk.depot.status()
+    assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (7, 3, 2)
+    assert status.asked_tokens == 7 and status.saved.tokens == 2
+    assert status.other_namespaces is not None and status.other_namespaces.asked_tokens == 2
+    for shown in (status.usage, status.model_usage, [*status.namespaces, status.other_namespaces]):
+        assert sums(shown) == (7, 3, 2)
+    (namespace,) = status.namespaces
+    assert (namespace.model, namespace.asked_tokens, namespace.found_tokens, namespace.reused_tokens) == ("m", 5, 3, 2)
+
+
+def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one")
+    assert desk.ask(b"one", store(prompt("a", 3))) is True
+    assert desk.ask(b"one", look(5, "r1", reports=True)) == 3
+    assert desk.depot.status().model_usage == [Usage("", 0, 0, 0, "m")]  # from 0, for Prometheus
+    desk.ask(b"one", wire.EndSession("r1", 2, 0.5, "m", wire.Asked(4, 2, 1)))  # it had one token itself
+    status = desk.depot.status()
+    assert status.model_usage == [Usage("", 4, 2, 2, "m")]
+    assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
+
+
+def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:
+    desk = Desk()
+    desk.hello()
+    for asked in (wire.Asked(-1), wire.Asked(1, 2), wire.Asked(1, 1, -1), wire.Asked(1 << 40)):
+        answer = desk.ask(b"one", wire.EndSession("r", 1, 0.0, "m", asked))
+        assert "is out of range" in str(answer)
+    assert desk.depot.status().tokens.asked == desk.depot.status().saved.tokens == 0
+
+
+def test_namespaces_beyond_those_that_are_listed_are_told_as_a_sum() -> None:
+    desk = Desk(pages=256)
+    desk.hello()
+    desk.register(b"one")
+    for number in range(103):
+        assert desk.ask(b"one", store(prompt("a", 1 + (number > 2)), model=f"m{number}")) is True
+        assert desk.ask(b"one", look(2, f"r{number}", f"m{number}")) == 1 + (number > 2)
+    status = desk.depot.status()
+    assert (len(status.namespaces), status.namespace_count) == (100, 103)
+    assert status.other_namespaces is not None
+    assert (status.other_namespaces.model, status.other_namespaces.chunks) == (OTHERS, 3)
+    everything = [*status.namespaces, status.other_namespaces]
+    assert sum(each.bytes for each in everything) == status.used_bytes
+    assert sums(everything) == sums(status.model_usage) == (206, 203, 0)
+    assert status.model_usage[-1] == Usage(OTHERS, 106, 106, 0, OTHERS)

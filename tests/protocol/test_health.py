@@ -1,0 +1,48 @@
+"""The health of a server: which statuses need somebody, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvdepot.protocol.health import judge
+from kvdepot.protocol.status import Device, Status, TierStatus
+
+
+def status(**facts: Any) -> Status:
+    counts = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) if field.required), 0)
+    return Status(**{**counts, "engine_count": 1, **facts})
+
+
+def test_a_server_without_problems_needs_nobody() -> None:
+    assert judge(status()).headline == "Working, nothing to do"
+    assert judge(status(engine_count=0)).headline == "Working, no engine is connected"
+    assert judge(status()).level == judge(status(engine_count=0)).level == "good"
+
+
+@pytest.mark.parametrize(
+    ("facts", "trouble", "dropped", "what"),
+    [
+        ({"unreachable": "the socket is gone"}, "x", 0.0, "No new engine can connect: the socket is gone."),
+        ({}, "the server lags: 2 s", 0.0, "The server lags: 2 s."),
+        ({"tiers": [TierStatus("s3", "through", "circuit breaker open", 1, 1, None, 0, 0, {}, "refused")]}, "", 0.0,
+         "s3: circuit breaker open, retrying with backoff: refused."),
+        ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
+         "GPU H100 (u1): driver error 700."),
+        ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed their checksum"),
+        ({"unrecorded_shards": 3}, "", 0.0, "3 shards would not survive a restart"),
+        ({}, "", 30.2, "30 shards found no room in the last 5 minutes"),
+    ],
+)  # fmt: skip
+def test_each_problem_is_told_with_what_to_do(facts: dict[str, Any], trouble: str, dropped: float, what: str) -> None:
+    health = judge(status(**facts), trouble, dropped)
+    (concern,) = health.concerns
+    assert (health.level, health.headline) == ("look", "Working, with a warning")
+    assert concern.what.startswith(what)
+    assert concern.advice.endswith(".")
+
+
+def test_problems_are_counted() -> None:
+    assert judge(status(unrecorded_shards=1), "it lags", 5.0).headline == "Working, with 3 warnings"

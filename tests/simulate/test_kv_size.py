@@ -1,0 +1,92 @@
+"""The KV size of models, by the shapes of their configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError
+from kvdepot.simulate.kv_size import kv_size
+
+LLAMA_8B = {
+    "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "hidden_size": 2880, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes", "windows", "states"),
+    [
+        (LLAMA_8B, 128 << 10, {}, 0),
+        ({**LLAMA_8B, "num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192}, 320 << 10, {}, 0),
+        (  # DeepSeek V3: one latent and one rotary part a layer
+            {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128},
+            61 * 576 * 2, {}, 0,
+        ),
+        (  # with the index keys of sparse attention
+            {"num_hidden_layers": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+            576 * 2 + 132, {}, 0,
+        ),
+        (GPT_OSS_20B, 12 * 2048, {128: 12 * 2048}, 0),
+        (  # Gemma 3: five layers with windows, then one without
+            {
+                "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                "sliding_window": 512, "sliding_window_pattern": 6,
+            },
+            2 * 4096, {512: 10 * 4096}, 0,
+        ),
+        ({**LLAMA_8B, "sliding_window": 4096}, 0, {4096: 128 << 10}, 0),
+        ({**LLAMA_8B, "sliding_window": 4096, "use_sliding_window": False}, 128 << 10, {}, 0),
+        ({**LLAMA_8B, "num_hidden_layers": 4, "full_attention_interval": 4}, 4096, {}, 3),
+        ({**LLAMA_8B, "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}, 4096, {}, 2),
+        ({**LLAMA_8B, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M"}, 4096, {}, 2),
+        ({**LLAMA_8B, "num_kv_shared_layers": 16}, 64 << 10, {}, 0),
+        ({"model_type": "vision", "text_config": LLAMA_8B}, 128 << 10, {}, 0),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 12 * 2 * 768 * 2, {}, 0),
+        ({**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 64 << 10, {}, 0),
+    ],
+)  # fmt: skip
+def test_the_kv_of_a_token_follows_from_the_shape(
+    config: dict[str, Any], token_bytes: int, windows: dict[int, int], states: int
+) -> None:
+    found = kv_size(config)
+    assert (found.token_bytes, dict(found.windows), found.states) == (token_bytes, windows, states)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp8", 64), ("bf16", 128), ("fp32", 256), ("auto", 128)])
+def test_the_type_of_the_kv_can_be_given(dtype: str, size: int) -> None:
+    assert kv_size(LLAMA_8B, dtype).token_bytes == size << 10
+
+
+def test_windows_are_stored_at_boundaries() -> None:
+    found = kv_size(GPT_OSS_20B)
+    full, window = found.token_bytes, found.windows[128]
+    assert found.prompt_bytes(255) == 0
+    assert found.prompt_bytes(256) == 256 * (full + window)
+    assert found.prompt_bytes(16 * 256) == 256 * (16 * full + window)
+    assert found.prompt_bytes(17 * 256) == 256 * (17 * full + 2 * window)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "no num_hidden_layers"),
+        ({"num_hidden_layers": 2}, "no num_attention_heads"),
+        ({**LLAMA_8B, "num_hidden_layers": "many"}, "num_hidden_layers is many"),
+        ({**LLAMA_8B, "num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
+        ({**LLAMA_8B, "layer_types": ["full_attention"]}, "another length"),
+        ({**LLAMA_8B, "num_hidden_layers": 1, "layer_types": ["oracle"]}, "a layer is 'oracle'"),
+        ({**LLAMA_8B, "mamba_d_state": 16}, "layers with states"),
+        ({**LLAMA_8B, "is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({**LLAMA_8B, "torch_dtype": "int3"}, "give --kv-dtype"),
+    ],
+)
+def test_what_is_not_known_is_said_and_never_guessed(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kv_size(config)

@@ -1,0 +1,127 @@
+"""The fleet: what one web process says about others, whatever those answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvdepot.protocol.health import judge
+from kvdepot.web.fleet import Fleet, FleetNow
+from tests.conftest import eventually
+from tests.ports import free_port
+from tests.web.conftest import StartWeb
+from tests.web.site import GIB, empty_status, example_status
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[tuple[str, list[str | None]]]:
+    """A server that gives every request the same answer; and the tokens that were sent to it."""
+    tokens: list[str | None] = []
+
+    class Requests(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            tokens.append(self.headers["Authorization"])
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", tokens
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def now(fleet: Fleet) -> FleetNow:
+    status = empty_status(host="here")
+    return fleet.now(lambda: (status, judge(status)))
+
+
+def test_every_depot_has_a_row_and_those_that_answer_are_added_up() -> None:
+    body = msgspec.json.encode(msgspec.structs.replace(example_status(), host="there"))
+    with answering(200, body) as (url, _):
+        said = now(Fleet([url, url], ""))
+    here, there, again = said.depots
+    assert (here.url, here.host, here.level, here.headline) == ("", "here", "good", "Working, no engine is connected")
+    assert (there.url, there.host, there.headline) == (url, "there", "Working, nothing to do")
+    assert there.load is not None and again.load == there.load
+    assert there.load.reused_tokens_s == pytest.approx(188_016 / 60)
+    assert (there.load.tiers, there.load.tiers_up, there.load.engines) == (2, 2, 5)
+    assert said.total.capacity_bytes == (64 + 256 + 256) * GIB
+    assert said.total.reused_tokens == 2 * 198_734_336
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headline"),
+    [
+        (401, b'{"code": "unauthorized", "message": "no"}', "Refused: it has another token"),
+        (503, b'{"code": "unavailable", "message": "it hangs"}', "Not answering: it hangs"),
+        (502, b"<h1>Bad gateway</h1>", "No depot of this version (HTTP 502)"),
+        (200, b"<h1>Welcome</h1>", "No depot of this version (HTTP 200)"),
+        (200, b'{"version": "9"}', "No depot of this version (HTTP 200)"),
+        (200, b"", "No depot of this version (HTTP 200)"),
+    ],
+)
+def test_a_depot_that_says_nothing_of_use_is_a_bad_row_with_the_reason(status: int, body: bytes, headline: str) -> None:
+    with answering(status, body) as (url, _):
+        (_, there) = now(Fleet([url], "")).depots
+    assert (there.level, there.headline, there.load) == ("bad", headline, None)
+
+
+def test_a_depot_that_is_not_there_does_not_keep_the_others_from_being_shown() -> None:
+    with answering(200, msgspec.json.encode(example_status())) as (url, _):
+        (_, gone, there) = now(Fleet([f"http://127.0.0.1:{free_port()}", url], "")).depots
+    assert gone.level == "bad" and gone.headline.startswith("Not reachable: ")
+    assert there.level == "good"
+
+
+def test_many_readers_cost_the_others_one_request() -> None:
+    with answering(200, msgspec.json.encode(example_status())) as (url, tokens):
+        fleet = Fleet([url], "")
+        for _ in range(10):
+            now(fleet)
+    assert tokens == [None]
+
+
+@pytest.mark.faults
+def test_a_server_sends_the_others_the_token_of_its_file_and_never_one_that_it_made(
+    start_web: StartWeb, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-that-all-of-them-have\n")
+    file.chmod(0o600)
+    with answering(200, msgspec.json.encode(example_status())) as (url, tokens):
+        own = start_web("--fleet", url)
+        assert len(own.get("/v1/fleet").value["depots"]) == 2
+        assert tokens == [None]
+        shared = start_web("--fleet", url, "--http-token-file", str(file))
+        assert len(shared.get("/v1/fleet").value["depots"]) == 2
+        assert tokens == [None, "Bearer a-token-that-all-of-them-have"]
+
+
+@pytest.mark.faults
+def test_a_server_shows_another_one_until_it_is_gone(start_web: StartWeb) -> None:
+    other = start_web()
+    web = start_web("--fleet", f"http://127.0.0.1:{other.port}")
+
+    def seen(level: str) -> Callable[[], Any]:
+        return lambda: (said := web.get("/v1/fleet").value["depots"][1])["level"] == level and said
+
+    assert eventually(seen("good"))["load"]["capacity_bytes"] == other.status()["capacity_bytes"]
+    other.depot.process.kill()
+    assert "Not reachable" in eventually(seen("bad"))["headline"]
