@@ -76,9 +76,8 @@ def measure(url: str, chats: Chats = CHATS, blocks: int = BLOCKS) -> Compared:
 
 def report(compared: Compared, chats: Chats = CHATS) -> bool:
     """Print a bar for each turn; returns whether all is as it should be."""
-    low, high = chats.turns
     print(
-        f"\n{chats.chats} chats of {low} to {high} turns, {chats.clients} clients: median time to first token by turn"
+        f"\n{chats.chats} chats of {chats.turns[0]} turns, {chats.clients} clients: median time to first token by turn"
     )
     print("\n".join(bars(compared)))
     for key, run in compared.runs.items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-__all__ = ["markdown", "percentile", "summary", "tables", "turns"]
+__all__ = ["answers", "markdown", "percentile", "summary", "tables", "turns"]
 
 Table = list[tuple[str, ...]]
 """The first row is the head."""
