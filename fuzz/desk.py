@@ -479,7 +479,7 @@ class Desk(Harness):
             self.kill(place)
         else:
             self.introduce(place)
-        if self.depot.removals and number % 2:
+        if (self.depot.removals or self.depot.lists) and number % 2:
             self.expire()
         if number % 4 == 0:  # it looks at everything: most of a story's time
             self.index.validate()
@@ -488,7 +488,7 @@ class Desk(Harness):
         """End all tasks; then every request must have its answer, and only sessions may hold chunks."""
         while self.tasks:
             self.end_task(0)
-        while self.depot.removals:
+        while self.depot.removals or self.depot.lists:
             self.expire()
         self.index.validate()
         assert not self.asked, f"never answered: {[question.request for question in self.asked.values()]}"

@@ -123,7 +123,7 @@ _MANY = ("tiers", "fleet")
 TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
     "Tiers": ("tiers", "lookup_s"),
-    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events", "kv_events_topics"),
+    "Connections and security": ("url", "keys", "http", "http_token_file", "fleet", "kv_events", "kv_events_topics"),
     "Copies": ("copy_threads", "gpu_staging_mib"),
     "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
     "Limits": (
