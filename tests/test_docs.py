@@ -365,7 +365,7 @@ def test_the_page_of_http_runs_an_example_of_every_path() -> None:
     assert len(paths) > 15
     run = "".join(block.text for block in blocks(DOCS / "http.md") if block.is_run)
     told = set(re.findall(r"127\.0\.0\.1:7077(/[\w/.]+)", run)) | {
-        f"/v1/{name}" for name in re.findall(r"^post (\w+)", run, re.M)
+        f"/v1/{name}" for name in re.findall(r"^post ([\w/]+)", run, re.M)
     }
     assert paths - told == set()
 
