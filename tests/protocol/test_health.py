@@ -29,6 +29,8 @@ def test_a_server_without_problems_needs_nobody() -> None:
         ({}, "the server lags: 2 s", 0.0, "The server lags: 2 s."),
         ({"tiers": [TierStatus("s3", "through", "circuit breaker open", 1, 1, None, 0, 0, {}, "refused")]}, "", 0.0,
          "s3: circuit breaker open, retrying with backoff: refused."),
+        ({"tiers": [TierStatus("disk", "through", "up", 9, 500, 1000, 0, 0, {}, free_bytes=40)]}, "", 0.0,
+         "disk: its file system is nearly full"),
         ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
          "GPU H100 (u1): driver error 700."),
         ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed their checksum"),
@@ -42,6 +44,12 @@ def test_each_problem_is_told_with_what_to_do(facts: dict[str, Any], trouble: st
     assert (health.level, health.headline) == ("look", "Working, with a warning")
     assert concern.what.startswith(what)
     assert concern.advice.endswith(".")
+
+
+def test_a_disk_at_its_capacity_is_no_problem_because_it_evicts() -> None:
+    full = TierStatus("disk", "through", "up", 9, 990, 1000, 0, 0, {}, free_bytes=40)
+    large = msgspec.structs.replace(full, bytes=100, free_bytes=60)
+    assert judge(status(tiers=[full, large])).level == "good"
 
 
 def test_problems_are_counted() -> None:

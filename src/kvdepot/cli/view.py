@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, shorten, size
 from kvdepot.protocol.counters import losses
+from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
@@ -126,7 +127,7 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
         moved = f"stores {size(speeds.stored_bytes)}/s, retrieves {size(speeds.retrieved_bytes)}/s"
         moved += f", {count(speeds.lookups)} lookups/s, {count(speeds.evicted_chunks)} evictions/s"
     lines.append(("traffic", Text(moved)))
-    lines += [("" if number else "warnings", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
+    lines += [("" if number else "warnings", Text(text, "yellow")) for number, text in enumerate(_warnings(now))]
     return lines
 
 
@@ -185,7 +186,7 @@ def _windows(now: Status) -> list[Reuse]:
 
 
 def _state(now: Status) -> Text:
-    state = ("working, with warnings", "yellow") if _faults(now) else ("working", "green")
+    state = ("working, with warnings", "yellow") if _warnings(now) else ("working", "green")
     workers = sum(bool(engine.ranks) for engine in now.engines)
     who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
     who += f", {_many(workers, 'worker')}"
@@ -216,20 +217,9 @@ def _window(window_s: float) -> str:
     return {60: "1 min", 600: "10 min", 3600: "1 h", 86400: "1 d"}.get(round(window_s), duration(window_s))
 
 
-def _faults(now: Status) -> list[str]:
-    """Problems that an operator should look at: current ones, and those since the start."""
-    faults = [f"no new engine can connect: {clean(now.unreachable)}"] if now.unreachable else []
-    faults += [
-        f"{clean(tier.name)}: {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
-        for tier in now.tiers
-        if tier.state != "up"
-    ]
-    faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
-    if now.unrecorded_shards:
-        faults.append(f"{count(now.unrecorded_shards)} shards would not survive a restart: the record table is full")
-    if corrupt := now.counters.get("corrupt_chunks", 0):
-        faults.append(f"{count(corrupt)} chunks failed their checksum; suspect faulty RAM, and run `kvdepot check`")
-    return faults
+def _warnings(now: Status) -> list[str]:
+    """What an operator should look at, each with what to do; the page shows the same."""
+    return [clean(f"{concern.what} {concern.advice}") for concern in judge(now).concerns]
 
 
 def listings(now: Status) -> list[Listing]:

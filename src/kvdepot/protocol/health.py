@@ -1,6 +1,6 @@
 """Whether a server needs somebody: one sentence, and for each problem what to do. Plain data and one function.
 
-The web process adds it to each status (web/turns.py); the page and the fleet's table show it as it is.
+The web process adds it to each status (web/turns.py); page, fleet's table and `kvdepot status` show it as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvdepot.protocol.counters import SERVER
-from kvdepot.protocol.status import Status
+from kvdepot.protocol.status import Status, TierStatus
 
 __all__ = ["RECENT_S", "Concern", "Health", "judge"]
 
@@ -57,6 +57,9 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         if tier.state != "up":
             advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'it fails'}.", advice)
+        elif _is_short_of_disk(tier):
+            what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."
+            yield Concern(what, "Free space on it, or lower `capacity_gib`: at its capacity, the tier evicts.")
     for device in status.devices:
         if device.failure:
             advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
@@ -72,6 +75,13 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
     if dropped >= 1:
         what = f"{_times(round(dropped), 'shard')} found no room in the last 5 minutes and were not stored."
         yield Concern(what, _ADVICE["dropped_chunks"])
+
+
+def _is_short_of_disk(tier: TierStatus) -> bool:
+    """Whether others fill its file system, or it is smaller than the tier may grow; the alert has the same limits."""
+    if not tier.capacity_bytes or tier.free_bytes is None or tier.bytes is None:
+        return False
+    return tier.free_bytes < 0.05 * tier.capacity_bytes and tier.bytes < 0.95 * tier.capacity_bytes
 
 
 def _times(number: int, noun: str) -> str:
