@@ -38,7 +38,7 @@ PACE_S = 0.004
 COLOURS = 256
 SCREEN = 1000
 """Pixels of height; narrower pages are saved as a whole."""
-LOOKS = (("light", 1400, "light"), ("dark", 1400, "dark"), ("narrow", 400, "light"), ("narrow-dark", 400, "dark"))
+LOOKS = (("light", 1400, "light"), ("dark", 1400, "dark"), ("narrow", 400, "light"))
 """Of narrow pages the whole; of wide ones what most screens show first."""
 
 
@@ -60,7 +60,7 @@ class Engine(ToyEngine):
 
 
 def main(folder: Path, seconds: float) -> int:
-    """Write page-light.png, page-dark.png, page-narrow.png and page-narrow-dark.png into a folder."""
+    """Write page-light.png, page-dark.png and page-narrow.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvdepot-pictures-") as disk:
         tier = f"disk://{disk}/kv?capacity_gib=1"
