@@ -330,13 +330,15 @@ def test_settings_are_shown_without_their_passwords(tier: str, shown: str) -> No
     [
         "10.0.0.7:7077", "ftp://h:7077", "http://", "http://user:secret@h:7077", "http://h:7077/?token=secret",
         "http://h:7077/#token=secret", "http://h:99999", "javascript:alert(1)", "http://a b:1",
+        "http://depot-2..kv:7077", "http://.kv:7077", "http://kv..", f"http://{'a' * 64}.kv:7077", "http://[:::::]:7077",
+        "http://h:7077/ü", "http://h:7077/\x00",
     ],
 )  # fmt: skip
 def test_the_fleet_is_urls_of_pages_without_secrets(url: str) -> None:
     with pytest.raises(ConfigError, match="fleet") as caught:
         load(flags={"fleet": [url]}, environ={})
     assert "secret" not in str(caught.value)
-    pages = ["http://h:7077", "https://depot.example/a", "http://[::1]:7077"]
+    pages = ["http://h:7077", "https://depot.example/a", "http://[::1]:7077", "http://h.kv.:7077/%C3%BC"]
     assert load(environ={"KVDEPOT_FLEET": " ".join(pages)}).fleet == tuple(pages)
 
 

@@ -645,3 +645,16 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
+
+
+@pytest.mark.faults
+def test_the_demos_image_has_all_that_the_demo_imports(tmp_path: Path) -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    stage = next(part for part in re.split(r"(?m)^(?=FROM )", text) if "/demo/demo.py" in part)
+    kept = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    for source, target in re.findall(r"^COPY (\w+) /(\w+)$", stage, re.M):
+        assert f"!{source}" in kept
+        shutil.copytree(ROOT / source, tmp_path / target)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(tmp_path / "demo" / "demo.py"), "--help"]
+    subprocess.run(command, env=environ, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=120)

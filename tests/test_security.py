@@ -781,7 +781,7 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
             refused = run("quota", tenant, *options, *where)
             assert refused.returncode == 1 and said in refused.stderr
         assert run("quota", "blue", "--cap", "much", *where).returncode == 2
-        low = ("quota", "blue", "--floor", "0", "--cap", "4KiB")
+        low = ("quota", "blue", "--floor", "0", "--cap", "1KiB")
         tried = json.loads(run(*low, "--dry-run", *where).stdout)
         assert len(tried["losses"]) == 1 and "would be evicted" in tried["losses"][0]
         unasked = run(*low, *where)

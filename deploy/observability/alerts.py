@@ -16,6 +16,8 @@ __all__ = ["ALERTS", "RUNBOOKS", "Alert", "render"]
 
 RUNBOOKS = "docs/metrics.md"
 """The page with a line for each alert, in the repository."""
+_ENGINES = '{request=~"Lookup|Retrieve|Store|EndSession|Register"}'
+"""Requests of engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,9 @@ ALERTS = (
     ),
     Alert(
         "KVDepotErrors", "warning", "10m",
-        "sum by (job, instance, request) (rate(kvdepot_request_errors_total[10m]))"
-        " / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count[10m])) > 0.01",
+        # Of engines: two mistyped commands would be all requests of their kind.
+        f"sum by (job, instance, request) (rate(kvdepot_request_errors_total{_ENGINES}[10m]))"
+        f" / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count{_ENGINES}[10m])) > 0.01",
         "{{ $value | humanizePercentage }} of the {{ $labels.request }} requests to {{ $labels.instance }} fail.",
         "`kvdepot status` counts them by cause; the log of the engine has the message.",
     ),
@@ -94,8 +97,8 @@ ALERTS = (
     ),
     Alert(
         "KVDepotNoEngine", "warning", "15m",
-        "kvdepot_engines == 0 and max_over_time(kvdepot_engines[1d]) > 0",
-        "No engine is connected to {{ $labels.instance }}; within the last day there were some.",
+        "kvdepot_engines == 0 and avg_over_time(kvdepot_engines[1d]) > 0.1",
+        "No engine is connected to {{ $labels.instance }}; for much of the last day there were some.",
         "If engines run, their logs say why they do not connect: another address, key or version, or /dev/shm is not "
         "shared. They recompute what they would have loaded.",
     ),
@@ -113,7 +116,7 @@ ALERTS = (
     Alert(
         "KVDepotMemorySmall", "info", "2h",
         "(increase(kvdepot_bound_tokens_total[1h]) - increase(kvdepot_found_tokens_total[1h]))"
-        " / increase(kvdepot_asked_tokens_total[1h]) > 0.2",
+        " / increase(kvdepot_asked_tokens_total[1h]) > 0.2 and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
         "{{ $labels.instance }} misses {{ $value | humanizePercentage }} of the tokens asked for, which an infinite "
         "cache would have.",
         "More memory or a disk tier would help; `kvdepot simulate` predicts how much from a trace of requests.",

@@ -91,7 +91,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         _stat("Memory holds", "How long chunks that nobody uses stay in memory before they are evicted.",
               "kvdepot_memory_holds_seconds{@}", "s"),
         _stat("Tiers with an open circuit breaker", "Tiers that fail or do not answer.",
-              "count by (instance) (kvdepot_tier_up{@} == 0) or 0 * kvdepot_up{@}", alarm=1),
+              "count by (instance) (kvdepot_tier_up{@} == 0) or 0 * sum by (instance) (kvdepot_up{@})", alarm=1),
     )),
     ("Alerts", (
         Panel("Alerts", "Rules of kvdepot that fire or are about to.", (), kind="alertlist", columns=16),
@@ -194,7 +194,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     "instance, tenant"), "{{instance}} {{tenant}}"),
         ), "percentunit", highest=1),
         Panel("Bytes by tenant", "Of tenants with a quota, and all others under an empty name.", (
-            ("kvdepot_tenant_used_bytes{@}", "{{instance}} {{tenant}}"),
+            ("kvdepot_tenant_used_bytes{@}", "{{instance}} {{tenant}} {{salt}}"),
         ), "bytes"),
     )),
     ("Traffic", (

@@ -83,6 +83,8 @@ ONLY_IN_FILE = ("salts", "tenants")
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _MOST_GIB = 1 << 30
 _MOST_DEPOTS = 64
+_MOST_LABEL = 63
+"""Characters between two dots of a host name."""
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,12 +341,26 @@ def _is_events_endpoint(url: str) -> bool:
 
 
 def _is_page(url: str) -> bool:
-    """Whether a URL is one of a depot's web page, perhaps behind a proxy: without user, query and fragment."""
+    """Whether a URL is one of a depot's web page, perhaps behind a proxy: ASCII, without user, query and fragment."""
     scheme, _, place = url.partition("://")
     address, _, path = place.partition("/")
-    has_port = (found := _ADDRESS.fullmatch(address)) and int(found["port"]) <= MOST_PORT
-    is_host = bool(has_port or _ADDRESS.fullmatch(f"{address}:0"))
-    return scheme in ("http", "https") and is_host and not re.search(r"[\s?#@]", path)
+    found = _ADDRESS.fullmatch(address) or _ADDRESS.fullmatch(f"{address}:0")
+    if scheme not in ("http", "https") or not found or int(found["port"]) > MOST_PORT:
+        return False
+    return _is_host(found[1]) and bool(re.fullmatch(r"[!-~]*", path)) and not re.search(r"[?#@]", path)
+
+
+def _is_host(host: str) -> bool:
+    """Whether a resolver takes a host that `_ADDRESS` matches."""
+    if host.startswith("["):
+        import socket  # slow to import
+
+        try:
+            socket.inet_pton(socket.AF_INET6, host[1:-1])
+        except OSError:
+            return False
+        return True
+    return all(1 <= len(label) <= _MOST_LABEL for label in host.removesuffix(".").split("."))
 
 
 def free_memory() -> int:

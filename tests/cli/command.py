@@ -28,8 +28,13 @@ def run(*words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself, its output in pipes."""
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", *map(str, words)],
-        capture_output=True, text=True, timeout=60, env={**os.environ, **environ}, check=False,
+        capture_output=True, text=True, timeout=60, env={**_without_a_terminal(), **environ}, check=False,
     )  # fmt: skip
+
+
+def _without_a_terminal() -> dict[str, str]:
+    """The environment without the size of a terminal: readline, which pytest imports, sets one."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
 def keygen(folder: Path, *clients: str, tenant: str = "") -> Path:
@@ -57,7 +62,7 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.before = termios.tcgetattr(inner)
         self.raw = ""
-        known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        known = {name: value for name, value in _without_a_terminal().items() if name != "NO_COLOR"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvdepot.cli", *words], stdin=inner, stdout=inner, stderr=inner,
             env={**known, "TERM": "xterm-256color", **environ}, start_new_session=True,

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvdepot import cli
+from kvdepot.cli import load
+from kvdepot.client import admin
 from tests.cli.command import run, terminal
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import StartDepot, eventually
+from tests.conftest import Depot, StartDepot, eventually
 
 pytestmark = pytest.mark.faults
 
@@ -37,10 +39,34 @@ def test_a_running_server_is_measured_and_left_as_it_was(start_depot: StartDepot
     assert after["asked_tokens"] == before["asked_tokens"], "no lookup of an engine"
     assert after["stored_bytes"] - before["stored_bytes"] == 4 * 2 * (16 << 10)
     assert engine.lookup([1] * CHUNK) == CHUNK
-    assert [line.split()[0] for line in run("bench", "-u", depot.url, *SMALL).stdout.splitlines()] == [
-        "store", "lookup", "retrieve",
-    ]  # fmt: skip
+    head, *rows = (line.split() for line in run("bench", "-u", depot.url, *SMALL).stdout.splitlines())
+    assert head == ["requests", "requests/s", "GB/s", "p50", "p99"]
+    assert [row[0] for row in rows] == ["store", "lookup", "retrieve"]
+    assert [row[3] == "-" for row in rows] == [False, True, False], "a lookup moves no bytes"
     engine.close()
+
+
+def test_rates_are_of_all_clients_in_the_time_that_passed() -> None:
+    one, other = (load._Done([0.05] * 10, 0, began, began + 1.0) for began in (5.0, 6.0))
+    assert load._rate([one]) == 10, "with the time between requests"
+    assert load._rate([one, other]) == 10, "one after the other"
+    assert load._rate([one, one]) == 20, "at the same time"
+
+
+def test_a_client_waits_for_the_others_before_it_begins(depot: Depot) -> None:
+    """The requests of one that began earlier would not be measured under the load of all."""
+    plan = load.Plan(depot.url, "", load.MODEL + "wait", 1, 1, 1, 16 << 10)
+    before = depot.status()["stored_bytes"]
+    with load._started(plan) as client:
+        load._answer(client)
+        load._say(client, "store")
+        assert load._answer(client) == {}
+        assert depot.status()["stored_bytes"] == before, "prepared, but nothing is sent"
+        load._say(client, "go")
+        done = load._answer(client)
+        assert done["failed"] == 0 and 0 < done["times_s"][0] <= done["ended_s"] - done["began_s"]
+    with admin.connect(depot.url) as other:
+        admin.forget(other, plan.model, "")
 
 
 def test_what_would_evict_others_chunks_is_refused(start_depot: StartDepot) -> None:
@@ -59,11 +85,12 @@ def test_what_would_evict_others_chunks_is_refused(start_depot: StartDepot) -> N
     engine.close()
 
 
-def test_an_interrupted_measurement_leaves_nothing(start_depot: StartDepot) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_measurement_leaves_nothing(start_depot: StartDepot, number: int) -> None:
     depot = start_depot(arena_mib=8)
     with terminal("bench", "--url", depot.url, *SMALL, "-n", "10000000") as shown:
         eventually(lambda: "store " in shown.text)
-        os.killpg(shown.process.pid, signal.SIGINT)
+        os.killpg(shown.process.pid, number)
         assert shown.end() == 130
         assert "Traceback" not in shown.text
     eventually(lambda: depot.status()["chunks"] == 0)

@@ -67,7 +67,8 @@ def test_one_shot_commands_leave_no_line(served: Depot, engine: Engine, tmp_path
         words[0]: run(*words, KVDEPOT_URL=served.url).returncode
         for words in [
             ("status",), ("doctor",), ("token",), ("open",), ("quota",), ("leases",), ("warm", *which),
-            ("pin", "two", *which), ("unpin", "two"), ("lease", "mine", *which, "--seconds", "60"), ("release", "mine"),
+            ("pin", "two", *which), ("unpin", "two"), ("lease", "mine", *which, "--seconds", "60"),
+            ("release", "mine", "--yes"),
             ("forget", "--model", engine.model, "--yes"),
         ]
     }  # fmt: skip

@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -207,6 +208,7 @@ def test_how_long_most_requests_took_is_told_as_far_as_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (0, "0 s"),
         (0.00025, "250 µs"),
         (0.012, "12 ms"),
         (1.5, "1.5 s"),
@@ -228,7 +230,8 @@ def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: 
         eventually(lambda: top.text.count("q quits") >= 3)
         assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
         assert re.search(r"memory +[#-]{20} ", top.text)
-        assert "lookups/s" in top.text and "Lookup" in top.text
+        assert "lookups/s" in top.text
+        assert re.search("Lookup|Store|Retrieve", top.text), "there may be room for the most frequent one only"
         assert top.process.poll() is None
         top.press("q")
         after = termios.tcgetattr(top.inner) if top.process.wait(HANG_S) == 0 else None
@@ -273,6 +276,40 @@ def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start
         top.process.send_signal(signal.SIGINT)
         assert top.end() == 130
         assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw
+
+
+@pytest.mark.faults
+def test_top_says_for_how_long_a_server_that_hangs_has_not_answered(depot: Depot) -> None:
+    with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
+        eventually(lambda: "q quits" in top.text)
+        depot.process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: re.search(r"data of \d\d:\d\d:\d\d  no answer for 5 s  q quits", top.text))
+        finally:
+            depot.process.send_signal(signal.SIGCONT)
+        seen = len(top.raw)
+        eventually(lambda: "s sort" in CONTROL.sub("", top.raw[seen:]) or "/ filter" in top.raw[seen:])
+        top.press("q")
+        assert top.end() == 0
+
+
+@pytest.mark.faults
+def test_top_for_programs_goes_on_when_a_server_has_not_answered(depot: Depot) -> None:
+    command = [sys.executable, "-m", "kvdepot.cli", "top", "--json", "-i", "0.1", "--url", depot.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None and top.stderr is not None
+        try:
+            assert "version" in json.loads(top.stdout.readline())
+            depot.process.send_signal(signal.SIGSTOP)
+            try:
+                assert top.stderr.readline().startswith("kvdepot: no answer")
+            finally:
+                depot.process.send_signal(signal.SIGCONT)
+            for _ in range(100):  # those of before the stop, and later ones
+                assert "version" in json.loads(top.stdout.readline())
+            assert top.poll() is None
+        finally:
+            top.kill()
 
 
 @pytest.mark.faults
@@ -379,6 +416,34 @@ def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
     screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
     cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
     assert cells == ["ab" * 6, "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s", "m"]
+
+
+def test_what_the_server_does_not_list_one_by_one_is_shown_among_the_models() -> None:
+    screen = Screen("ipc:///x")
+    others = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 3 << 20, 0)
+    screen.show(a_status(namespaces=[NamespaceStatus("", "m", 1, 4, 1, 1, 1)], other_namespaces=others), 1.0)
+    lines = keyed(screen, "2")
+    assert lines[4].startswith("m ") and lines[5].split()[:5] == [OTHERS, "-", "-", "3", "MiB"]
+
+
+def test_models_are_sorted_by_the_share_of_tokens_found_that_is_shown() -> None:
+    screen = Screen("ipc:///x")
+    model = NamespaceStatus("", "low", 1, 4, 1, 1, 1, 10, 9, asked_tokens=100, found_tokens=10)
+    high = replace(model, model="high", hit_chunks=1, found_tokens=90)
+    screen.show(a_status(namespaces=[model, high, replace(model, model="none", asked_tokens=0)]), 1.0)
+    lines = keyed(screen, "2", "s", "s")
+    assert "sort: found" in lines[-1]
+    assert [line.split()[0] for line in lines[4:7]] == ["high", "low", "none"]
+
+
+def test_the_last_line_says_how_old_the_data_is_when_no_answer_comes(screen: Screen) -> None:
+    drawn = screen.version
+    screen.wait(0.0)
+    assert screen.version == drawn, "nothing to draw"
+    screen.wait(65.4)
+    assert re.fullmatch(r"data of \d\d:\d\d:\d\d  no answer for 1 min 5 s  q quits", keyed(screen)[-1])
+    screen.show(a_status(), 2.0)
+    assert "no answer" not in keyed(screen)[-1]
 
 
 def test_charts_show_how_reuse_and_throughput_were(screen: Screen) -> None:

@@ -506,6 +506,24 @@ def test_tenants_and_salts_together_have_at_most_so_many_quotas() -> None:
             index.set_quota(tenant, pages(), tag)
 
 
+def test_salts_whose_names_for_people_are_equal_have_quotas_of_their_own() -> None:
+    index = House(16).index
+    tags = [b"\1" * 8 + bytes([number]) * 8 for number in range(2)]
+    index.set_quota("", pages(16), tags[0])
+    with pytest.raises(BadRequest, match="all floors together"):
+        index.set_quota("", pages(16), tags[1])
+
+
+def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> None:
+    house = House(64, ttl_s=1000)
+    for number in range(20):
+        house.store("a", (number,), tag=TAGS[number % 2])
+    for _ in range(50):
+        house.index.set_quota("a", pages(), TAGS[1])
+        house.index.set_quota("a", None, TAGS[1])
+    assert len(house.index.accounts.rest.ages) <= 2 * 20 + 64
+
+
 def test_a_salt_without_chunks_gets_a_quota_beside_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "MOST_MOVED", 3)
     house = House(16)

@@ -106,6 +106,17 @@ def test_another_version_and_a_lost_arena_are_told_at_hello(server: Harness) -> 
         server.hello(b"one")
 
 
+def test_a_hello_with_a_name_that_is_too_long_to_keep_is_refused(server: Harness) -> None:
+    for hello, what in (
+        (wire.Hello(wire.VERSION, "l" * 257), "liveness file's name of 257"),
+        (wire.Hello(wire.VERSION, "liveness file", engine="e" * 257), "engine's name of 257"),
+    ):
+        with pytest.raises(BadRequest, match=what):
+            raise ask(server, b"one", hello)
+    assert "0 in handshake" in repr(server.connections)
+    server.hello(b"one", engine="e" * 256)
+
+
 def test_an_identity_belongs_to_the_user_who_said_hello_with_it(server: Harness) -> None:
     server.hello(b"one", "alice")
     for user, expected in (("mallory", BadRequest), ("alice", str)):

@@ -20,6 +20,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import KINDS
+from kvdepot.protocol.quotas import shown_tag
 from kvdepot.testing.faulty import MemoryTier
 from kvdepot.tiers import parse
 from kvdepot.tiers.worker import Erased
@@ -455,6 +456,36 @@ def test_what_is_erased_at_once_is_bounded_by_objects_however_many_ranks_and_chu
 
 _TENANTS = ("blue", "red", "")
 _ARENA = 24
+
+
+def salted(chain: ChunkChain, salt: bytes = b"") -> wire.Store:
+    return wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])
+
+
+def test_a_lease_uses_the_budget_of_the_chunks_that_it_holds_whatever_salt_is_said() -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register(b"one")
+    desk.ask(b"one", wire.SetQuota("", pages(cap=8), _TAG))
+    assert desk.ask(b"one", salted(prompt("theirs", 8), _TAG))
+    for said in (_TAG, b""):
+        refused = desk.ask(b"one", lease(prompt("theirs", 8), salt=said))
+        assert isinstance(refused, Busy), "half of the cap is the budget"
+    assert desk.ask(b"one", salted(prompt("next", 1), _TAG)), "its salt can still store"
+
+
+def test_a_lease_of_others_chunks_does_not_use_the_floor_of_the_salt_that_is_said() -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register(b"one")
+    desk.ask(b"one", wire.SetQuota("", pages(floor=32), _TAG))
+    assert desk.ask(b"one", salted(prompt("r1", 32)))
+    assert isinstance(desk.ask(b"one", lease(prompt("r1", 32), "x", salt=_TAG)), Busy)
+    desk.ask(b"one", lease(prompt("r1", 16), "y", salt=_TAG))
+    assert desk.ask(b"one", salted(prompt("mine", 32), _TAG)), "its floor holds"
+    assert {each.salt: each.chunks for each in desk.depot.status().tenants}[shown_tag(_TAG)] == 32
+
+
 _TAG = salt_tag("user")
 _QUOTAS = [("blue", b""), ("red", b""), ("blue", _TAG), ("", _TAG)]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvdepot.core import inspecting
+from kvdepot.core.lists import MOST_LISTS, MOST_OF_CLIENT, Lists
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
@@ -26,6 +28,13 @@ def chain(name: str, *ids: int) -> ChunkChain:
 
 def ask(desk: Desk, client: bytes = b"one", **options: Any) -> list[Prefix]:
     found = desk.ask(client, wire.Prefixes(**options))
+    assert isinstance(found, list), found
+    return found
+
+
+def told(desk: Desk, asked: tuple[bytes, bytes]) -> list[Any]:
+    """The answer to a request that was sent before."""
+    found = desk.answers[asked]
     assert isinstance(found, list), found
     return found
 
@@ -151,7 +160,7 @@ def test_a_list_is_made_in_steps_between_which_others_are_served(desk: Desk) -> 
         assert desk.answers[desk.send(b"one", wire.Noop())] == "ok"
         desk.expire()
         turns += 1
-    assert turns >= 5 and len(desk.answers[asked]) == 5
+    assert turns >= 5 and len(told(desk, asked)) == 5
     assert desk.depot.next_deadline() > 0.0
 
 
@@ -161,7 +170,7 @@ def test_what_goes_while_a_list_is_made_is_left_out(desk: Desk) -> None:
     asked = desk.send(b"one", wire.Prefixes())
     desk.send(b"one", wire.Drop("m", 1, BLOCKS, bytes(chain("a", 1, 2).hashes)))
     desk.settle()
-    assert [each.hash for each in desk.answers[asked]] == [chain("b", 1, 2).hashes[-32:].hex()]
+    assert [each.hash for each in told(desk, asked)] == [chain("b", 1, 2).hashes[-32:].hex()]
 
 
 def test_a_request_out_of_range_is_refused(desk: Desk) -> None:
@@ -173,21 +182,84 @@ def test_a_request_out_of_range_is_refused(desk: Desk) -> None:
 def test_too_many_lists_at_once_are_refused_and_those_of_the_dead_are_dropped(desk: Desk) -> None:
     for number in range(20):
         desk.ask(b"one", store(chain(f"p{number}", 1)))
-    desk.hello(b"two")
-    asked = [desk.send(b"two", wire.Prefixes()) for _ in range(8)]
+    others = [b"other%d" % number for number in range(MOST_LISTS // MOST_OF_CLIENT)]
+    for each in others:
+        desk.hello(each)
+    asked = [desk.send(each, wire.Prefixes()) for each in others for _ in range(MOST_OF_CLIENT)]
+    assert isinstance(desk.answers[desk.send(b"one", wire.Prefixes())], Busy)
+    desk.die(others[0])
     late = desk.send(b"one", wire.Prefixes())
-    assert isinstance(desk.answers[late], Busy)
-    desk.die(b"two")
+    for each in others[1:]:
+        desk.die(each)
     desk.settle()
     assert not desk.answers.keys() & set(asked)
-    assert len(ask(desk)) == 20
+    assert len(told(desk, late)) == 20
+
+
+def test_a_client_that_asks_for_many_lists_is_refused_and_others_are_not(desk: Desk) -> None:
+    desk.hello(b"two")
+    for number in range(20):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    asked = [desk.send(b"one", wire.Prefixes()) for _ in range(12)]
+    late = desk.send(b"two", wire.Prefixes())
+    desk.settle()
+    refused = [isinstance(desk.answers[each], Busy) for each in asked]
+    assert refused == [number >= MOST_OF_CLIENT for number in range(12)]
+    assert len(told(desk, late)) == 20
+
+
+def test_clients_are_served_in_turn(desk: Desk) -> None:
+    """A short list does not wait for the long ones that others have asked for."""
+    desk.hello(b"two")
+    for number in range(20):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    long = [desk.send(b"one", wire.Prefixes()) for _ in range(2)]
+    short = desk.send(b"two", wire.Inspect(hashes=bytes(chain("p0", 1).hashes)))
+    while short not in desk.answers:
+        desk.expire()
+    assert not desk.answers.keys() & set(long)
+    desk.settle()
+    assert list(desk.answers)[-2:] == long
 
 
 def test_a_server_that_shuts_down_answers_every_list(desk: Desk) -> None:
     desk.ask(b"one", store(chain("a", 1)))
-    asked = [desk.send(b"one", wire.Prefixes()) for _ in range(3)]
+    desk.hello(b"two")
+    asked = [desk.send(each, wire.Prefixes()) for each in (b"one", b"one", b"two")]
     desk.act(desk.depot.stop_waiting())
-    assert all(len(desk.answers[each]) == 1 for each in asked)
+    assert all(len(told(desk, each)) == 1 for each in asked)
+
+
+def test_a_family_without_its_first_chunk_costs_no_search_and_no_place(desk: Desk) -> None:
+    """As after the store of the first chunk failed, when those behind it are in memory already."""
+    for number in range(20):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    late = chain("late", *range(20))
+    desk.send(b"one", store(late, end=1))
+    (failing,) = desk.copies()
+    desk.send(b"one", store(late, first=1, ticket=2))
+    desk.finish(failing, False)
+    desk.settle()
+    assert desk.index.chunks == 39
+    assert len(ask(desk, sort="tokens", most=1)) == 1
+    assert steps_of(desk, wire.Prefixes(most=1), step=1) == 21 + 2, "each family, and what the only one shares"
+    desk.index.validate()
+
+
+def steps_of(desk: Desk, request: wire.Prefixes | wire.Inspect, step: int) -> int:
+    """In how many steps a list is made."""
+    client = desk.depot.client(b"one")
+    assert client is not None
+    lists = Lists(desk.index, desk.depot.tiering, step)
+    match request:
+        case wire.Prefixes():
+            answer = lists.prefixes(client, b"1", request, 0)
+        case wire.Inspect():
+            answer = lists.inspect(client, b"1", request, 0)
+    steps = 1
+    while not answer:
+        steps, answer = steps + 1, lists.step()
+    return steps
 
 
 def test_a_list_of_many_prefixes_counts_as_many_requests() -> None:
@@ -266,8 +338,61 @@ def inspect_while_storing(desk: Desk, stored: ChunkChain) -> list[ChunkStatus]:
     asked = desk.send(b"one", wire.Inspect(hashes=bytes(stored.hashes)))
     while asked not in desk.answers:
         desk.expire()
-    found: list[ChunkStatus] = desk.answers[asked]  # type: ignore[assignment]
-    return found
+    return told(desk, asked)
+
+
+def test_a_chunk_is_told_once_however_often_it_is_asked_for(desk: Desk) -> None:
+    stored = bytes(chain("a", 1, 2).hashes)
+    desk.ask(b"one", store(chain("a", 1, 2)))
+    assert [each.position for each in inspect(desk, hashes=stored[32:] + stored * 100)] == [2, 1]
+
+
+@pytest.mark.parametrize("by_end", [False, True])
+def test_an_answer_of_too_many_chunks_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch, by_end: bool) -> None:
+    monkeypatch.setattr(inspecting, "MOST_CHUNKS", 6)  # of all models together
+    desk.register(b"one", 2, fingerprint=b"g" * 32)
+    stored = chain("a", *range(7))
+    desk.ask(b"one", store(stored))
+    desk.ask(b"one", store(stored, 2, end=4, model="other"))
+
+    def asked(chunks: int, model: str = "") -> Any:
+        hashes = bytes(stored.hashes[: 32 * chunks])
+        asked = {"end": hashes[-32:]} if by_end else {"hashes": hashes}
+        return desk.ask(b"one", wire.Inspect(model, **asked))
+
+    assert len(asked(3)) == len(asked(6, "m")) == 6
+    for refused in (asked(4), asked(7), asked(7, "m")):
+        assert isinstance(refused, BadRequest) and "give a model or fewer hashes" in str(refused)
+
+
+def test_a_whole_hash_is_found_without_a_search(desk: Desk) -> None:
+    for number in range(30):
+        desk.ask(b"one", store(chain(f"p{number}", 1)))
+    key = bytes(chain("p3", 1).hashes)
+    assert steps_of(desk, wire.Inspect(end=key), step=1) < 5 < steps_of(desk, wire.Inspect(end=key[:31]), step=1)
+    assert inspect(desk, end=key) == inspect(desk, end=key[:31]) != []
+
+
+def test_hashes_that_memory_lacks_are_passed_many_in_a_step(desk: Desk) -> None:
+    desk.ask(b"one", store(chain("a", *range(8))))
+    lacking, known = (wire.Inspect(hashes=bytes(chain(each, *range(64)).hashes)) for each in ("lacking", "a"))
+    assert steps_of(desk, lacking, step=64) == 2
+    assert steps_of(desk, known, step=64) == 3, "what is told takes longer than what is only looked at"
+
+
+def test_an_inspection_counts_as_many_requests_as_it_looks_at_parts() -> None:
+    desk = Desk(pages=64, settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue"):
+        desk.hello(client, user=client.decode())
+    for number in range(8):
+        desk.register(b"red", number + 1, fingerprint=bytes([number]) * 32)
+        desk.ask(b"red", store(chain("a", 1), number + 1, model=f"m{number}"))
+    request, lists = wire.Inspect(hashes=bytes(range(256)) * 8 * 256), desk.depot.lists
+    each = 16384 // 128
+    assert lists.cost(request) == lists.cost(request, "red") == 4 + 8 * each
+    assert lists.cost(wire.Inspect("m3", request.hashes)) == 4 + each
+    assert lists.cost(request, "blue") == 4
+    assert lists.cost(wire.Inspect(end=bytes(32))) == lists.cost(wire.Inspect(end=bytes(8))) == 4
 
 
 def test_a_tenant_inspects_its_own_chunks_alone() -> None:

@@ -13,7 +13,7 @@ from kvdepot.status import OTHERS, NamespaceStatus, Usage
 from tests.core.desk import Desk, prompt, store
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
-REQUESTS = st.lists(st.tuples(NAMES, NAMES, *[st.integers(0, 1000)] * 3), max_size=40)
+REQUESTS = st.lists(st.tuples(NAMES, NAMES, *[st.integers(0, 1000)] * 3, st.booleans()), max_size=40)
 
 
 def sums(shown: Sequence[Usage | NamespaceStatus]) -> tuple[int, int, int]:
@@ -32,12 +32,12 @@ def by_name(shown: Sequence[Usage]) -> dict[tuple[str, str], tuple[int, int, int
 
 @given(REQUESTS)
 def test_every_list_adds_up_to_the_total_and_no_entry_falls_or_goes(
-    requests: list[tuple[str, str, int, int, int]],
+    requests: list[tuple[str, str, int, int, int, bool]],
 ) -> None:
     usages = Usages(models=3, tenants=2)
-    for tenant, model, asked, found, reused in requests:
+    for tenant, model, asked, found, reused, is_known in requests:
         before = [by_name(usages.by_tenant()), by_name(usages.by_model())]
-        usages.count(tenant, model, asked, found, reused)
+        usages.count(tenant, model, asked, found, reused, is_known)
         total = usages.total.asked, usages.total.found, usages.total.reused
         for was, shown in zip(before, (usages.by_tenant(), usages.by_model()), strict=True):
             assert sums(shown) == total
@@ -48,10 +48,56 @@ def test_every_list_adds_up_to_the_total_and_no_entry_falls_or_goes(
 
 def test_a_tenant_sees_only_what_is_its_own() -> None:
     usages = Usages()
-    usages.count("blue", "m", 10, 8, 5)
-    usages.count("red", "m", 7)
+    usages.count("blue", "m", 10, 8, 5, is_known=True)
+    usages.count("red", "m", 7, is_known=True)
     assert usages.by_tenant("blue") == [Usage("blue", 10, 8, 5)]
     assert usages.by_model("red") == [Usage("red", 7, 0, 0, "m")]
+
+
+def test_a_tenant_called_like_the_rest_does_not_see_the_rest() -> None:
+    usages = Usages(models=4, tenants=2)
+    for tenant in ("a", OTHERS, "c", "d"):
+        usages.count(tenant, "m", 10, is_known=True)
+        usages.count(tenant, OTHERS, 1)
+    assert usages.by_tenant(OTHERS) == [Usage(OTHERS, 11)]
+    assert usages.by_model(OTHERS) == [Usage(OTHERS, 10, 0, 0, "m")]
+    assert usages.by_tenant() == [Usage("a", 11), Usage(OTHERS, 33)], "who sees all sees each name once"
+    assert usages.by_model()[-1] == Usage(OTHERS, 4, 0, 0, OTHERS)
+    assert sums(usages.by_tenant()) == sums(usages.by_model()) == (44, 0, 0)
+
+
+def test_one_tenant_cannot_take_all_entries_of_models() -> None:
+    usages = Usages(models=8)
+    for number in range(20):
+        usages.count("red", f"m{number}", 1, is_known=True)
+    for tenant in ("blue", "green"):
+        usages.count(tenant, "m", 1, is_known=True)
+    assert usages.by_model("blue") == [Usage("blue", 1, 0, 0, "m")]
+    assert usages.by_model("green") == [Usage("green", 1, 0, 0, "m")]
+    assert len(usages.by_model("red")) == 4, "half, while it is alone"
+
+
+def test_made_up_models_have_no_entries() -> None:
+    desk = Desk()
+    desk.hello(b"red", "red")
+    desk.hello(b"blue", "blue")
+    for number in range(200):
+        desk.ask(b"red", look(1, "r", f"made up {number}"))
+        desk.ask(b"red", wire.EndSession("r", 1, 0.0, f"made up too {number}"))
+    desk.register(b"blue")
+    assert desk.ask(b"blue", store(prompt("a", 3))) is True
+    assert desk.ask(b"blue", look(5, "r1")) == 3
+    assert desk.depot.status("red").model_usage == []
+    assert desk.depot.status("blue").model_usage == [Usage("blue", 5, 3, 0, "m")]
+    assert desk.depot.status().model_usage == [Usage("blue", 5, 3, 0, "m"), Usage(OTHERS, 200, 0, 200, OTHERS)]
+
+
+def test_a_model_with_a_registered_engine_has_an_entry_before_its_first_chunk() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register_groups((0,))
+    assert desk.ask(b"one", look(5, "r1")) == 0
+    assert desk.depot.status().model_usage == [Usage("", 5, 0, 0, "m")]
 
 
 def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> wire.Lookup:
@@ -90,12 +136,46 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
 
 
+def test_a_client_takes_no_more_from_the_bound_than_its_lookups_have_added() -> None:
+    desk = Desk()
+    desk.hello(b"red", "red")
+    desk.hello(b"blue", "blue")
+
+    def bound() -> int:
+        told = desk.depot.status().tokens.bound
+        assert told is not None
+        return told
+
+    for request in ("r1", "r2"):
+        desk.ask(b"blue", look(100, request))
+    before = bound()
+    assert before > 90
+    desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(0, 0, 1 << 32)))
+    desk.ask(b"red", look(10, "r", reports=True))
+    for _ in range(5):
+        desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(0, 0, 1 << 32)))
+    desk.ask(b"blue", look(100, "r3"))
+    assert bound() - before > 80
+
+
+def test_what_was_reported_as_found_is_not_an_engines_own_later() -> None:
+    desk = Desk()
+    client = desk.depot.client(desk.hello())
+    assert client is not None
+    desk.ask(b"one", look(10, "r", reports=True))
+    for asked, left in ((wire.Asked(6, 4, 2), 4), (wire.Asked(6, 4, 2), 0), (wire.Asked(1, 1, 9), 0)):
+        desk.ask(b"one", wire.EndSession("r", asked=asked))
+        assert client.unreported == left
+
+
 def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:
     desk = Desk()
     desk.hello()
     for asked in (wire.Asked(-1), wire.Asked(1, 2), wire.Asked(1, 1, -1), wire.Asked(1 << 40)):
         answer = desk.ask(b"one", wire.EndSession("r", 1, 0.0, "m", asked))
         assert "is out of range" in str(answer)
+    answer = desk.ask(b"one", wire.EndSession("r", 1, 0.0, "m" * 5000))
+    assert "a model name of 5000 characters" in str(answer)
     assert desk.depot.status().tokens.asked == desk.depot.status().saved.tokens == 0
 
 
@@ -113,4 +193,4 @@ def test_namespaces_beyond_those_that_are_listed_are_told_as_a_sum() -> None:
     everything = [*status.namespaces, status.other_namespaces]
     assert sum(each.bytes for each in everything) == status.used_bytes
     assert sums(everything) == sums(status.model_usage) == (206, 203, 0)
-    assert status.model_usage[-1] == Usage(OTHERS, 106, 106, 0, OTHERS)
+    assert status.model_usage[-1] == Usage(OTHERS, 106, 106, 0, OTHERS)  # beyond the first 50

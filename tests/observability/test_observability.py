@@ -177,7 +177,10 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
     "KVDepotNoEngine": {f"kvdepot_engines{{{LABELS}}}": "2x200 0x100"},
     "KVDepotHitRateCollapsed": {f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000+20x150"},
-    "KVDepotMemorySmall": {f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+900x300"},
+    "KVDepotMemorySmall": {
+        f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
+        for name, each in (("asked", 10000), ("found", 5000), ("reused", 4000), ("bound", 9000))
+    },
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
     "KVDepotTierDropping": {f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7+1x300"},
@@ -207,6 +210,15 @@ HEALTHY: dict[str, dict[str, str]] = {
     "a full disk tier": {
         f'kvdepot_tier_bytes{{{LABELS}, tier="disk"}}': "99x300",
         f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "1x300",
+    },
+    "two mistyped commands": {
+        f'kvdepot_request_errors_total{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
+        f'kvdepot_request_duration_seconds_count{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
+    },
+    "a benchmark that took a minute": {f"kvdepot_engines{{{LABELS}}}": "0x220 4x1 0x80"},
+    "a small memory that hardly anybody uses": {
+        f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
+        for name, each in (("asked", 100), ("found", 50), ("reused", 40), ("bound", 90))
     },
     "no engine since the start": {f"kvdepot_engines{{{LABELS}}}": "0x300"},
     "a quiet night": {

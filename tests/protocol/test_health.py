@@ -17,8 +17,8 @@ def status(**facts: Any) -> Status:
 
 
 def test_a_server_without_problems_needs_nobody() -> None:
-    assert judge(status()).headline == "Working, nothing to do"
-    assert judge(status(engine_count=0)).headline == "Working, no engine is connected"
+    assert judge(status()).headline == "Healthy"
+    assert judge(status(engine_count=0)).headline == "Healthy, no engine is connected"
     assert judge(status()).level == judge(status(engine_count=0)).level == "good"
 
 
@@ -41,7 +41,7 @@ def test_a_server_without_problems_needs_nobody() -> None:
 def test_each_problem_is_told_with_what_to_do(facts: dict[str, Any], trouble: str, dropped: float, what: str) -> None:
     health = judge(status(**facts), trouble, dropped)
     (concern,) = health.concerns
-    assert (health.level, health.headline) == ("look", "Working, with a warning")
+    assert (health.level, health.headline) == ("look", "Needs attention: a warning")
     assert concern.what.startswith(what)
     assert concern.advice.endswith(".")
 
@@ -53,4 +53,4 @@ def test_a_disk_at_its_capacity_is_no_problem_because_it_evicts() -> None:
 
 
 def test_problems_are_counted() -> None:
-    assert judge(status(unrecorded_shards=1), "it lags", 5.0).headline == "Working, with 3 warnings"
+    assert judge(status(unrecorded_shards=1), "it lags", 5.0).headline == "Needs attention: 3 warnings"

@@ -99,8 +99,8 @@ def shows_every_tenant_everything(patch: Patch) -> None:
 
 
 def _as_one_tenant(welcome: Any) -> Any:
-    return lambda self, identity, liveness, user="", tenant="", seal=None: welcome(
-        self, identity, liveness, user, "", seal
+    return lambda self, identity, liveness, user="", tenant="", *rest: welcome(
+        self, identity, liveness, user, "", *rest
     )
 
 

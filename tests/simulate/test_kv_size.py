@@ -19,6 +19,9 @@ GPT_OSS_20B = {
     "layer_types": ["sliding_attention", "full_attention"] * 12,
 }  # fmt: skip
 
+DBRX = {"model_type": "dbrx", "n_layers": 40, "n_heads": 48, "d_model": 6144, "attn_config": {"kv_n_heads": 8}}
+MPT = {"model_type": "mpt", "n_layers": 32, "n_heads": 32, "d_model": 4096}
+
 
 @pytest.mark.parametrize(
     ("config", "token_bytes", "windows", "states"),
@@ -49,6 +52,10 @@ GPT_OSS_20B = {
         ({**LLAMA_8B, "num_kv_shared_layers": 16}, 64 << 10, {}, 0),
         ({"model_type": "vision", "text_config": LLAMA_8B}, 128 << 10, {}, 0),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 12 * 2 * 768 * 2, {}, 0),
+        (DBRX, 163_840, {}, 0),
+        ({**DBRX, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500_000}}, 163_840, {}, 0),
+        ({**MPT, "attn_config": {"attn_type": "multihead_attention", "sliding_window_size": -1}}, 512 << 10, {}, 0),
+        ({**MPT, "attn_config": {"attn_type": "multiquery_attention"}}, 16 << 10, {}, 0),
         ({**LLAMA_8B, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 64 << 10, {}, 0),
     ],
 )  # fmt: skip
@@ -83,6 +90,11 @@ def test_windows_are_stored_at_boundaries() -> None:
         ({**LLAMA_8B, "layer_types": ["full_attention"]}, "another length"),
         ({**LLAMA_8B, "num_hidden_layers": 1, "layer_types": ["oracle"]}, "a layer is 'oracle'"),
         ({**LLAMA_8B, "mamba_d_state": 16}, "layers with states"),
+        ({**DBRX, "attn_config": {}}, "no kv_n_heads"),
+        ({**DBRX, "attn_config": "eager"}, "attn_config is eager"),
+        ({**DBRX, "attn_config": {"kv_n_heads": 8, "sliding_window_size": 4096}}, "has 'sliding_window_size'"),
+        ({**MPT, "attn_config": {"attn_type": "oracle_attention"}}, "attn_type is 'oracle_attention'"),
+        ({**MPT, "attn_config": {"attn_type": "grouped_query_attention"}}, "no kv_n_heads"),
         ({**LLAMA_8B, "is_encoder_decoder": True}, "an encoder and a decoder"),
         ({**LLAMA_8B, "torch_dtype": "int3"}, "give --kv-dtype"),
     ],

@@ -247,7 +247,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert wrong.returncode == 2 and "toy" in wrong.stderr
         nothing = command("forget", *place)
         assert nothing.returncode == 2 and "--all" in nothing.stderr
-        gone = command("forget", "--model", "toy", *place)
+        gone = command("forget", "--model", "toy", "--yes", *place)
         assert gone.returncode == 0 and f"memory: {CHUNKS} chunks" in gone.stdout, gone.stderr
         assert there.lookup(1, CHUNKS) == 0
         cold = command("warm", "--tokens", str(tokens), *place)

@@ -163,7 +163,7 @@ def example_prefixes() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def a_depot(url: str, host: str, level: str = "good", headline: str = "Working, nothing to do") -> dict[str, Any]:
+def a_depot(url: str, host: str, level: str = "good", headline: str = "Healthy") -> dict[str, Any]:
     """A row of `GET /v1/fleet`; one that is `bad` has no figures."""
     load = {
         "asked_tokens_s": 5_000.0, "reused_tokens_s": 3_000.0, "asked_tokens": 10**8, "reused_tokens": 6 * 10**7,

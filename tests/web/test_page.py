@@ -45,6 +45,10 @@ def _needed(is_there: bool, what: str) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{what} is missing")
 
 
+JUDGED = "h1:has-text('Healthy'), h1:has-text('Needs attention')"
+"""The headline of a page that has a status."""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     try:
@@ -71,7 +75,7 @@ def open_page(browser: Browser, site: Site) -> Iterator[OpenPage]:
     """Open the site in a browser without any stored data: `open_page(width=400, color_scheme="dark")`."""
     contexts = []
 
-    def open_(address: str = "", width: int = 1280, wait_for: str = "h1:has-text('Working')", **options: Any) -> Page:
+    def open_(address: str = "", width: int = 1280, wait_for: str = JUDGED, **options: Any) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         context.set_default_timeout(WAIT_MS)
         contexts.append(context)
@@ -122,7 +126,7 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     site: Site, open_page: OpenPage
 ) -> None:
     page = open_page()
-    assert text(page, "#state") == "Working, nothing to do"
+    assert text(page, "#state") == "Healthy"
     assert text(page, "#host") == "gpu-node-7:7077"
     assert page.title() == "gpu-node-7:7077 · kvdepot"
     assert re.fullmatch(r"version 0\.1\.0, since \d+ \w+, [\d:]+ \(3 d 4 h\)", text(page, "#since"))
@@ -139,7 +143,7 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
     assert said == "of 18.3M asked; 72.4% found here; upper bound (infinite cache) 81.1%"
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#gain-facts") == (
-        "Not recomputed 198.7M tokens Prefill time saved 11 h 27 min TTFT saved a request 642 ms"
+        "Not recomputed 198.7M tokens Prefill time saved 11 h 27 min TTFT saved per request 642 ms"
     )
     open_part(page, "detail")
     assert [row[2:] for row in rows(page, "windows")] == [
@@ -156,7 +160,7 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
     assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
     assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "Queued 3 MiB" in disk
     assert "capacity unknown" in s3 and "Last error, 1 min 24 s ago: 503 SlowDown" in s3
-    assert "Holds about 42 min of traffic" in memory and "Evicted young 1.7%" in memory
+    assert "Holds about 42 min of traffic" in memory and "Evicted within 5 min of use 1.7%" in memory
     assert "Load p50, p99 5.54 ms, 17.9 ms" in disk and "In flight 3 in, 2 out" in disk
     assert f"Load p50, p99 {NONE}" in s3
     bars = page.locator("#stores [role=meter]:visible")
@@ -243,8 +247,8 @@ def test_the_fleet_has_a_row_per_depot_with_links_and_their_sum(site: Site, open
     page.locator("#fleet tbody tr").nth(2).wait_for()
     assert text(page, "#fleet-count") == "2 of 3 depots work"
     here, there, gone = rows(page, "fleet")
-    assert here[:3] == ["gpu-node-7:7077 (here)", "Working, nothing to do", "60.0%"]
-    assert there[:7] == ["gpu-node-8", "Working, nothing to do", "60.0%", "3,000", "200 GiB of 256 GiB", "2 of 2", "4"]
+    assert here[:3] == ["gpu-node-7:7077 (here)", "Healthy", "60.0%"]
+    assert there[:7] == ["gpu-node-8", "Healthy", "60.0%", "3,000", "200 GiB of 256 GiB", "2 of 2", "4"]
     assert gone[:3] == ["gpu-node-9:7077", "Not reachable: timed out", NONE]
     assert page.locator("#fleet a").first.get_attribute("href") == "http://gpu-node-8:7077"
     total = " ".join(page.inner_text("#fleet tfoot").split())
@@ -339,7 +343,7 @@ def test_a_tier_left_alone_is_something_to_look_at(site: Site, open_page: OpenPa
         site.status, tiers=[disk, msgspec.structs.replace(s3, state="circuit breaker open")]
     )
     page = open_page()
-    assert text(page, "#state") == "Working, with a warning"
+    assert text(page, "#state") == "Needs attention: a warning"
     assert "s3: circuit breaker open" in text(page, "#reasons")
     assert "Check that it is running" in text(page, "#reasons")  # what to do
     assert page.get_attribute("#verdict", "data-level") == "look"
@@ -390,7 +394,7 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
 def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     site.lag = "the server lags: its last answer took 1.4 s"
-    shows(page, "#state", "Working, with a warning")
+    shows(page, "#state", "Needs attention: a warning")
     assert text(page, "#reasons").startswith("The server lags: its last answer took 1.4 s. Run kvdepot doctor")
     site.lag = ""
     page.wait_for_selector(".verdict[data-level=good]")
@@ -690,7 +694,7 @@ def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(site.url)
-    page.wait_for_selector("h1:has-text('Working')")
+    page.wait_for_selector(JUDGED)
     page.check("input[value=dark]")
     page.check("input[value='3600']")
     page.locator("figure summary").first.click()
@@ -812,7 +816,7 @@ def test_the_colours_follow_the_system_until_somebody_chooses(site: Site, open_p
     page.check("input[value=dark]")
     assert page.evaluate(background) == dark
     page.reload()
-    page.wait_for_selector("h1:has-text('Working')")
+    page.wait_for_selector(JUDGED)
     assert page.evaluate(background) == dark
     assert page.is_checked("input[value=dark]")
     page.check("input[value=auto]")
@@ -899,7 +903,7 @@ def test_forget_says_what_will_go_asks_for_the_token_once_and_does_nothing_befor
     page.keyboard.press("Enter")  # the focus is on the button that closes
     page.locator("#action").wait_for(state="hidden")
     page.reload()
-    page.wait_for_selector("h1:has-text('Working')")
+    page.wait_for_selector(JUDGED)
     page.click(".tools [data-action=forget]")
     shows(page, "#action-effect", "31.5K chunks")  # the token is known as long as the tab is open
     assert page.is_hidden("#action-token")

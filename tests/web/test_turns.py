@@ -131,7 +131,7 @@ def wait_on(connection: socket.socket, turn: int) -> int:
     """The next turn, requested on an open connection."""
     connection.sendall(f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     heard = b""
-    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","losses":\[.*\]}$', heard)):
+    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","health":{.*},"losses":\[.*\]}$', heard)):
         data = connection.recv(1 << 16)
         assert data, heard
         heard += data
@@ -184,7 +184,9 @@ def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: Start
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        app = make_app(poll, turns, {"keys": ""}, f"127.0.0.1:{address[1]}", "token")
+        app = make_app(
+            poll, turns, {"keys": "", "fleet": [], "http_token_file": ""}, f"127.0.0.1:{address[1]}", "token"
+        )
         server = Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None), ended, int, turns.end)
         serving = threading.Thread(target=server.run, args=([listener],))
         serving.start()

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +103,9 @@ def bench(
 
     With --json the table goes to standard error, and the figures, as written to --out, to standard output.
 
-    With --url, measure a running server instead: stores, lookups and retrieves a second, under a model name of its own
-    whose chunks it removes at the end. It takes memory and time from engines, and stores no more than what is free in
-    the arena.
+    With --url, measure a running server instead: stores, lookups and retrieves a second of all clients together, under
+    a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and time
+    from engines, and stores no more than what is free in the arena.
     """
     if url is not None:
         if engine or only or tiny or no_vllm or trace or out:
@@ -151,14 +153,15 @@ def _bench_server(
         model = MODEL + secrets.token_hex(8)
         plan = Plan(client.server_url, key, model, each, per_client, chunks, chunk)
         found: list[Result] = []
-        try:
-            with progress() as update:
-                for result in measure(plan, clients, update):
-                    found.append(result)
-                    if not as_json:
-                        print(_line(result), flush=True)
-        finally:
-            left = admin.not_forgotten(admin.forget(client, model, ""))
+        with _interrupted_by_signals():
+            try:
+                with progress() as update:
+                    for result in measure(plan, clients, update):
+                        if not as_json:
+                            print(*([] if found else [_HEAD]), _line(result), sep="\n", flush=True)
+                        found.append(result)
+            finally:
+                left = admin.not_forgotten(admin.forget(client, model, ""))
     for line in left:
         print(f"kvdepot: chunks of {model} may remain: {clean(line)}", file=sys.stderr)
     if as_json:
@@ -169,11 +172,36 @@ def _bench_server(
     return 1 if failed or left else 0
 
 
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, once; more of them change nothing."""
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # so that cleaning up goes on
+        raise KeyboardInterrupt
+
+    for each in numbers:  # not those that nohup ignores
+        signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _row(kind: str, requests: str, rate: str, moved: str, p50: str, p99: str) -> str:
+    return f"{kind:<8}  {requests:>9}  {rate:>11}  {moved:>10}  {p50:>8}  {p99:>8}"
+
+
+_HEAD = _row("", "requests", "requests/s", "GB/s", "p50", "p99")
+
+
 def _line(result: Result) -> str:
-    rate = f"{count(result.per_s)}/s"
-    moved = f"{result.bytes_per_s / 1e9:.2f} GB/s" if result.bytes_per_s else ""
-    times = f"p50 {duration(result.p50_s):>8}  p99 {duration(result.p99_s):>8}"
-    return f"{result.kind:<8}  {count(result.requests):>9}  {rate:>11}  {moved:>10}  {times}"
+    moved = f"{result.bytes_per_s / 1e9:.2f}" if result.bytes_per_s else "-"
+    times = duration(result.p50_s), duration(result.p99_s)
+    return _row(result.kind, count(result.requests), count(result.per_s), moved, *times)
 
 
 @click.command()

@@ -27,6 +27,7 @@ import msgspec
 from kvdepot.errors import KVDepotError, Unavailable
 
 if TYPE_CHECKING:
+    from kvdepot.client.socket import MessagingFuture
     from kvdepot.client.transfer import Transfer
     from kvdepot.client.worker import WorkerClient
 
@@ -38,6 +39,8 @@ MODEL = "kvdepot-bench-"
 """Models of this command begin with this."""
 BLOCKS = 16
 """Blocks of a chunk, each in one piece."""
+_GO = "go"
+"""Tells a client to send the requests that it has prepared, at the same time as the others."""
 _ANSWER_S = 60.0
 _LOOK = 64
 """Requests between two looks whether the command has ended."""
@@ -60,7 +63,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One kind of requests: how many, how many of them failed, all per second, KV bytes per second, and latencies."""
+    """One kind of requests: how many, how many of them failed, all per second, KV bytes per second, and latencies.
+
+    per_s: of all clients, from the first request's start to the last one's end.
+    """
 
     kind: str
     requests: int
@@ -72,10 +78,15 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """A client's answer to a command: each request's time, and how many failed."""
+    """A client's answer to a command: each request's time, how many failed, and when it began and ended.
+
+    began_s, ended_s: CLOCK_MONOTONIC, which all processes of a machine share.
+    """
 
     times_s: list[float]
     failed: int
+    began_s: float
+    ended_s: float
 
 
 def measure(plan: Plan, clients: int, told: Callable[[str, int, int], None]) -> Iterator[Result]:
@@ -92,14 +103,24 @@ def measure(plan: Plan, clients: int, told: Callable[[str, int, int], None]) -> 
             told(kind, number, len(KINDS))
             for each in running:
                 _say(each, kind)
+            for each in running:
+                _answer(each)  # its requests are made
+            for each in running:
+                _say(each, _GO)
             done = [msgspec.convert(_answer(each), _Done) for each in running]
             times = sorted(seconds for each in done for seconds in each.times_s)
-            per_s = sum(len(each.times_s) / sum(each.times_s) for each in done)
+            per_s = _rate(done)
             moved = 0 if kind == "lookup" else plan.chunks * plan.chunk_bytes
             yield Result(
                 kind, len(times), sum(each.failed for each in done), per_s, per_s * moved,
                 _part(times, 0.5), _part(times, 0.99),
             )  # fmt: skip
+
+
+def _rate(done: Sequence[_Done]) -> float:
+    """Requests a second of all clients together."""
+    passed = max(each.ended_s for each in done) - min(each.began_s for each in done)
+    return sum(len(each.times_s) for each in done) / passed
 
 
 def _part(times: Sequence[float], part: float) -> float:
@@ -155,22 +176,36 @@ class _Client:
         self._plan = plan
         self._worker = worker
         self._salt = plan.model.encode()
+        self._kind = ""
+        self._transfers: list[Transfer] = []
 
-    def run(self, kind: str) -> _Done:
-        plan = self._plan
+    def prepare(self, kind: str) -> None:
+        """Make what the requests say, so that no time is measured in which the server waits for this process."""
+        self._kind = kind
+        self._transfers = self._transfers or [self._transfer(number) for number in range(self._plan.prompts)]
+
+    def run(self) -> _Done:
+        """Send the requests that `prepare` made, one at a time."""
+        from kvdepot.client.socket import MessagingFuture
+
+        plan, kind = self._plan, self._kind
         count = plan.prompts if kind == "store" else plan.requests
+        send: Callable[[Transfer], bool] = getattr(self, f"_{kind}")
         times, failed = [], 0
+        ended: MessagingFuture[object] = MessagingFuture.resolved(None)
+        began = time.monotonic()
         for number in range(count):
             if not number % _LOOK and select.select([sys.stdin], [], [], 0)[0]:
                 raise EOFError  # commands come one by one, so its input has ended
-            transfer = self._transfer(number % plan.prompts)
+            transfer = self._transfers[number % plan.prompts]
             start = time.monotonic()
-            good = getattr(self, f"_{kind}")(transfer)
+            good = send(transfer)
             times.append(time.monotonic() - start)
             failed += not good
             if kind == "lookup":
-                self._end(transfer)
-        return _Done(times, failed)
+                ended = self._end(transfer)  # as engines do, without waiting
+        ended.result(_ANSWER_S)
+        return _Done(times, failed, began, time.monotonic())
 
     def _transfer(self, number: int) -> Transfer:
         from kvdepot.client.transfer import Transfer, pack_block_ids
@@ -194,10 +229,10 @@ class _Client:
         lookup = self._worker.spec.lookup(transfer.request_id, 0, transfer.hashes, True, b"")
         return bool(self._worker.client.ask(lookup).result(_ANSWER_S) == self._plan.chunks)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: Transfer) -> MessagingFuture[object]:
         from kvdepot.protocol import wire
 
-        self._worker.client.ask(wire.EndSession(transfer.request_id)).result(_ANSWER_S)
+        return self._worker.client.ask(wire.EndSession(transfer.request_id))
 
     def _retrieve(self, transfer: Transfer) -> bool:
         worker = self._worker
@@ -247,7 +282,11 @@ def main() -> int:
             print("{}", flush=True)
             client = _Client(plan, worker)
             for line in sys.stdin:
-                print(msgspec.json.encode(client.run(line.strip())).decode(), flush=True)
+                if line.strip() == _GO:
+                    print(msgspec.json.encode(client.run()).decode(), flush=True)
+                else:
+                    client.prepare(line.strip())
+                    print("{}", flush=True)
     except EOFError:
         return 1
     except (KVDepotError, OSError) as exc:

@@ -53,7 +53,9 @@ def console() -> Console:
     """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
     from rich.console import Console
 
-    return Console(width=shutil.get_terminal_size((_PIPE_COLUMNS, 0)).columns, highlight=False, markup=False)
+    columns, lines = shutil.get_terminal_size((_PIPE_COLUMNS, 25))
+    # Without a height, rich takes 80 columns where TERM=dumb.
+    return Console(width=columns, height=lines, highlight=False, markup=False)
 
 
 @contextmanager
@@ -147,6 +149,8 @@ def share(part: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format a time with at most two units: 250 µs, 12 ms, 3 h 12 min."""
+    if not seconds:
+        return "0 s"
     if seconds < 0.0009995:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.9995:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +16,7 @@ from kvdepot.values import parse_size
 
 if TYPE_CHECKING:
     from kvdepot.protocol.quotas import Quota
-    from kvdepot.protocol.status import TenantStatus
+    from kvdepot.protocol.status import Status, TenantStatus
 
 __all__ = ["quota"]
 
@@ -51,7 +52,8 @@ def quota(
 ) -> int:
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
 
-    What is not given stays as it is. A cap below what the tenant or salt has evicts the rest, so the command then asks.
+    What is not given stays as it is. A cap below what the tenant or salt has evicts the rest, so the command then asks,
+    also if it cannot know how much that is.
     A salt without a TENANT is one of clients without a tenant. The memory of a salt with a quota does not count for its
     tenant. Quotas that last are tables [tenants.NAME] and [salts.SALT] of the settings file. Only clients without a
     tenant may change quotas. Salts are shown by the beginning of their hash.
@@ -75,14 +77,18 @@ def quota(
         raise click.UsageError("--remove ends the quota: give no other option with it")
     asked, whose = (tenant, shown_tag(salt_tag(salt))), name_of(tenant, salt_tag(salt))
     with connect(url, key) as client:
-        now = next((each for each in admin.tenants(client) if (each.tenant, each.salt) == asked), None)
+        server = admin.status(client)
+        now = next((each for each in server.tenants if (each.tenant, each.salt) == asked), None)
         new = msgspec.structs.replace(now.quota if now is not None else Quota(), **changes)
-        losses = _losses(now, new, whose) if changes and now is not None else []
+        losses: list[str] = []
+        if changes:
+            is_countable = now is None and salt and not tenant  # a client counts chunks of its own tenant only
+            counted = admin.preview(client, "", salt).memory.bytes if is_countable else None
+            losses = _losses(server, _part_of(server, *asked, counted), new, whose)
+        elif remove and now is not None and salt:
+            losses = _losses_of_tenant(server, now)
         if dry_run:
-            if as_json:
-                print_json({"losses": losses})
-            else:
-                print("\n".join([*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]))
+            _print_dry_run(now, losses, whose, remove, as_json)
             return 0
         if losses and not agreed("; ".join(losses), f"Change the quota of {clean(whose)}?", yes, lambda: losses):
             return 1
@@ -110,18 +116,80 @@ def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
     return (each.tenant, each.salt) == (tenant, salt) if salt else tenant in ("", each.tenant)
 
 
-def _losses(now: TenantStatus, new: Quota, whose: str) -> list[str]:
-    """What a tenant or salt loses at once with a new quota."""
+def _print_dry_run(now: TenantStatus | None, losses: list[str], whose: str, remove: bool, as_json: bool) -> None:
+    ends = now.quota if now is not None and remove else None
+    if as_json:
+        print_json({"losses": losses, **({"ends": msgspec.to_builtins(ends)} if remove else {})})
+        return
+    lines = [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
+    if now is not None and ends is not None:
+        has = f"it has {size(now.used_bytes)} in memory"
+        lines.insert(0, f"the quota of {clean(whose)} would end: {clean(ends.words)}; {has}")
+    elif remove:
+        lines.insert(0, f"{clean(whose)} has no quota")
+    print("\n".join(lines), flush=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a tenant or salt has, in bytes; None: unknown, and then at most `most_...`. tier: of each tier disk://."""
+
+    memory: int | None
+    most_memory: int
+    tier: int | None
+    most_tier: float
+    ttl_s: int
+
+
+def _part_of(server: Status, tenant: str, salt: str, counted: int | None) -> _Part:
+    """What a tenant or salt has, which a status says of those with a quota only.
+
+    counted: bytes in memory of a salt without a quota, if they were counted.
+    """
+    disks = [each.bytes for each in server.tiers if each.name.startswith("disk://")]
+    most_tier = max((float("inf") if held is None else held for held in disks), default=0)
+    rows = [each for each in server.tenants if each.tenant == tenant]
+    for each in rows:
+        if each.salt == salt:
+            return _Part(each.used_bytes, each.used_bytes, each.disk_bytes, most_tier, each.ttl_s)
+    ttl_s = next((each.ttl_s for each in rows if not each.salt), 0)
+    if counted is not None:
+        return _Part(counted, counted, None, most_tier, ttl_s)
+    listed = sum(each.bytes for each in server.namespaces if each.tenant == tenant)
+    listed = max(0, listed - sum(each.used_bytes for each in rows if each.salt))  # these count for themselves
+    most = listed + (server.other_namespaces.bytes if server.other_namespaces is not None else 0)
+    is_known = most == 0 or (most == listed and not salt)
+    return _Part(most if is_known else None, most, None, most_tier, ttl_s)
+
+
+def _losses(server: Status, part: _Part, new: Quota, whose: str) -> list[str]:
+    """What a tenant or salt loses at once with a new quota, or may lose."""
     lost, name = [], clean(whose)
-    for where, used, cap in (
-        ("memory", now.used_bytes, new.cap_bytes),
-        ("each tier disk://", now.disk_bytes or 0, new.disk_cap_bytes),
+    for where, used, most, cap in (
+        ("memory", part.memory, part.most_memory, new.cap_bytes),
+        ("each tier disk://", part.tier, part.most_tier, new.disk_cap_bytes),
     ):
-        if cap and used > cap:
+        if not cap or (most if used is None else used) <= cap:
+            continue
+        if used is not None:
             lost.append(f"{where}: {name} has {size(used)}, and {size(used - cap)} would be evicted")
-    if new.ttl_s and (not now.ttl_s or new.ttl_s < now.ttl_s):
+        else:
+            limit = f", at most {size(most)}" if most < float("inf") else ""
+            lost.append(f"{where}: what {name} has above {size(cap)} would be evicted; what it has is unknown{limit}")
+    if new.ttl_s and (not part.ttl_s or new.ttl_s < part.ttl_s) and (part.most_memory or server.tiers):
         lost.append(f"chunks of {name} that are older than {duration(new.ttl_s)} would be removed")
     return lost
+
+
+def _losses_of_tenant(server: Status, ends: TenantStatus) -> list[str]:
+    """What a tenant loses when the quota of one of its salts ends, so that the salt's chunks count for the tenant."""
+    whole = next((each for each in server.tenants if each.tenant == ends.tenant and not each.salt), None)
+    if whole is None:
+        return []
+    disk = None if whole.disk_bytes is None or ends.disk_bytes is None else whole.disk_bytes + ends.disk_bytes
+    memory = whole.used_bytes + ends.used_bytes
+    most_tier = _part_of(server, ends.tenant, ends.salt, None).most_tier
+    return _losses(server, _Part(memory, memory, disk, most_tier, ends.ttl_s), whole.quota, ends.tenant)
 
 
 def _bytes(option: str, text: str) -> int:

@@ -12,7 +12,7 @@ from rich.layout import Layout
 from rich.text import Text
 
 from kvdepot.cli import view
-from kvdepot.cli.output import clean, share, size
+from kvdepot.cli.output import clean, duration, share, size
 from kvdepot.cli.view import Listing
 from kvdepot.protocol.prefixes import SORTS, Prefix
 from kvdepot.protocol.status import Status
@@ -29,7 +29,7 @@ _SORTS: dict[str, _Sorts] = {
     "models": {
         "bytes": lambda each: -each.bytes,
         "chunks": lambda each: -each.chunks,
-        "found": lambda each: -each.hit_chunks / each.lookup_chunks if each.lookup_chunks else 1,
+        "found": lambda each: -each.found_tokens / each.asked_tokens if each.asked_tokens else 1,
         "name": lambda each: (each.tenant, each.model),
     },
     "prefixes": {name: lambda each: 0 for name in SORTS},  # the server sorts them
@@ -70,10 +70,12 @@ class Screen:
         self._place = place
         self._status: Status | None = None
         self._seen = 0.0
+        self._clock = ""  # the time of the last status
         self._speeds = view.Speeds(0.0, 0.0, 0.0, 0.0)
         self._history: deque[tuple[float, float, float]] = deque(maxlen=_HISTORY)  # reuse, stores, retrieves
         self._prefixes: list[Prefix] | None = None
         self._trouble = ""
+        self._silent_s = 0  # how long the server has not answered
         self._sort = dict.fromkeys(_SORTS, 0)
         self._top = 0  # rows that are scrolled away
         self._filter = ""
@@ -96,7 +98,8 @@ class Screen:
             self._history.append((reused, self._speeds.stored_bytes, self._speeds.retrieved_bytes))
         elif before is not None and before.boot != status.boot:
             self._history.clear()
-        self._status, self._seen, self._trouble = status, now, ""
+        self._status, self._seen, self._trouble, self._silent_s = status, now, "", 0
+        self._clock = time.strftime("%H:%M:%S")
         self.version += 1
 
     def show_prefixes(self, prefixes: list[Prefix]) -> None:
@@ -109,9 +112,15 @@ class Screen:
         return self._sorted_by() if self.tab == "prefixes" and not self.is_paused else None
 
     def miss(self, why: str) -> None:
-        """Take the reason why there is no new status."""
+        """Take the reason why there is no new status; empty: no answer came."""
         self._trouble = why
         self.version += 1
+
+    def wait(self, silent_s: float) -> None:
+        """Take for how many seconds the server has not answered; 0: it answers."""
+        if int(silent_s) != self._silent_s:
+            self._silent_s = int(silent_s)
+            self.version += 1
 
     # -- keys
 
@@ -196,10 +205,12 @@ class Screen:
     def _foot(self, width: int) -> Text:
         if self._is_typing:
             text, style = f"filter: {self._filter}_  enter keeps it, esc ends it", "reverse"
-        elif self._trouble:
-            text, style = f"{clean(self._trouble)}  q quits", "yellow reverse"
+        elif self._trouble or self._silent_s:
+            why = clean(self._trouble) or f"no answer for {duration(self._silent_s)}"
+            data = [f"data of {self._clock}"] if self._clock else []
+            text, style = "  ".join([*data, why, "q quits"]), "yellow reverse"
         else:
-            parts = ["paused, p goes on" if self.is_paused else time.strftime("%H:%M:%S"), "q quits"]
+            parts = [f"paused at {self._clock}, p goes on" if self.is_paused else self._clock, "q quits"]
             if self.tab in _SORTS:
                 parts.append(f"s sort: {self._sorted_by()}")
             parts.append(f"/ filter{f': {self._filter}' if self._filter else ''}")
@@ -264,7 +275,7 @@ class Screen:
         """The chosen tab's table, sorted."""
         match self.tab:
             case "models":
-                return view.models(self._in_order(now.namespaces))
+                return view.models(self._in_order(now.namespaces), now.other_namespaces)
             case "prefixes":
                 return view.prefixes(self._prefixes or [])
             case "engines":

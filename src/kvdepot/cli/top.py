@@ -18,7 +18,7 @@ import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ConfigError, DeadlineExceeded, KVDepotError
 
 if TYPE_CHECKING:
     from kvdepot.cli.screen import Screen
@@ -29,6 +29,8 @@ __all__ = ["top"]
 _NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` one line per update"
 _KEYS_S = 0.1
 """Time to wait for a key; the terminal's size is checked as often."""
+_ANSWER_S = 4.0
+"""Time to wait for an answer; then the server is asked again."""
 _LIST_S = 2.0
 """Least time between two lists of prefixes, which cost the server more than a status."""
 _MOST_LISTED = 200
@@ -58,7 +60,10 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
     The digits 1 to 7, tab and the arrows choose what to show: all in short, models, prefixes (the prompts in memory, by
     their first chunk), engines, tiers, leases or events. s sorts, / filters by text, p pauses, up and down scroll.
 
-    --json prints one line of JSON per update until interrupted; that needs no terminal.
+    If the server does not answer, the last line says for how long, and from when the figures are.
+
+    --json prints one line of JSON per update until interrupted; that needs no terminal. What goes wrong is a line on
+    standard error, and the command goes on.
     """
     if as_json:
         return _print_lines(url, key, interval)
@@ -74,7 +79,12 @@ def _print_lines(url: str | None, key: str | None, interval: float) -> int:
 
     with connect(url, key) as client:
         while True:
-            print(json.dumps(client.ask(wire.Status()).result(5.0)), flush=True)
+            try:
+                answer = client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S)
+            except KVDepotError as exc:
+                print(f"kvdepot: {exc}", file=sys.stderr, flush=True)
+            else:
+                print(json.dumps(answer), flush=True)
             time.sleep(interval)
 
 
@@ -91,7 +101,8 @@ def _watch(client: Client, interval: float) -> None:
         raise ConfigError(_NO_TERMINAL)
     screen = Screen(client.server_url)
     asked = time.monotonic()
-    future: MessagingFuture[object] | None = client.ask(wire.Status())
+    unanswered: float | None = asked  # since when no answer has come
+    future: MessagingFuture[object] | None = client.ask(wire.Status(), deadline_s=_ANSWER_S)
     drawn: object = None
     listed, listing = "", None  # what the prefixes were last asked for, and the answer that is awaited
     listed_at = 0.0
@@ -99,10 +110,14 @@ def _watch(client: Client, interval: float) -> None:
         while not any(screen.press(key) for key in _pressed(descriptor)):
             now = time.monotonic()
             if future is not None and future.query():
-                _take(screen, future, now)
+                if _take(screen, future, now):
+                    unanswered = None
                 future = None
-            if future is None and now - asked >= interval and not screen.is_paused:
-                asked, future = now, client.ask(wire.Status())
+            if screen.is_paused:
+                unanswered = None
+            elif future is None and now - asked >= interval:
+                unanswered = now if unanswered is None else unanswered
+                asked, future = now, client.ask(wire.Status(), deadline_s=_ANSWER_S)
             if listing is not None and listing.query():
                 _take_prefixes(screen, listing)
                 listing = None
@@ -110,18 +125,25 @@ def _watch(client: Client, interval: float) -> None:
             if listing is None and wanted and (wanted != listed or now - listed_at >= max(interval, _LIST_S)):
                 listed, listed_at = wanted, now
                 listing = client.ask(wire.Prefixes("", wanted, _MOST_LISTED))
+            screen.wait(0.0 if unanswered is None or now - unanswered < _ANSWER_S else now - unanswered)
             if drawn != (screen.version, console.size):
                 drawn = screen.version, console.size
                 live.update(screen.draw(console), refresh=True)
 
 
-def _take(screen: Screen, future: MessagingFuture[object], now: float) -> None:
+def _take(screen: Screen, future: MessagingFuture[object], now: float) -> bool:
+    """Show a status, or why there is none; returns whether there is one."""
     from kvdepot.protocol.status import read
 
     try:
         screen.show(read(future.result(0.0)), now)
+    except DeadlineExceeded:
+        screen.miss("")  # `Screen.wait` says for how long
     except KVDepotError as exc:
         screen.miss(str(exc))
+    else:
+        return True
+    return False
 
 
 def _take_prefixes(screen: Screen, future: MessagingFuture[object]) -> None:

@@ -420,8 +420,9 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             each.hash if is_long else each.hash[:_HASH_DIGITS], count(each.shared_tokens), count(each.prompts),
-            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens), duration(each.idle_s),
-            duration(each.age_s), named(each.tenant, each.model, is_long),
+            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens),
+            duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
+            named(each.tenant, each.model, is_long),
         )
         for each in shown
     ]  # fmt: skip

@@ -18,7 +18,9 @@ __all__ = [
     "check_description",
     "check_groups",
     "check_hashes",
+    "check_hello",
     "check_names",
+    "check_report",
     "check_salt",
     "check_shape",
     "check_shards",
@@ -28,6 +30,9 @@ __all__ = [
     "chunks_named",
     "stored_salts",
 ]
+
+_MOST_SAVED = 1 << 32
+"""The most tokens, or seconds, that one request may report."""
 
 
 def chunks_named(request: wire.Request) -> int:
@@ -49,6 +54,22 @@ def check_names(request: str, model: str) -> None:
     for what, name in (("request id", request), ("model name", model)):
         if len(name) > wire.MAX_REQUEST_ID:
             raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
+
+
+def check_hello(hello: wire.Hello) -> None:
+    for what, name in (("liveness file", hello.liveness), ("engine", hello.engine)):
+        if len(name) > wire.MAX_CLIENT_NAME:
+            raise BadRequest(f"the {what}'s name of {len(name)} characters is longer than {wire.MAX_CLIENT_NAME}")
+
+
+def check_report(request: wire.EndSession) -> None:
+    """Raise BadRequest unless what an engine reports about a request is within bounds."""
+    check_names("", request.model)
+    if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
+        raise BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
+    asked = request.asked
+    if not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
+        raise BadRequest(f"{asked} is out of range")
 
 
 def check_salt(salt: bytes) -> None:

@@ -18,7 +18,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
+__all__ = ["AlwaysAlive", "Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
 
 
 class Liveness(Protocol):
@@ -131,6 +131,7 @@ class Client:
     engine: str = ""  # the engine that it says it belongs to; see core/engines.py
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
+    unreported: int = 0  # tokens of its lookups with `reports` that no EndSession has reported as found or its own
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for stores or tiers, by request

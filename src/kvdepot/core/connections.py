@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
+from kvdepot.core.admission import check_hello
 from kvdepot.core.clients import Client, Liveness
 from kvdepot.core.depot import Depot
 from kvdepot.core.rates import Rates
@@ -103,7 +104,10 @@ class Connections:
             if isinstance(request, wire.Status | wire.Leases):
                 self._refuse_unless(self._rates.charge(identity, self._cost(request) - 1))
             elif isinstance(request, wire.Prefixes | wire.Inspect):
-                cost = min(self._depot.lists.cost(request), self._config.max_rate // _MOST_COST)
+                cost = min(
+                    self._depot.lists.cost(request, client.tenant if client else ""),
+                    self._config.max_rate // _MOST_COST,
+                )
                 self._refuse_unless(self._rates.charge(identity, cost))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
@@ -154,6 +158,7 @@ class Connections:
                 f"the client speaks protocol {hello.version}, this server {wire.VERSION}: "
                 "install the same kvdepot on both sides"
             )
+        check_hello(hello)
         if self._arena.is_lost():
             raise ArenaError(
                 f"the server's arena {self._arena.path} was removed or replaced while it ran, so no client can "

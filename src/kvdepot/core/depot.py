@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
-from kvdepot.core.admission import check_description, check_salt, chunks_named
+from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
 from kvdepot.core.engines import Engines
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 _MOST_TOPICS = 256
 """Topics of KV events; each takes a copy of every message about its models."""
-_MOST_SAVED = 1 << 32
-"""The most tokens, or seconds, that one request may report."""
 
 
 class Depot:
@@ -331,15 +329,15 @@ class Depot:
         return Described(request)
 
     def _count_saved(self, client: Client, request: wire.EndSession) -> BadRequest | None:
-        asked, fault = request.asked, ""
-        if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
-            fault = f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range"
-        elif not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
-            fault = f"{asked} is out of range"
-        if fault:
+        try:
+            check_report(request)
+        except BadRequest as exc:  # not raised, or the reply to a lookup that was given up would be lost
             self.counters["errors"] += 1
-            return BadRequest(fault)
-        self.ceiling.subtract(asked.own)
+            return exc
+        asked = request.asked
+        # The bound is everybody's: a client takes from it no more than its own lookups have added.
+        self.ceiling.subtract(min(asked.own, client.unreported))
+        client.unreported -= min(asked.own + asked.found, client.unreported)
         if asked.tokens or request.saved_tokens:
             model = request.model or client.model
             self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)

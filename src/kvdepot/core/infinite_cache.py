@@ -67,7 +67,7 @@ class InfiniteCache:
             self._tell()
 
     def subtract(self, tokens: int) -> None:
-        """Of what lookups named, so many tokens were in an engine's own cache."""
+        """So many tokens were in an engine's own cache; the caller checks that lookups named so many."""
         self._own += tokens
 
     def bound(self, found: int) -> int | None:

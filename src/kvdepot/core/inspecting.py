@@ -12,8 +12,10 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.prefixes import ChunkStatus
 from kvdepot.protocol.status import MOST_NAME
 
-__all__ = ["inspect"]
+__all__ = ["MOST_CHUNKS", "inspect"]
 
+MOST_CHUNKS = 16384
+"""Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
 _PER_STEP = 16
 """A chunk that is described counts as this many chunks that are only looked at."""
 
@@ -23,26 +25,43 @@ def inspect(
 ) -> Generator[None, None, list[ChunkStatus]]:
     """The chunks in these namespaces that the request asks for. tiers: their names. wall: seconds since 1970.
 
-    Pauses after `step` chunks. Raises BadRequest if `request.end` begins the hashes of several chunks.
+    Pauses after `step` chunks. Raises BadRequest if `request.end` begins the hashes of several chunks, or if there are
+    more than `MOST_CHUNKS`.
     """
-    hashes = [request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES)]
     if request.end:
         hashes = yield from _chain_to(namespaces, request.end, step)
-    found = []
-    some = max(1, step // _PER_STEP)
+    else:
+        given = (request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES))
+        hashes = list(dict.fromkeys(given))
+    found: list[ChunkStatus] = []
+    looked_at = 0
     for namespace in namespaces:
-        for start in range(0, len(hashes), some):
-            chunks = (namespace.chunks.get(key) for key in hashes[start : start + some])
-            found += [_described(index, chunk, tiers, wall) for chunk in chunks if chunk is not None]
-            yield
+        for key in hashes:
+            chunk = namespace.chunks.get(key)
+            looked_at += 1
+            if chunk is not None:
+                _check_number(len(found) + 1)
+                found.append(_described(index, chunk, tiers, wall))
+                looked_at += _PER_STEP
+            if looked_at >= step:
+                looked_at = 0
+                yield
     return found
+
+
+def _check_number(chunks: int) -> None:
+    if chunks > MOST_CHUNKS:
+        raise BadRequest(f"more than {MOST_CHUNKS} chunks would be told: give a model or fewer hashes")
 
 
 def _chain_to(namespaces: Iterable[Namespace], end: bytes, step: int) -> Generator[None, None, list[bytes]]:
     """The hashes of the one chunk whose hash begins with `end` and of those before it; none if there is none."""
     last: Chunk | None = None
     for namespace in namespaces:
-        chunks = list(namespace.chunks.values())  # some ten milliseconds for a million
+        if len(end) == HASH_BYTES:
+            chunks = [namespace.chunks[end]] if end in namespace.chunks else []
+        else:
+            chunks = list(namespace.chunks.values())  # some ten milliseconds for a million
         for start in range(0, len(chunks), step):
             for chunk in chunks[start : start + step]:
                 if not chunk.key.startswith(end) or chunk.gone:
@@ -52,8 +71,9 @@ def _chain_to(namespaces: Iterable[Namespace], end: bytes, step: int) -> Generat
                 if last is None or chunk.position:  # a bounded group's part knows nothing of its chain
                     last = chunk
             yield
-    hashes = []
+    hashes: list[bytes] = []
     while last is not None and not last.gone:
+        _check_number(len(hashes) + 1)
         hashes.append(last.key)
         before = last.parent
         last = before.parent if before is not None and before.key == last.key else before

@@ -66,7 +66,7 @@ class Lease:
     tally: Tally
     hashes: bytes = b""
     salt: bytes = b""
-    """That chunks of its prompt are stored under."""
+    """That the chunks that it holds are stored under; before it holds any, the one that was asked for."""
     chunks: int = 0
     tops: list[tuple[Chunk, int]] = field(default_factory=list)
     grows_until: float = _NEVER
@@ -186,7 +186,7 @@ class Leases:
     def begin(self, lease: Lease, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
         """Hold what was matched in place of what a lease of the same name holds; returns the number of chunks.
 
-        Raises Busy, counted, if it does not fit, and then changes nothing.
+        Raises Busy, counted, if it does not fit, BadRequest if the chunks have several salts, and then changes nothing.
         """
         old = self._find(lease.tenant, lease.request.name)
         self._refuse_many(lease.tenant, lease.request)
@@ -200,6 +200,8 @@ class Leases:
             self._counters["lease_growths_refused"] += 1
             grows = False
         tops = _weigh(pins, []) if lease.holds and matched else []
+        if tops:
+            lease.salt = _salt_of(tops)
         size = sum(size for _, size in tops)
         if not self._make_room(lease, size, old):
             self._counters["leases_refused"] += 1
@@ -262,7 +264,7 @@ class Leases:
     # -- the budget
 
     def _account(self, lease: Lease) -> Account:
-        """The account whose leases' budget it uses: that of its prompt's salt and tenant."""
+        """The account whose leases' budget it uses: that of the chunks that it holds, whatever salt a client says."""
         return self._index.accounts.of(lease.tenant, lease.salt)
 
     def _fits(self, account: Account, size: int) -> bool:
@@ -343,7 +345,13 @@ class Leases:
         lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
-            if not self._make_room(lease, sum(size for _, size in tops) - lease.held):
+            try:
+                salt = _salt_of(tops)
+            except BadRequest:
+                salt = None
+            if not lease.tops and salt is not None:
+                lease.salt = salt
+            if salt != lease.salt or not self._make_room(lease, sum(size for _, size in tops) - lease.held):
                 self._counters["lease_growths_refused"] += 1
                 self._stop_growing(lease)
                 return
@@ -513,6 +521,15 @@ class Leases:
 def _rank(lease: Lease) -> tuple[bool, int, int]:
     """Which leases end first where room is short: those with an end, of the lowest priority, the oldest."""
     return lease.ends == _NEVER, lease.request.priority, lease.number
+
+
+def _salt_of(tops: list[tuple[Chunk, int]]) -> bytes:
+    """The salt that all of them are stored under. Raises BadRequest if there are several: in KV cache groups whose
+    chunks were stored by requests that say different ones."""
+    salt = tops[0][0].salt
+    if any(top.salt != salt for top, _ in tops):
+        raise BadRequest("the prompt's chunks are stored under several cache salts")
+    return salt
 
 
 def _weigh(pins: list[Pin], known: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:

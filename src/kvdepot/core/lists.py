@@ -1,4 +1,4 @@
-"""Requests that list what is in memory: answered in steps, one request after the other.
+"""Requests that list what is in memory: answered in steps, of one client after the other.
 
 Called by core/depot.py on the deciding thread, which serves other requests between steps. No I/O or clock. Changes
 nothing; an answer mixes what was there in its steps. Invariant: each request is answered once, or its client has died.
@@ -15,7 +15,7 @@ from kvdepot.core.admission import check_names
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.inspecting import inspect
+from kvdepot.core.inspecting import MOST_CHUNKS, inspect
 from kvdepot.core.prefixes import prefixes
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
@@ -23,11 +23,14 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
 
-__all__ = ["Lists"]
+__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "Lists"]
 
 _STEP = 2048
 """Families, or chunks, that one step examines, in less than a millisecond."""
-_MOST = 8  # requests at a time
+MOST_LISTS = 16
+"""Requests at a time."""
+MOST_OF_CLIENT = 2
+"""Of those, of one client."""
 _ITEMS_OF_ONE = 128
 """Families, or chunks, that count as one more request against `max_rate`."""
 
@@ -36,7 +39,6 @@ _ITEMS_OF_ONE = 128
 class _Asked:
     """A request that is being answered. `answer` pauses after each step, and returns the value of the reply."""
 
-    client: Client
     number: bytes
     answer: Generator[None, None, object]
 
@@ -49,22 +51,26 @@ class Lists:
         self._index = index
         self._tiering = tiering
         self._step = step
-        self._asked: deque[_Asked] = deque()
+        self._asked: dict[Client, deque[_Asked]] = {}  # the client whose turn it is first
 
     def __repr__(self) -> str:
-        return f"<Lists {len(self._asked)}>"
+        return f"<Lists of {len(self._asked)} clients>"
 
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._asked)
 
-    def cost(self, request: wire.Prefixes | wire.Inspect) -> int:
-        """What a request counts as against `max_rate`."""
+    def cost(self, request: wire.Prefixes | wire.Inspect, tenant: str = "") -> int:
+        """What a request of a tenant's client counts as against `max_rate`. Empty: it sees what all tenants have."""
+        namespaces = self._visible(tenant, request.model)
         match request:
             case wire.Prefixes():
-                items = sum(len(each.families) for each in self._index.namespaces.all() if each.is_lead)
+                items = sum(len(each.families) for each in namespaces if each.is_lead)
             case wire.Inspect():
-                items = self._index.chunks if request.end else len(request.hashes) // HASH_BYTES
+                stored = sum(len(each.chunks) for each in namespaces)
+                hashes = min(stored, MOST_CHUNKS) if request.end else len(request.hashes) // HASH_BYTES
+                searched = stored if len(request.end) < HASH_BYTES and request.end else 0
+                items = hashes * len(namespaces) + searched
         return 4 + items // _ITEMS_OF_ONE
 
     def prefixes(self, client: Client, number: bytes, request: wire.Prefixes, wall: int) -> list[Action]:
@@ -90,25 +96,43 @@ class Lists:
     def _named(self, client: Client, model: str) -> list[Namespace]:
         """The namespaces that a client may see, of models whose name has this prefix. Raises BadRequest or Busy."""
         check_names("", model)
-        if len(self._asked) >= _MOST:
-            raise Busy(f"{len(self._asked)} lists are being made: retry later")
+        self._drop_dead()
+        if len(self._asked.get(client, ())) >= MOST_OF_CLIENT:
+            raise Busy(f"{MOST_OF_CLIENT} lists are being made for this client: retry later")
+        if sum(map(len, self._asked.values())) >= MOST_LISTS:
+            raise Busy(f"{MOST_LISTS} lists are being made: retry later")
+        return self._visible(client.tenant, model)
+
+    def _visible(self, tenant: str, model: str) -> list[Namespace]:
         return [
             each
             for each in self._index.namespaces.all()
-            if client.tenant in ("", each.tenant) and each.model.startswith(model)
+            if tenant in ("", each.tenant) and each.model.startswith(model)
         ]
 
     def _begin(self, client: Client, number: bytes, answer: Generator[None, None, object]) -> list[Action]:
-        self._asked.append(_Asked(client, number, answer))
+        self._asked.setdefault(client, deque()).append(_Asked(number, answer))
         return self.step()
 
+    def _drop_dead(self) -> None:
+        for client in [client for client in self._asked if client.dead]:
+            del self._asked[client]
+
     def step(self) -> list[Action]:
-        """Continue with the first request; its reply, if it is complete."""
-        while self._asked and self._asked[0].client.dead:
-            self._asked.popleft()
+        """Continue with the first request of the client whose turn it is; its reply, if it is complete."""
+        self._drop_dead()
         if not self._asked:
             return []
-        first = self._asked[0]
+        client = next(iter(self._asked))
+        asked = self._asked.pop(client)
+        actions = self._continue(client, asked)
+        if asked:
+            self._asked[client] = asked  # behind the others
+        return actions
+
+    @staticmethod
+    def _continue(client: Client, asked: deque[_Asked]) -> list[Action]:
+        first = asked[0]
         try:
             next(first.answer)
         except StopIteration as done:
@@ -117,8 +141,8 @@ class Lists:
             value = exc
         else:
             return []
-        self._asked.popleft()
-        return [Reply(first.client.identity, first.number, value)]
+        asked.popleft()
+        return [Reply(client.identity, first.number, value)]
 
     def stop(self) -> list[Action]:
         """Before shutdown: answer all."""

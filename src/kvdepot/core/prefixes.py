@@ -28,6 +28,8 @@ def prefixes(
         families = list(namespace.families.values())  # some ten milliseconds for a million
         for start in range(0, len(families), step):
             for family in families[start : start + step]:
+                if family.key not in namespace.chunks:  # not to be shown, and not worth a search
+                    continue
                 serial -= 1
                 item = _rank(namespace, family, request.sort), serial, namespace, family
                 if len(best) < request.most:

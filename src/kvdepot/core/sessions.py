@@ -207,19 +207,23 @@ class Sessions:
                 chunks = len(pending.lookup.hashes) // HASH_BYTES
                 log.debug("found %d of %d chunks", matched, chunks, extra=_about(pending))
         if not pending.by_hand:
-            self._count_tokens(pending.asker.tenant, lookup, found)
+            self._count_tokens(pending.asker, lookup, found, bool(namespaces))
         return Reply(pending.asker.identity, pending.number, value)
 
-    def _count_tokens(self, tenant: str, lookup: wire.Lookup, found: int) -> None:
-        """Count a lookup together with what it found, in chunks, so that both fall into the same window."""
+    def _count_tokens(self, client: Client, lookup: wire.Lookup, found: int, is_known: bool) -> None:
+        """Count a lookup together with what it found, in chunks, so that both fall into the same window.
+
+        is_known: the depot has a namespace of its model.
+        """
         tokens = self._tokens(lookup)
         self._ceiling.count(lookup.hashes, tokens)
         asked, found = len(lookup.hashes) // HASH_BYTES * tokens, found * tokens
         if found:
             self._usages.hit_tokens.count(found)
         if lookup.reports:
+            client.unreported += asked
             asked = found = 0  # counted at the end of the session
-        self._usages.count(tenant, lookup.model, asked, found)
+        self._usages.count(client.tenant, lookup.model, asked, found, is_known=is_known)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a pending lookup without pinning anything."""

@@ -2,7 +2,10 @@
 
 Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request. Invariants: no number
 ever falls, and the entries of each list add up to the total. So whoever has an entry keeps it until the server ends;
-once there are as many as are listed, all further ones share the entry `OTHERS`.
+all others share the entry `OTHERS`, which is told only to those who may see every tenant's.
+
+Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
+another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted here. The
@@ -15,14 +18,16 @@ fall; a series for whichever models are the largest now, because a model that co
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
 from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import MOST_NAME, OTHERS, Usage
 
 __all__ = ["Usages"]
 
-_MODELS = 50
-"""Most pairs of tenant and model with an entry of their own."""
+_MODELS = 100
+"""Most pairs of tenant and model with an entry of their own; a tenant alone gets half of them."""
 
 
 class _Sum:
@@ -39,6 +44,37 @@ class _Sum:
         self.reused += reused
 
 
+class _Sums:
+    """Tokens by tenant and model; the model is empty for all of a tenant."""
+
+    def __init__(self, rest: tuple[str, str]) -> None:
+        """rest: under which name those without an entry are told."""
+        self._rest = rest
+        self._sums: dict[tuple[str, str] | None, _Sum] = {}  # None: those without an entry; no name is reserved
+        self.entries: Counter[str] = Counter()  # by tenant
+
+    def __contains__(self, name: tuple[str, str]) -> bool:
+        return name in self._sums
+
+    def add(self, name: tuple[str, str] | None, asked: int, found: int, reused: int) -> None:
+        """name: None for those without an entry."""
+        known = self._sums.get(name)
+        if known is None:
+            known = self._sums[name] = _Sum()
+            if name is not None:
+                self.entries[name[0]] += 1
+        known.add(asked, found, reused)
+
+    def told(self, tenant: str) -> list[Usage]:
+        """tenant: only its own; empty: all, and the rest."""
+        told: dict[tuple[str, str], _Sum] = {}
+        for name, each in sorted(self._sums.items(), key=lambda item: item[0] is None):  # the rest last
+            if not tenant or (name is not None and name[0] == tenant):
+                # One entry per name, even if a tenant is called like the rest.
+                told.setdefault(name or self._rest, _Sum()).add(each.asked, each.found, each.reused)
+        return [Usage(whose, each.asked, each.found, each.reused, model) for (whose, model), each in told.items()]
+
+
 class Usages:
     """The tokens of one depot."""
 
@@ -48,39 +84,36 @@ class Usages:
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
         self._most_models, self._most_tenants = models, tenants
-        self._by_tenant: dict[str, _Sum] = {}
-        self._by_model: dict[tuple[str, str], _Sum] = {}
+        self._by_tenant = _Sums((OTHERS, ""))
+        self._by_model = _Sums((OTHERS, OTHERS))
 
     def __repr__(self) -> str:
-        return f"<Usages of {len(self._by_tenant)} tenants, {len(self._by_model)} models>"
+        tenants, models = self._by_tenant.entries.total(), self._by_model.entries.total()
+        return f"<Usages of {tenants} tenants, {models} models>"
 
-    def count(self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0) -> None:
-        """Add tokens of one request of a tenant and model; with 0 of all, the series of both begin at 0."""
+    def count(
+        self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False
+    ) -> None:
+        """Add tokens of one request of a tenant and model; with 0 of all, the series of both begin at 0.
+
+        is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
+        """
         self.total.add(asked, found, reused)
-        of_tenant = self._by_tenant.get(tenant)
-        if of_tenant is None:
-            name = tenant if len(self._by_tenant) < self._most_tenants else OTHERS
-            of_tenant = self._by_tenant.setdefault(name, _Sum())
-        of_tenant.add(asked, found, reused)
-        pair = tenant, model[:MOST_NAME]
-        of_model = self._by_model.get(pair)
-        if of_model is None:
-            is_room = len(self._by_model) < self._most_models
-            of_model = self._by_model.setdefault(pair if is_room else (OTHERS, OTHERS), _Sum())
-        of_model.add(asked, found, reused)
+        whole, pair = (tenant, ""), (tenant, model[:MOST_NAME])
+        has_entry = whole in self._by_tenant or self._by_tenant.entries.total() < self._most_tenants
+        self._by_tenant.add(whole if has_entry else None, asked, found, reused)
+        has_entry = pair in self._by_model or (is_known and self._may_open(tenant))
+        self._by_model.add(pair if has_entry else None, asked, found, reused)
+
+    def _may_open(self, tenant: str) -> bool:
+        """Whether another model of this tenant may have an entry."""
+        entries = self._by_model.entries
+        return entries[tenant] < self._most_models - entries.total()
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
-        """One entry per tenant, in the order of their first requests. tenant: only its own; empty: all."""
-        return [
-            Usage(name, each.asked, each.found, each.reused)
-            for name, each in self._by_tenant.items()
-            if tenant in ("", name)
-        ]
+        """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""
+        return self._by_tenant.told(tenant)
 
     def by_model(self, tenant: str = "") -> list[Usage]:
-        """One entry per tenant and model, in the order of their first requests. tenant: see `by_tenant`."""
-        return [
-            Usage(name, each.asked, each.found, each.reused, model)
-            for (name, model), each in self._by_model.items()
-            if tenant in ("", name)
-        ]
+        """One entry per tenant and model, in the order of first requests; the rest last. tenant: see `by_tenant`."""
+        return self._by_model.told(tenant)

@@ -40,10 +40,10 @@ def judge(status: Status, trouble: str = "", dropped: float = 0.0) -> Health:
     concerns = list(_concerns(status, trouble, dropped))
     if concerns:
         number = "a warning" if len(concerns) == 1 else f"{len(concerns)} warnings"
-        return Health("look", f"Working, with {number}", concerns)
+        return Health("look", f"Needs attention: {number}", concerns)
     if not status.engine_count:
-        return Health("good", "Working, no engine is connected", [])
-    return Health("good", "Working, nothing to do", [])
+        return Health("good", "Healthy, no engine is connected", [])
+    return Health("good", "Healthy", [])
 
 
 def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]:

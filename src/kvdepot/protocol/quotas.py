@@ -6,7 +6,7 @@ Plain data, used in settings, messages, core and tiers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import msgspec
 
@@ -68,14 +68,14 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
         return ""
 
 
-def fault_of(quotas: Mapping[str, Quota], capacity_bytes: int) -> str:
-    """What is wrong with all quotas, by `name_of`, in an arena of this capacity; empty if nothing is."""
-    for name, quota in quotas.items():
+def fault_of(quotas: Sequence[tuple[str, Quota]], capacity_bytes: int) -> str:
+    """What is wrong with all quotas, each with its `name_of`, in an arena of this capacity; empty if nothing is."""
+    for name, quota in quotas:
         if fault := quota.fault():
             return f"quota of {name}: {fault}"
     if len(quotas) > MOST_QUOTAS:
         return f"{len(quotas)} tenants and salts have a quota; the limit is {MOST_QUOTAS}"
-    floors = sum(quota.floor_bytes for quota in quotas.values())
+    floors = sum(quota.floor_bytes for _, quota in quotas)
     if floors > capacity_bytes:
         return f"all floors together are {floors} bytes, more than the arena's {capacity_bytes}"
     return ""

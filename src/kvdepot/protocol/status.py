@@ -57,7 +57,7 @@ class Usage(msgspec.Struct, frozen=True):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
     model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
-    for more. Who has an entry keeps it, so that no number ever falls.
+    for more, and models that nothing is stored for. Who has an entry keeps it, so that no number ever falls.
     """
 
     tenant: str

@@ -65,7 +65,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 6
+VERSION = 7
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -75,6 +75,8 @@ MAX_CHUNKS = 1 << 16
 MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
+MAX_CLIENT_NAME = 256
+"""Characters in the name of an engine, or of a liveness file."""
 MAX_TOPIC = 1024
 """Bytes of a topic for KV events."""
 MAX_ERROR = 1000
@@ -355,6 +357,7 @@ class Inspect(_Message, frozen=True):
 
     Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
     has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
+    BadRequest beyond 16,384 of them.
     """
 
     model: str = ""

@@ -146,13 +146,31 @@ def _layer_bytes(config: Mapping[str, Any], name: str, element: int) -> int:
         index = _number(config, name, "index_head_dim", least=0, default=0)  # of sparse attention: fp8 and scales
         return size * element + index + index // 128 * 4
     heads = _number(config, name, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    default = 1 if config.get("multi_query") else heads
+    default = _attn_config_heads(config, name, heads) or (1 if config.get("multi_query") else heads)
     kv_heads = _number(config, name, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=default)
     if config.get("head_dim") is not None:
         head = _number(config, name, "head_dim")
     else:
         head = _number(config, name, "hidden_size", "n_embd", "d_model") // heads
     return kv_heads * (head + _number(config, name, "v_head_dim", default=head)) * element
+
+
+def _attn_config_heads(config: Mapping[str, Any], name: str, heads: int) -> int:
+    """The KV heads according to `attn_config`, which DBRX and MPT have; 0 if there is none."""
+    given = config.get("attn_config")
+    if given is None:
+        return 0
+    if not isinstance(given, Mapping):
+        raise _unknown(name, f"attn_config is {str(given)[:40]}")
+    for key, value in given.items():
+        is_about_kv = "window" in key or "reuse_kv" in key or key.startswith(("kv_", "head_"))
+        if is_about_kv and key != "kv_n_heads" and value not in (None, -1):
+            raise _unknown(name, f"attn_config has {key[:40]!r}")
+    kind = given.get("attn_type")
+    default = {"multihead_attention": heads, "multiquery_attention": 1}.get(str(kind))
+    if default is None and kind not in (None, "grouped_query_attention"):
+        raise _unknown(name, f"attn_type is {str(kind)[:40]!r}")
+    return _number(given, name, "kv_n_heads", default=default)
 
 
 def _element(whole: Mapping[str, Any], config: Mapping[str, Any], name: str, dtype: str) -> tuple[str, int]:

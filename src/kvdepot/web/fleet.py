@@ -7,10 +7,12 @@ only while somebody looks. Other web processes answer it from their last poll: n
 from __future__ import annotations
 
 import http.client
+import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from socket import socket
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,16 +24,19 @@ __all__ = ["Depot", "Fleet", "FleetNow", "Load"]
 
 _KEEP_S = 4.0
 """How long an answer is good enough."""
-_ANSWER_S = 2.0
-"""Time to connect, and for each part of an answer."""
+_CONNECT_S = 2.0
+"""Time to connect to one of a depot's addresses."""
+_ANSWER_S = 4.0
+"""Time for a depot's whole answer, from the start of the request. An answer that takes longer is given up."""
 _ALL_S = 5.0
-"""Time for the whole of it; depots that have not answered then count as unreachable."""
+"""Time for all depots together. Those that have not answered then, for example because the resolver of names hangs,
+count as unreachable, and are not asked again until that request ends."""
 _MOST_BODY = 16 << 20
 _MOST_REASON = 200
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What one depot does, or several together. The tokens a second are those of the last minute; asked_tokens,
+    """What one depot does, or several together. The tokens per second are those of the last minute; asked_tokens,
     reused_tokens and saved_s (prefill time) count since each server's start."""
 
     asked_tokens_s: float = 0.0
@@ -80,6 +85,7 @@ class Fleet:
         self._token = token
         self._lock = threading.Lock()  # held by the one thread that asks
         self._at = -_KEEP_S
+        self._requests: list[Future[Depot] | None] = [None] * len(urls)  # the last one to each
         self._others = [Depot(url, "wait", "Not asked yet") for url in urls]
 
     def __repr__(self) -> str:
@@ -91,8 +97,10 @@ class Fleet:
         if self._lock.acquire(blocking=False):
             try:
                 if self._urls and time.monotonic() - self._at >= _KEEP_S:
-                    self._others = self._ask_all()
-                    self._at = time.monotonic()
+                    try:
+                        self._others = self._ask_all()
+                    finally:
+                        self._at = time.monotonic()
             finally:
                 self._lock.release()
         depots = [_depot("", *status()), *self._others]
@@ -100,40 +108,86 @@ class Fleet:
 
     def _ask_all(self) -> list[Depot]:
         threads = ThreadPoolExecutor(len(self._urls), thread_name_prefix="kvdepot-fleet")
-        asked = [threads.submit(_ask, url, self._token) for url in self._urls]
-        wait(asked, _ALL_S)
-        threads.shutdown(wait=False, cancel_futures=True)
+        started = []
+        for place, url in enumerate(self._urls):
+            last = self._requests[place]
+            if last is None or last.done():
+                self._requests[place] = request = threads.submit(_ask, url, self._token)
+                started.append(request)
+        wait(started, _ALL_S)
+        threads.shutdown(wait=False)
         late = f"Not reachable: no answer within {_ALL_S:g} s"
         return [
-            each.result() if each.done() else Depot(url, "bad", late)
-            for url, each in zip(self._urls, asked, strict=True)
+            request.result() if request is not None and request.done() else Depot(url, "bad", late)
+            for url, request in zip(self._urls, self._requests, strict=True)
         ]
 
 
+class _Timely(io.RawIOBase):
+    """A connection as http.client uses it, whose reads end at a time however slowly the other side sends."""
+
+    def __init__(self, connection: socket, until: float) -> None:
+        self._connection = connection
+        self._until = until
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
+        self._hurry()
+        return self._connection.recv_into(buffer)
+
+    def sendall(self, data: bytes) -> None:
+        self._hurry()
+        self._connection.sendall(data)
+
+    def close(self) -> None:
+        """Of the file; `_ask` closes the connection."""
+
+    def _hurry(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left)
+
+
 def _ask(url: str, token: str) -> Depot:
-    """The depot at a URL. Raises nothing that a server or a network can cause."""
-    parts = urlsplit(url)
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = connect(parts.netloc, timeout=_ANSWER_S)
+    """The depot at a URL. Blocks for `_ANSWER_S`, and as long as names are resolved. Raises nothing that a setting, a
+    server or a network can cause."""
     try:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        connection.request("GET", parts.path.rstrip("/") + "/v1/status", headers=headers)
-        answer = connection.getresponse()
-        body = answer.read(_MOST_BODY)
-    except (OSError, http.client.HTTPException) as exc:
+        status, body = _get(url, token)
+    except (OSError, http.client.HTTPException, ValueError) as exc:  # ValueError: what cannot be a host, path or token
         return Depot(url, "bad", f"Not reachable: {str(exc) or type(exc).__name__}"[:_MOST_REASON])
-    finally:
-        connection.close()
-    if answer.status == 401:
+    if status == 401:
         return Depot(url, "bad", "Refused: it has another token")
     try:
-        if answer.status != 200:
+        if status != 200:
             said = msgspec.json.decode(body, type=dict[str, str])
-            return Depot(url, "bad", f"Not answering: {said.get('message', answer.status)}"[:_MOST_REASON])
+            return Depot(url, "bad", f"Not answering: {said.get('message', status)}"[:_MOST_REASON])
         told = msgspec.json.decode(body, type=_Told)
-    except msgspec.DecodeError:
-        return Depot(url, "bad", f"No depot of this version (HTTP {answer.status})")
-    return _depot(url, told, told.health or judge(told, told.trouble))
+        return _depot(url, told, told.health or judge(told, told.trouble))
+    except (msgspec.DecodeError, ValueError, RecursionError, ArithmeticError):
+        # Also what is not UTF-8, is nested without end, or has numbers that no depot can have.
+        return Depot(url, "bad", f"No depot of this version (HTTP {status})")
+
+
+def _get(url: str, token: str) -> tuple[int, bytes]:
+    """Status code and body of a depot's `/v1/status`. Raises OSError, HTTPException, and ValueError if `url` or `token`
+    cannot be sent."""
+    until = time.monotonic() + _ANSWER_S
+    parts = urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(parts.netloc, timeout=min(_CONNECT_S, _ANSWER_S))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connection.connect()
+    with connection.sock as plain:
+        connection.sock = _Timely(plain, until)
+        connection.request("GET", parts.path.rstrip("/") + "/v1/status", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MOST_BODY)
 
 
 def _depot(url: str, status: Status, health: Health) -> Depot:

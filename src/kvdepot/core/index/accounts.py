@@ -165,8 +165,9 @@ class Accounts:
         """Why a tenant or a salt of it cannot have this quota beside the others'; empty if it can."""
         if not tenant and not tag:
             return "clients without a tenant cannot have a quota"
-        quotas = {each.name: each.quota for each in self._all if each is not self.rest}
-        return fault_of(quotas | {name_of(tenant, tag): quota}, self._capacity)
+        quotas = {(each.tenant, each.tag): each.quota for each in self._all if each is not self.rest}
+        quotas[tenant, tag] = quota
+        return fault_of([(name_of(*whose), each) for whose, each in quotas.items()], self._capacity)
 
     def open(self, tenant: str, tag: bytes, quota: Quota) -> Account:
         """A new, empty account of a tenant or a salt that has none."""

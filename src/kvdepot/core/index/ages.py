@@ -28,8 +28,9 @@ class Ages:
         """Record the age of `chunk`, or its new age."""
         if not self.ttl_s:
             return
-        if len(self._heap) >= self._most:  # the chunks of many entries may be gone, or have another age now
-            self._heap = [entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born]
+        if len(self._heap) >= self._most:  # chunks may be gone, noted twice, or have another age now
+            kept = (entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born)
+            self._heap = list({id(entry[2]): entry for entry in kept}.values())
             heapq.heapify(self._heap)
             self._most = 2 * len(self._heap) + 64
         heapq.heappush(self._heap, (chunk.born, next(self._serials), chunk))

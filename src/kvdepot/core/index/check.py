@@ -43,7 +43,8 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
             assert namespace.slot is not None or not any(s.slot is not None for s in chunk.shards.values())
             assert chunk.holds >= opened
             if chunk.parent is not None:
-                assert chunk.parent.salt == chunk.salt and chunk.parent.account is chunk.account
+                assert chunk.parent.salt == chunk.salt
+                assert chunk.parent.account is chunk.account or chunk.parent.gone  # a reservation that failed
                 children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
             if is_evictable(chunk):
                 assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"

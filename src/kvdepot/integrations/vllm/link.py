@@ -66,7 +66,7 @@ class Link(Generic[Half, Without]):
         self._without = without
         self._tells = tells
         self._context: zmq.Context[Any] = zmq.Context()
-        self._client = Client(place.url, self._context, key=place.key, engine=place.engine)
+        self._client = Client(place.url, self._context, key=place.key, engine=place.engine[: wire.MAX_CLIENT_NAME])
         self._make: Callable[[Client], Half] | None = None
         self._made: Half | None = None  # by the thread, which does not touch it any more
         self._connected: Half | None = None

@@ -26,7 +26,7 @@ const TIME_STEPS = [
  */
 export const GAINS = [
   {
-    title: "Prompt tokens a second",
+    title: "Prompt tokens per second",
     format: format.rate,
     lines: [
       { name: "saved_tokens", by: "time", label: "Reused", colour: "--blue", filled: true },
@@ -46,7 +46,7 @@ export const GAINS = [
     ],
   },
   {
-    title: "TTFT saved a request",
+    title: "TTFT saved per request",
     format: format.duration,
     steps: TIME_STEPS,
     lines: [{ name: "saved_prefill_s", by: "saved_requests", label: "Saved", colour: "--teal", filled: true }],

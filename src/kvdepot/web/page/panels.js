@@ -5,7 +5,7 @@ import { bytes, byteRate, count, duration, exact, latency, none, place, rough, s
 import { below, histogram, percentile } from "./series.js";
 
 const HEADLINE_S = 3600;
-/** What is evicted sooner after its last use was evicted young. */
+/** Chunks that were evicted sooner than this after their last use were evicted too soon: memory is short. */
 const YOUNG_S = 300;
 
 export const windowName = (window_s) =>
@@ -79,7 +79,7 @@ export function showGain(status) {
   fillFacts($("gain-facts"), [
     ["Not recomputed", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
     ["Prefill time saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
-    ["TTFT saved a request", saved ? duration(mean) : none, "Mean of requests that reused tokens"],
+    ["TTFT saved per request", saved ? duration(mean) : none, "Mean of requests that reused tokens"],
   ]);
 }
 
@@ -97,7 +97,7 @@ export function showStores(status) {
       ["Held", count(status.holds), "Pinned by requests or leases, or being copied"],
       ["Leased", status.leased_bytes ? bytes(status.leased_bytes) : none],
       ["Evicted", count(status.evicted_chunks), "Since the start"],
-      ["Evicted young", share(idle && below(idle, YOUNG_S)), `Share of evicted chunks that had been used in the last ${duration(YOUNG_S)}`],
+      [`Evicted within ${duration(YOUNG_S)} of use`, share(idle && below(idle, YOUNG_S)), `Share of evicted chunks that had been used in the ${duration(YOUNG_S)} before`],
     ],
   };
   const tiers = status.tiers.map((tier) => ({

@@ -181,7 +181,7 @@ const NAMES = {
   eviction_age_seconds: "Age of chunks at eviction",
   eviction_idle_seconds: "Time unused before eviction",
   reuse_after_seconds: "Time until a chunk was used again",
-  saved_seconds: "TTFT saved by a request",
+  saved_seconds: "TTFT saved per request",
 };
 
 export function showDetails(status) {
