@@ -15,7 +15,6 @@ import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,12 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
     return done.returncode, found
 
 
+def _heed_signals() -> None:
+    """What a shell starts in the background ignores interrupts, what nohup starts hangups, and both hand that on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Terminal:
     """A command on a terminal of its own: its output, and a keyboard."""
 
@@ -66,8 +71,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvdepot.cli", *words], stdin=inner, stdout=inner, stderr=inner,
             env={**known, "TERM": "xterm-256color", **environ}, start_new_session=True,
-            # What a shell starts in the background ignores interrupts, and hands that on.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_heed_signals,
         )  # fmt: skip
         self.inner = inner
         self._reader = threading.Thread(target=self._read, daemon=True)
