@@ -204,5 +204,5 @@ def test_the_range_is_the_same_wherever_it_is_said() -> None:
     assert list(VLLM_RELEASES) == list(KV_FORMATS)
     oldest, (major, minor) = VLLM_RELEASES[0], VLLM_RELEASES[-1].split(".")
     assert f'vllm = ["vllm>={oldest},<{major}.{int(minor) + 1}"]' in (ROOT / "pyproject.toml").read_text()
-    table = (ROOT / "docs" / "vllm.md").read_text()
+    table = (ROOT / "docs" / "upgrades.md").read_text()
     assert all(f"| {each} |" in table for each in VLLM_RELEASES)
