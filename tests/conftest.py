@@ -153,6 +153,7 @@ class Depot:
         ending = threading.Thread(target=self.context.destroy, kwargs={"linger": 0}, daemon=True)
         ending.start()
         ending.join(10)  # a socket that a failed test left open elsewhere must not hang the rest
+        print(f"-- log of the server at {self.url}\n{self.logged()}")  # pytest shows it if the test fails
         self.log.close()
         (SHM / self.name).unlink(missing_ok=True)
         for path in Path(tempfile.gettempdir()).glob(f"{self.name}.sock*"):

@@ -72,6 +72,28 @@ def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdu
         (SHM / talk.server.name).unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("refused", [wire.Hello, wire.Prove, wire.Unregister])
+@pytest.mark.parametrize("error", [Busy("too many clients"), UnknownClient("send Hello before Prove")])
+def test_a_client_that_waits_for_nothing_says_hello_again_until_a_new_server_welcomes_it(
+    start_server: Callable[..., Server], refused: type, error: KVDepotError
+) -> None:
+    talk = Talk()
+    talk.server = start_server()
+    talk.ask(wire.Register(1, layout("")), lambda _: None)
+    assert talk.connection.welcomed
+    talk.server.kill()
+    talk.break_off()
+    talk.server = start_server(boot=b"boot-two")
+    talk.refuses[refused] = error
+    talk.connect()
+    talk.wait(5.0)
+    assert not talk.connection.welcomed
+    assert 2 <= talk.reached(talk.server.boot, wire.Hello) <= 60, "not so often that it would be a burden"
+    talk.refuses.clear()
+    talk.wait(2.0)
+    assert talk.connection.welcomed
+
+
 # The owner of an arena: a server as far as its lock tells.
 OWNER = """
 import sys

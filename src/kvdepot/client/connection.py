@@ -53,6 +53,8 @@ a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
 _PAUSE_S = 0.1
 """Between a failed recovery and the next."""
+_IDLE_S = 0.5
+"""Between a refused hello and the next, while nothing waits for the server."""
 _STALE_S = 10.0
 """After this long without an answer, a copy's answer is suspected lost although no broken connection was reported."""
 _MAX_REPEATS = 3
@@ -205,7 +207,7 @@ class Connection:
     def connected(self) -> None:
         """The socket has connected: say hello now, not at the next `expire`."""
         self.heard += 1
-        self._owes_hello = self._met
+        self._owes_hello, self._greet_at = self._met, 0.0
         if self._waits_to_greet():
             self._greet()
 
@@ -250,12 +252,12 @@ class Connection:
         if isinstance(value, DeadlineExceeded) and not self._met:
             return  # the server is slow to answer: `expire` says hello again while callers wait
         if isinstance(value, KVDepotError):
-            self.lose(value)
+            self._refused(value)
             return
         try:
             prove, seal = self._handshake.check(value, self._answered)
         except Unavailable as exc:
-            self.lose(exc)
+            self._refused(exc)
             return
         if not self._ask_own(prove, self._on_welcome, _HELLO_S):
             self.lose(self._cut_off())
@@ -269,9 +271,10 @@ class Connection:
             if not self._met:
                 return  # as in `_on_proof`
         elif isinstance(value, UnknownClient) or proved is None or proved.incarnation != self._answered:
-            return  # not the server that has proved itself: `expire` says hello to this one
+            self._greet_again()  # not the server that has proved itself: `expire` says hello to this one
+            return
         if isinstance(value, KVDepotError):
-            self.lose(value)
+            self._refused(value)
             return
         try:
             welcome = msgspec.convert(value, wire.Welcome)
@@ -317,6 +320,17 @@ class Connection:
             if isinstance(pending.request, wire.Store | wire.Retrieve) and number not in elsewhere
         ]
 
+    def _refused(self, error: KVDepotError) -> None:
+        """A handshake has failed."""
+        self.lose(error)
+        self._greet_again()
+
+    def _greet_again(self) -> None:
+        """Let `expire` say hello again, also where no request waits: a client that is idle has to find its server."""
+        self._owes_hello = self._met
+        if not self._pending:
+            self._greet_at = self._clock() + _IDLE_S
+
     def _on_taken_back(self, value: object) -> None:
         """The answer to an Unregister: until it succeeds, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
@@ -327,7 +341,8 @@ class Connection:
     def _begin_anew(self, error: KVDepotError) -> None:
         """Recovery has failed: `expire` says hello again, after a pause where the server refused us."""
         self._drop_own()
-        if not isinstance(error, Unavailable | DeadlineExceeded):
+        self._greet_again()
+        if self._pending and not isinstance(error, Unavailable | DeadlineExceeded):
             self._greet_at = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
 
