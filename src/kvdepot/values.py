@@ -1,4 +1,4 @@
-"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names.
+"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names; numbers with nouns.
 
 Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py.
 """
@@ -11,13 +11,18 @@ from difflib import get_close_matches
 
 import msgspec
 
-__all__ = ["explain", "in_units", "is_size", "parse_size", "suggestion"]
+__all__ = ["explain", "in_units", "is_size", "parse_size", "plural", "suggestion"]
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def plural(number: int, noun: str) -> str:
+    """A number of things: 1 chunk, 1,200 chunks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def parse_size(text: str) -> float:

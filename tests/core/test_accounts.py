@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.index import index as index_module
+from kvdepot.core.index import quotas as quotas_module
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import NoRoom, Reason, Replaced, Reserved
@@ -424,7 +424,7 @@ def test_at_most_so_many_tenants_have_a_quota_and_never_those_without_a_name() -
 
 
 def test_too_many_chunks_are_not_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "MOST_MOVED", 4)
+    monkeypatch.setattr(quotas_module, "MOST_MOVED", 4)
     house = House(16)
     house.fill("", chunks=5)
     house.index.set_quota("a", pages(1))  # has no chunks yet, so none move
@@ -525,7 +525,7 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
 
 
 def test_a_salt_without_chunks_gets_a_quota_beside_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "MOST_MOVED", 3)
+    monkeypatch.setattr(quotas_module, "MOST_MOVED", 3)
     house = House(16)
     house.fill("a", chunks=8)
     house.index.set_quota("a", pages(1), TAGS[1])

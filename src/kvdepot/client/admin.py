@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -54,6 +54,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
     if not namespaces and not unlisted:
         raise ConfigError("no engine has registered yet, so the server knows no model")
     if len(shapes) != 1:
-        names = (
-            ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"
-        )
+        names = ", ".join(sorted({namespace["model"] for namespace in namespaces}))
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
         what = f"model {model!r} names {len(shapes)} of the server's models"
         if not model:
@@ -228,11 +227,7 @@ def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
 
     Raises ProtocolError if the answer is not of this version.
     """
-    answer = client.ask(wire.Leases()).result(_ANSWER_S)
-    try:
-        return msgspec.convert(answer, tuple[list[Receipt], list[Sum]])
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not leases of this version: {exc}") from exc
+    return _answer(client, wire.Leases(), tuple[list[Receipt], list[Sum]], "leases")
 
 
 def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
@@ -241,11 +236,7 @@ def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20
     Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
     if the answer is not of this version.
     """
-    answer = client.ask(wire.Prefixes(model, sort, most)).result(_ANSWER_S)
-    try:
-        return msgspec.convert(answer, list[Prefix])
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not prefixes of this version: {exc}") from exc
+    return _answer(client, wire.Prefixes(model, sort, most), list[Prefix], "prefixes")
 
 
 def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
@@ -254,11 +245,16 @@ def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b
     Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
     Busy if too many ask at once; ProtocolError if the answer is not of this version.
     """
-    answer = client.ask(wire.Inspect(model, hashes, end)).result(_ANSWER_S)
+    return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus], "chunks")
+
+
+def _answer(client: Client, request: wire.Request, kind: type[T], what: str) -> T:
+    """The answer to a request. Blocks until it is there; raises ProtocolError if it is of another version."""
+    answer = client.ask(request).result(_ANSWER_S)
     try:
-        return msgspec.convert(answer, list[ChunkStatus])
+        return msgspec.convert(answer, kind)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not chunks of this version: {exc}") from exc
+        raise ProtocolError(f"not {what} of this version: {exc}") from exc
 
 
 def pin(

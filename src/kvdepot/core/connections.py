@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_COST = 4
-"""A list counts as more requests the more is to be looked at, but as a fourth of `max_rate` at most."""
+"""A list counts as more requests the more it has to look at, but at most as this part of `max_rate`."""
 _LEASES = 100
 """A list of leases, for which all are compared, counts as one more request for every this many leases."""
 _MOST_CHALLENGES = 1024
@@ -101,14 +101,8 @@ class Connections:
             number, request = _open(client, frame)
             if isinstance(request, KVDepotError):
                 raise request
-            if isinstance(request, wire.Status | wire.Leases):
-                self._refuse_unless(self._rates.charge(identity, self._cost(request) - 1))
-            elif isinstance(request, wire.Prefixes | wire.Inspect):
-                cost = min(
-                    self._depot.lists.cost(request, client.tenant if client else ""),
-                    self._config.max_rate // _MOST_COST,
-                )
-                self._refuse_unless(self._rates.charge(identity, cost))
+            if isinstance(request, wire.Status | wire.Leases | wire.Prefixes | wire.Inspect):
+                self._refuse_unless(self._rates.charge(identity, self._cost(request, client)))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
@@ -123,10 +117,16 @@ class Connections:
             return [Reply(identity, number, exc)]
         return self._depot.handle(identity, number, request, now)
 
-    def _cost(self, request: wire.Status | wire.Leases) -> int:
-        """As how many requests it counts: at most a quarter of a second's, so that it can be asked at all."""
-        leases = len(self._depot.leases) // _LEASES if isinstance(request, wire.Leases) else 0
-        return max(_STATUS_COST, min(_STATUS_COST + leases, self._config.max_rate // _MOST_COST))
+    def _cost(self, request: wire.Status | wire.Leases | wire.Prefixes | wire.Inspect, client: Client | None) -> int:
+        """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
+        most = self._config.max_rate // _MOST_COST
+        match request:
+            case wire.Status():
+                return _STATUS_COST - 1
+            case wire.Leases():
+                return max(_STATUS_COST, min(_STATUS_COST + len(self._depot.leases) // _LEASES, most)) - 1
+            case wire.Prefixes() | wire.Inspect():
+                return min(self._depot.lists.cost(request, client.tenant if client else ""), most)
 
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvdepot.core.clients import Client
 
@@ -23,7 +23,7 @@ _SHOWN = 80
 
 @dataclass(slots=True)
 class _Engine:
-    clients: set[bytes] = field(default_factory=set)  # their identities
+    clients: int = 0
     has_died: bool = False  # a client of it ended without closing its connection
 
 
@@ -48,14 +48,14 @@ class Engines:
             self._by_name[key] = _Engine()
             self._tell(client, f"connected: {client.model[:_SHOWN] or 'a model'}")
         engine = self._by_client[client.identity] = self._by_name[key]
-        engine.clients.add(client.identity)
+        engine.clients += 1
 
     def left(self, client: Client, has_left: bool) -> None:
         """A client is gone, of an engine or not. has_left: it closed its connection."""
         engine = self._by_client.pop(client.identity, None)
         if engine is None:
             return
-        engine.clients.remove(client.identity)
+        engine.clients -= 1
         engine.has_died |= not has_left
         if not engine.clients:
             del self._by_name[_key(client)]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.status import Histogram
 
-__all__ = ["AGES_S", "CALLS_S", "RATES", "SAVED_S", "TOKENS", "Buckets"]
+__all__ = ["AGES_S", "RATES", "SAVED_S", "TOKENS", "Buckets"]
 
 AGES_S = (
     1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 86400.0, 172800.0,
     604800.0,
 )  # fmt: skip
-CALLS_S = BOUNDS_S
 SAVED_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 TOKENS = (
     64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0, 262144.0, 1048576.0,

@@ -51,7 +51,7 @@ def inspect(
 
 def _check_number(chunks: int) -> None:
     if chunks > MOST_CHUNKS:
-        raise BadRequest(f"more than {MOST_CHUNKS} chunks would be told: give a model or fewer hashes")
+        raise BadRequest(f"the answer would list more than {MOST_CHUNKS} chunks: give a model or fewer hashes")
 
 
 def _chain_to(namespaces: Iterable[Namespace], end: bytes, step: int) -> Generator[None, None, list[bytes]]:

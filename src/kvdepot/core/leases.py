@@ -201,7 +201,10 @@ class Leases:
             grows = False
         tops = _weigh(pins, []) if lease.holds and matched else []
         if tops:
-            lease.salt = _salt_of(tops)
+            salt = _salt_of(tops)
+            if salt is None:
+                raise BadRequest("the prompt's chunks are stored under several cache salts")
+            lease.salt = salt
         size = sum(size for _, size in tops)
         if not self._make_room(lease, size, old):
             self._counters["leases_refused"] += 1
@@ -345,10 +348,7 @@ class Leases:
         lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
-            try:
-                salt = _salt_of(tops)
-            except BadRequest:
-                salt = None
+            salt = _salt_of(tops)
             if not lease.tops and salt is not None:
                 lease.salt = salt
             if salt != lease.salt or not self._make_room(lease, sum(size for _, size in tops) - lease.held):
@@ -523,13 +523,11 @@ def _rank(lease: Lease) -> tuple[bool, int, int]:
     return lease.ends == _NEVER, lease.request.priority, lease.number
 
 
-def _salt_of(tops: list[tuple[Chunk, int]]) -> bytes:
-    """The salt that all of them are stored under. Raises BadRequest if there are several: in KV cache groups whose
-    chunks were stored by requests that say different ones."""
+def _salt_of(tops: list[tuple[Chunk, int]]) -> bytes | None:
+    """The salt that all of them are stored under. None: several, in KV cache groups whose chunks were stored by
+    requests that say different ones."""
     salt = tops[0][0].salt
-    if any(top.salt != salt for top, _ in tops):
-        raise BadRequest("the prompt's chunks are stored under several cache salts")
-    return salt
+    return salt if all(top.salt == salt for top, _ in tops) else None
 
 
 def _weigh(pins: list[Pin], known: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ SHOWN = 80
 """Most characters of a model's name in the journal."""
 
 _NAMESPACES = 100
-"""Most namespaces in a status (the largest ones), so that it stays small; the others are told as a sum."""
+"""Most namespaces in a status (the largest ones), so that it stays small; the others are summed in one entry."""
 _ENGINES = 64
 """Most engines in a status (those with the latest requests)."""
 _MODELS = 4
@@ -163,7 +162,7 @@ class Report:
             other_namespaces=others,
             histograms=[each.figure() for each in (depot.usages.hit_tokens, *index.lifetimes, depot.usages.saved_s)],
             holds_s=index.lifetimes.holds_s(),
-            host=socket.gethostname(),
+            host=os.uname().nodename,
             engines=_engines(engines, now),
             leases=depot.leases.shown(tenant, now),
             lease_sums=depot.leases.sums(tenant, now),

@@ -2,7 +2,7 @@
 
 Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request. Invariants: no number
 ever falls, and the entries of each list add up to the total. So whoever has an entry keeps it until the server ends;
-all others share the entry `OTHERS`, which is told only to those who may see every tenant's.
+all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 
 Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
 another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next.
@@ -48,7 +48,7 @@ class _Sums:
     """Tokens by tenant and model; the model is empty for all of a tenant."""
 
     def __init__(self, rest: tuple[str, str]) -> None:
-        """rest: under which name those without an entry are told."""
+        """rest: the name of the entry of all others."""
         self._rest = rest
         self._sums: dict[tuple[str, str] | None, _Sum] = {}  # None: those without an entry; no name is reserved
         self.entries: Counter[str] = Counter()  # by tenant
@@ -65,14 +65,14 @@ class _Sums:
                 self.entries[name[0]] += 1
         known.add(asked, found, reused)
 
-    def told(self, tenant: str) -> list[Usage]:
+    def listed(self, tenant: str) -> list[Usage]:
         """tenant: only its own; empty: all, and the rest."""
-        told: dict[tuple[str, str], _Sum] = {}
+        shown: dict[tuple[str, str], _Sum] = {}
         for name, each in sorted(self._sums.items(), key=lambda item: item[0] is None):  # the rest last
             if not tenant or (name is not None and name[0] == tenant):
                 # One entry per name, even if a tenant is called like the rest.
-                told.setdefault(name or self._rest, _Sum()).add(each.asked, each.found, each.reused)
-        return [Usage(whose, each.asked, each.found, each.reused, model) for (whose, model), each in told.items()]
+                shown.setdefault(name or self._rest, _Sum()).add(each.asked, each.found, each.reused)
+        return [Usage(whose, each.asked, each.found, each.reused, model) for (whose, model), each in shown.items()]
 
 
 class Usages:
@@ -112,8 +112,8 @@ class Usages:
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""
-        return self._by_tenant.told(tenant)
+        return self._by_tenant.listed(tenant)
 
     def by_model(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant and model, in the order of first requests; the rest last. tenant: see `by_tenant`."""
-        return self._by_model.told(tenant)
+        return self._by_model.listed(tenant)

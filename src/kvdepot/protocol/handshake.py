@@ -10,7 +10,8 @@ by root, who can do anything). So each end keeps a secret in such a file, the se
 the client in its liveness file. The server proves that it can read its arena, the client that it can read both:
 
     client                                     server
-    Hello(version, liveness file, nonce, sealed)   ->
+    Hello(version, name, nonce, sealed,   ->                                           name: of its liveness file
+          engine)
                                           <-   Proof(version, arena, nonce, mac)       mac: by the arena's secret
     opens the arena's file itself: a plain file of its own user that no other user can
     open, whose header has the boot id that answered, and whose lock is held

@@ -11,6 +11,7 @@ import msgspec
 
 from kvdepot.protocol.counters import SERVER
 from kvdepot.protocol.status import Status, TierStatus
+from kvdepot.values import plural
 
 __all__ = ["RECENT_S", "Concern", "Health", "judge"]
 
@@ -66,14 +67,14 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
             yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure}.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(
-            f"{_times(corrupt, 'chunk')} failed their checksum since the start, and were recomputed.",
+            f"{plural(corrupt, 'chunk')} failed their checksum since the start, and were recomputed.",
             _ADVICE["corrupt_chunks"],
         )
     if status.unrecorded_shards:
-        what = f"{_times(status.unrecorded_shards, 'shard')} would not survive a restart: the record table is full."
+        what = f"{plural(status.unrecorded_shards, 'shard')} would not survive a restart: the record table is full."
         yield Concern(what, "Use larger chunks, or fewer models per server.")
     if dropped >= 1:
-        what = f"{_times(round(dropped), 'shard')} found no room in the last 5 minutes and were not stored."
+        what = f"{plural(round(dropped), 'shard')} found no room in the last 5 minutes and were not stored."
         yield Concern(what, _ADVICE["dropped_chunks"])
 
 
@@ -82,7 +83,3 @@ def _is_short_of_disk(tier: TierStatus) -> bool:
     if not tier.capacity_bytes or tier.free_bytes is None or tier.bytes is None:
         return False
     return tier.free_bytes < 0.05 * tier.capacity_bytes and tier.bytes < 0.95 * tier.capacity_bytes
-
-
-def _times(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -42,9 +42,9 @@ MOST_NAME = 256
 class TokenCounts(msgspec.Struct, frozen=True):
     """Prompt tokens since the start. They only increase, so those of several servers can be added up.
 
-    asked: in prompts that engines looked up. found: of those, in the depot, whether or not the engine had them too.
-    reused: that engines loaded instead of computing them. bound: that an infinite cache would have found, an estimate;
-    None if the server cannot estimate it.
+    asked: in prompts that engines looked up. found: of those, in the depot. Both without what engines have in their own
+    caches, if they report that (wire.Lookup.reports). reused: that engines loaded instead of computing them. bound:
+    that an infinite cache would have found, an estimate; None if the server cannot estimate it.
     """
 
     asked: int = 0
@@ -98,8 +98,8 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class HitRate(msgspec.Struct, frozen=True):
-    """For one window: its length, chunks looked up, the share found in the depot, and the share that an infinite cache
-    would have found. Found does not mean reused: engines may have had the same chunks in their own caches."""
+    """For one window: its length, all chunks looked up, the share of tokens found in the depot, and the share that an
+    infinite cache would have found; both shares are of the same tokens as those in Reuse."""
 
     window_s: float
     chunks: int

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["KV_DTYPES", "KvSize", "kv_size"]
+__all__ = ["KvSize", "kv_size"]
 
 KV_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes per element."""

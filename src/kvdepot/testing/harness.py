@@ -49,7 +49,7 @@ class ArenaName:
 
 @dataclass(eq=False)
 class PlainLiveness:
-    """A client's liveness file without a file; serves as both the client's and the server's end."""
+    """Stands in for a client's liveness file, on both ends."""
 
     name: str
     secret: bytes = b"l" * 16

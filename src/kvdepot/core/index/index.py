@@ -38,19 +38,16 @@ from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, 
 from kvdepot.core.index.lifetimes import SAMPLED, Lifetimes
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
+from kvdepot.core.index.quotas import Quotas
 from kvdepot.core.index.scope import Scope
 from kvdepot.core.index.spared import Holder
-from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records
-from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
+from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
 
-__all__ = ["MOST_MOVED", "Index"]
-
-MOST_MOVED = 1 << 17
-"""Chunks that `set_quota` moves between accounts, in one step of some tenths of a second."""
+__all__ = ["Index"]
 
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED, _CORRUPT = State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT
@@ -85,6 +82,7 @@ class Index:
         self._by_ttl = {limit_s: Ages(limit_s) for limit_s in self.salt_ttls.values()}  # of chunks with such salts
         self._spared = self.accounts.spared
         self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
+        self._quotas = Quotas(self.accounts, self.namespaces, self._note_age)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
@@ -749,99 +747,10 @@ class Index:
 
         Chunks beyond a lower cap stay until `trim` evicts them. With a first quota, or without one, chunks change their
         account, and policies learn anew what they know about the chunks that they get. Raises BadRequest, or Busy if
-        more than MOST_MOVED chunks would have to be gone through, and then changes nothing.
+        more than quotas.MOST_MOVED chunks would have to change their account, or have their age noted,
+        and then changes nothing.
         """
-        accounts = self.accounts
-        if quota is not None and (fault := accounts.fault(tenant, tag, quota)):
-            raise BadRequest(fault)
-        old = accounts.of(tenant, tenant_salt(tenant, tag))
-        is_own = (old.tenant, old.tag) == (tenant, tag)
-        if quota is None:
-            if is_own and old is not accounts.rest:
-                self._close(old)
-        elif is_own:
-            self._change(old, quota)
-        else:
-            self._open(old, tenant, tag, quota)
-
-    def _of_tenant(self, tenant: str) -> list[Namespace]:
-        return [each for each in self.namespaces.all() if each.tenant == tenant]
-
-    def _change(self, account: Account, quota: Quota) -> None:
-        """Give an account another quota. If chunks did not expire and now do, their ages are noted."""
-        aging: list[Chunk] = []
-        if quota.ttl_s and not account.quota.ttl_s:
-            # A tenant's limit also holds for chunks in the accounts of its salts, which its queue by age does not have.
-            known = account if account.ages.ttl_s else None
-            aging = [
-                chunk
-                for chunk in _all_chunks(self._of_tenant(account.tenant))
-                if chunk.account is not known and (chunk.account is account or not account.tag)
-            ]
-            _refuse_many(len(aging))
-        account.set(quota)
-        _note_all(account.ages, aging)
-
-    def _open(self, source: Account, tenant: str, tag: bytes, quota: Quota) -> None:
-        """Open an account for chunks that belong to `source`."""
-        salt, of_tenant = tenant_salt(tenant, tag), self._of_tenant(tenant)
-        named = [chunk for chunk in _all_chunks(of_tenant) if not tag or chunk.salt == salt]
-        own = [chunk for chunk in named if chunk.account is source]
-        aging = [chunk for chunk in named if chunk.account is not source] if quota.ttl_s else []  # in salts' accounts
-        left: list[Chunk] = []
-        if own:  # a queue cannot give up chunks that are still there, so those that stay get a new one
-            moved = set(map(id, own))
-            there = self.namespaces.all() if source is self.accounts.rest else of_tenant
-            left = [each for each in _all_chunks(there) if each.account is source and id(each) not in moved]
-        _refuse_many(len(own) + len(left) + len(aging))
-        self._spared.put_all_back()
-        new = self.accounts.open(tenant, tag, quota)
-        self._move(own, source, new, new, of_tenant)
-        if own:
-            self.accounts.renew(source)
-        self._queue(own)
-        self._queue(left)
-        _note_all(new.ages, aging)
-
-    def _close(self, account: Account) -> None:
-        """Move an account's chunks to the one that they would belong to without it, and remove it."""
-        of_tenant = self._of_tenant(account.tenant)
-        own = [chunk for chunk in _all_chunks(of_tenant) if chunk.account is account]
-        _refuse_many(len(own))
-        self._spared.put_all_back()
-        self.accounts.detach(account)
-        self._move(own, account, self.accounts.of(account.tenant), account, of_tenant)
-        self._queue(own)
-        assert not account.used and not account.chunks, account
-
-    def _move(
-        self, chunks: list[Chunk], source: Account, new: Account, changed: Account, namespaces: list[Namespace]
-    ) -> None:
-        """Move chunks of a tenant whose account `changed` was just opened or removed. namespaces: all of the tenant."""
-        size = sum(chunk.bytes for chunk in chunks)
-        for namespace in namespaces:
-            namespace.account = self.accounts.of(namespace.tenant)
-            for salt, detached in namespace.detached.items():
-                if salt == changed.salt if changed.tag else salt not in namespace.salted:
-                    size += detached
-        for chunk in chunks:
-            chunk.account = new
-        for account, sign in ((source, -1), (new, 1)):
-            account.charge(sign * size)
-            account.chunks += sign * len(chunks)
-
-    def _queue(self, chunks: list[Chunk]) -> None:
-        """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
-        chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
-        for chunk in chunks:
-            chunk.queued = chunk.place = chunk.uses = 0  # of another policy
-        for chunk in chunks:
-            chunk.account.policy.insert(chunk)
-            if chunk.sealed:  # otherwise it has no age yet
-                self._note_age(chunk)
-        for chunk in chunks:
-            if self._spared.could_go(chunk):
-                chunk.account.policy.add(chunk)
+        self._quotas.set(tenant, quota, tag)
 
     # -- the whole index
 
@@ -860,32 +769,13 @@ class Index:
             chunk.account.chunks += 1
             if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
-        self._queue(found)
+        self._quotas.queue(found)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
         families.check(self.namespaces.all())
-
-
-def _all_chunks(namespaces: Iterable[Namespace]) -> list[Chunk]:
-    return [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
-
-
-def _note_all(ages: Ages, chunks: Iterable[Chunk]) -> None:
-    for chunk in chunks:
-        if chunk.sealed:  # otherwise it has no age yet
-            ages.note(chunk)
-
-
-def _refuse_many(chunks: int) -> None:
-    """Raise Busy if these are too many chunks to go through in one step."""
-    if chunks > MOST_MOVED:
-        raise Busy(
-            f"{chunks} chunks would have to be moved, more than {MOST_MOVED} at once: set the quota in the settings "
-            "file and restart the server, or forget chunks first"
-        )
 
 
 def _is_only_written(chunk: Chunk) -> bool:

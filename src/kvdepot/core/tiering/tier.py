@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvdepot.core.histograms import CALLS_S, RATES, Buckets
+from kvdepot.core.histograms import RATES, Buckets
 from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Histogram, TierStatus
 from kvdepot.tiers import TierConfig, Usage
@@ -69,7 +70,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._load, self._save = (
-            (Buckets(f"{name}_seconds", "s", CALLS_S), Buckets(f"{name}_bytes_per_second", "bytes/s", RATES))
+            (Buckets(f"{name}_seconds", "s", BOUNDS_S), Buckets(f"{name}_bytes_per_second", "bytes/s", RATES))
             for name in ("load", "save")
         )
 

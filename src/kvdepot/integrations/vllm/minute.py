@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvdepot.client.operation import Operation
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.values import plural
 
 __all__ = ["Minute", "Moved", "moved_by"]
 
@@ -88,7 +89,7 @@ class Minute:
             self._since = now
         if now < self._since + _MINUTE_S and not (ends and told):
             return ""
-        line = f"last {now - self._since:,.0f} s: {_count(self._requests, 'request')}; {', '.join(told)}"
+        line = f"last {now - self._since:,.0f} s: {plural(self._requests, 'request')}; {', '.join(told)}"
         self._begin()
         return line if told else ""
 
@@ -107,13 +108,9 @@ class Minute:
     def _tell_lost(self) -> list[str]:
         told = []
         if self._failed:
-            told.append(f"{_count(self._failed, 'load')} failed")
+            told.append(f"{plural(self._failed, 'load')} failed")
         if self._moved.dropped_stores:
-            told.append(f"{_count(self._moved.dropped_stores, 'store')} dropped")
+            told.append(f"{plural(self._moved.dropped_stores, 'store')} dropped")
         if self._refused:
-            told.append(f"{_count(self._refused, 'request')} not cached")
+            told.append(f"{plural(self._refused, 'request')} not cached")
         return told
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -96,7 +96,7 @@ class Ledger:
             self._charge(owner, -size)
 
     def can_have(self, size: int, others: Iterable[Entry], owner: str) -> bool:
-        """Whether there is room for `size` bytes if all objects go, but not these others, which are none."""
+        """Whether there is room for `size` bytes if all objects are evicted. others: what is no object, and stays."""
         with self._lock:
             account = self._accounts.of(owner)
             total = own = size
