@@ -153,8 +153,9 @@ class Depot:
         ending = threading.Thread(target=self.context.destroy, kwargs={"linger": 0}, daemon=True)
         ending.start()
         ending.join(10)  # a socket that a failed test left open elsewhere must not hang the rest
-        print(f"-- log of the server at {self.url}\n{self.logged()}")  # pytest shows it if the test fails
-        self.log.close()
+        if not self.log.closed:  # a test may have closed it already
+            print(f"-- log of the server at {self.url}\n{self.logged()}")  # pytest shows it if the test fails
+            self.log.close()
         (SHM / self.name).unlink(missing_ok=True)
         for path in Path(tempfile.gettempdir()).glob(f"{self.name}.sock*"):
             path.unlink()

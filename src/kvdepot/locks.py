@@ -17,7 +17,7 @@ import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["is_locked", "leads_to", "lock"]
+__all__ = ["is_locked", "leads_to", "lock", "unlock"]
 
 _locked: set[tuple[int, int]] = set()
 """Device and inode of the files that this process has locked."""
@@ -53,11 +53,16 @@ def leads_to(path: Path, fd: int) -> bool:
         return False
 
 
+def unlock(fd: int) -> None:
+    """Release the lock although the file stays open or mapped in this process."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def is_locked(fd: int) -> bool:
     """Whether the owner of this file lives. `fd` must come from an open of our own, not the owner's."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # locked; or the kernel is out of memory, which does not prove that the owner has ended
         return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    unlock(fd)
     return False

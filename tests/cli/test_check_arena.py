@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import uuid
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvdepot import cli
+from kvdepot import cli, locks
+from kvdepot.cli import check_arena
 from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES
 from tests.client.engine import CHUNK, Engine
@@ -138,6 +140,16 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
     assert code == 0
     assert f"{CHUNKS - 1} chunks" in said
     assert len(left.hits("off")) == CHUNKS - 1
+
+
+def test_an_arena_that_was_fixed_is_free_at_once(left: Left) -> None:
+    gc.disable()  # the index is a circle of references, and has the file mapped
+    try:
+        assert check_arena.check(left.name, fix=True).fixed
+        with left.path.open("rb") as file:
+            assert not locks.is_locked(file.fileno())
+    finally:
+        gc.enable()
 
 
 def test_a_server_drops_damaged_records_one_by_one_and_says_so(left: Left) -> None:

@@ -45,6 +45,7 @@ class Site:
         self.dropped = 0.0  # shards that found no room lately
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
+        self.cut_off = ""  # the next request for this path gets no answer
         self.asked: list[str] = []
         self.prefixes: list[dict[str, Any]] | None = None  # None: an older server's, without that path
         self.fleet: dict[str, Any] = {"depots": [{"url": ""}], "total": {}}
@@ -91,6 +92,10 @@ class Site:
         path, _, after = request.path.partition("?")
         after = after.removeprefix("after=")
         self.asked.append(path)
+        if path == self.cut_off:
+            self.cut_off = ""
+            request.close_connection = True
+            return
         status, kind, body = HTTPStatus.OK, "application/json", b""
         if path.startswith("/v1/"):
             if self.waits and after == str(self.turn()):

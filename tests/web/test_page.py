@@ -16,7 +16,7 @@ import pytest
 from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.protocol.counters import SERVER
 from kvdepot.status import Engine, NamespaceStatus, Saved
-from tests.conftest import StartDepot, eventually
+from tests.conftest import HANG_S, StartDepot, eventually
 from tests.ports import free_port
 from tests.web.browser import chromium, executable
 from tests.web.site import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.faults
 
-WAIT_MS = 15_000
+WAIT_MS = 1000 * HANG_S
 NONE = "\N{EN DASH}"
 
 
@@ -103,6 +103,12 @@ def each_second(page: Page) -> None:
     page.eval_on_selector(
         "#range input:checked", "e => { e.value = 120; e.dispatchEvent(new Event('change', { bubbles: true })); }"
     )
+
+
+def constant(until_s: float, seconds: int = 100, **values: float) -> dict[str, Any]:
+    """A history in which these series had one value for so long: enough rows that a table always has some of them."""
+    times = [until_s - seconds + 1 + i for i in range(seconds)]
+    return {"times_s": times, "series": {name: [value] * seconds for name, value in values.items()}}
 
 
 def open_part(page: Page, name: str) -> None:
@@ -511,6 +517,7 @@ def test_lines_go_on_from_one_status_to_the_next(site: Site, open_page: OpenPage
     before, site.ticks = site.status, False
     site.history = example_history(before.wall_s)
     page = open_page()
+    each_second(page)
     site.status = msgspec.structs.replace(
         before,
         wall_s=before.wall_s + 2,
@@ -542,10 +549,11 @@ def test_what_happens_between_two_ticks_of_the_servers_clock_is_drawn(site: Site
 
 
 def test_a_clock_that_was_set_makes_the_page_ask_for_the_points_anew(site: Site, open_page: OpenPage) -> None:
-    now = site.status.wall_s
+    now, site.ticks = site.status.wall_s, False
     site.history = {"times_s": [now - 1, now], "series": {"used_bytes": [2**30, 2**30]}}
     page = open_page()
-    site.history = {"times_s": [now - 7201, now - 7200], "series": {"used_bytes": [2**31, 2**31]}}
+    each_second(page)
+    site.history = constant(now - 7200, used_bytes=2**31)
     site.status = msgspec.structs.replace(site.status, wall_s=now - 7200)
     eventually(lambda: site.asked.count("/v1/history") == 2)
     page.locator("#charts figure", has_text="Bytes in memory").locator("summary").click()
@@ -555,8 +563,20 @@ def test_a_clock_that_was_set_makes_the_page_ask_for_the_points_anew(site: Site,
     assert site.asked.count("/v1/history") == 2
 
 
+def test_points_that_got_lost_on_their_way_are_asked_for_again(site: Site, open_page: OpenPage) -> None:
+    now, site.ticks = site.status.wall_s, False
+    page = open_page()
+    each_second(page)
+    site.cut_off = "/v1/history"
+    site.history = constant(now - 7200, used_bytes=2**31)
+    site.status = msgspec.structs.replace(site.status, wall_s=now - 7200)  # a clock that was set: it wants all anew
+    page.locator("#charts figure", has_text="Bytes in memory").locator("summary").click()
+    shows(page, "#charts figure:has-text('Bytes in memory') tbody", "2 GiB")
+    assert not site.cut_off
+
+
 def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: OpenPage) -> None:
-    now = site.status.wall_s
+    now, site.ticks = site.status.wall_s, False
     site.history = {"times_s": [now - 60, now - 59], "series": {"used_bytes": [3 * 2**30, 3 * 2**30]}}
     page = open_page()
     each_second(page)

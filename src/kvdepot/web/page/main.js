@@ -60,16 +60,19 @@ function follows(next) {
   return next.uptime_s >= status.uptime_s && next.uptime_s - status.uptime_s < GAP_S;
 }
 
-/** Get the server's history. Without it, charts continue with the points they have. */
+/**
+ * Get the server's history. If the server refuses it, charts continue with the points they have. Throws what `ask` does
+ * without a response; the next turn then requests it again.
+ */
 async function recall(next, stop) {
-  began_s = next.wall_s - next.uptime_s;
   try {
     history.join(await ask("v1/history", stop), next.wall_s);
-    // Its points have exact times, the status has that of the last tick; the next point must be later than both.
-    if (Math.abs(history.end_s - next.wall_s) < GAP_S) began_s = Math.max(history.end_s, next.wall_s) - next.uptime_s;
   } catch (problem) {
-    if (problem instanceof Refusal && problem.status === 401) throw problem;
+    if (!(problem instanceof Refusal) || problem.status === 401) throw problem;
   }
+  // Its points have exact times, the status has that of the last tick; the next point must be later than both.
+  const isRecent = Math.abs(history.end_s - next.wall_s) < GAP_S;
+  began_s = (isRecent ? Math.max(history.end_s, next.wall_s) : next.wall_s) - next.uptime_s;
 }
 
 function explain(problem) {
