@@ -75,7 +75,7 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
 @click.command()
 @click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
 @click.option("--only", metavar="NAME,...", help="only these families of figures")
-@click.option("--tiny", is_flag=True, help="run for seconds instead of minutes; the numbers mean nothing")
+@click.option("--tiny", is_flag=True, help="run for seconds instead of minutes; the numbers are meaningless")
 @click.option("--no-vllm", is_flag=True, help="leave out the figures that need a vLLM engine")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, in addition "
     "to synthetic ones")  # fmt: skip
@@ -93,7 +93,7 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
     "(default: 8)")  # fmt: skip
 @click.option("--chunk-bytes", default="256KiB", metavar="SIZE", help="with --url: KV bytes of a chunk, at least "
     "4KiB (default: 256KiB)")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="with --url: also if the server must evict chunks for it")
+@click.option("-y", "--yes", is_flag=True, help="with --url: proceed even if the server must evict chunks for it")
 @options.as_json
 def bench(
     engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None,

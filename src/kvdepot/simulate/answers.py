@@ -144,7 +144,7 @@ def print_tables(plans: list[Plan]) -> None:
         if several := [(fleet, each) for fleet, _, each in found if fleet.hosts > 1]:
             hosts = {head: column for head, column in columns.items() if not head.startswith("in ")}
             requests: dict[str, Column] = {"requests": ("requests", lambda value: f"{value:,.0f}")}
-            out.print("The same per host, from the least to the most of one host:")
+            out.print("Per host, minimum to maximum:")
             out.print(_table(plan, requests | hosts, several, _least_and_most))
         out.print(_caption(plan), soft_wrap=True)
 
@@ -208,7 +208,7 @@ def _title(plan: Plan, name: str) -> str:
 
 
 def _caption(plan: Plan) -> str:
-    text = "Hits in % of block references, by memory of a host"
+    text = "Hit rate in % of block references, by memory per host"
     if not plan.block_bytes:
         text += "; --kv-bytes-per-token shows it in GiB"
     if not plan.rates.prefill_tokens_per_s:
