@@ -103,8 +103,8 @@ def bench(
 
     With --json the table goes to standard error, and the figures, as written to --out, to standard output.
 
-    With --url, measure a running server instead: stores, lookups and retrieves a second of all clients together, under
-    a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and time
+    With --url, measure a running server instead: stores, lookups and retrieves per second of all clients together,
+    under a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and time
     from engines, and stores no more than what is free in the arena.
     """
     if url is not None:
@@ -168,7 +168,7 @@ def _bench_server(
         print_json({"clients": clients, "chunks": chunks, "chunk_bytes": chunk, "results": msgspec.to_builtins(found)})
     failed = sum(result.failed for result in found)
     if failed:
-        print(f"kvdepot: {failed} requests failed or did not find what was stored", file=sys.stderr)
+        print(f"kvdepot: {failed} requests failed or missed stored chunks", file=sys.stderr)
     return 1 if failed or left else 0
 
 
@@ -214,8 +214,8 @@ def _line(result: Result) -> str:
 )  # fmt: skip
 @options.as_json
 def demo(cluster: bool, model: str | None, lengths: str | None, url: str | None, as_json: bool) -> int:
-    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; then one engine that computes
-    prompts beside one that decodes them. Takes some minutes.
+    """Run a vLLM engine that stores its KV in a depot, and a fresh one that loads it; then one engine that computes
+    prompts beside one that decodes them; then multi-turn chats with the depot and without. Takes some minutes.
 
     Exit code 1 if an output differs or nothing was retrieved. With --json the messages go to standard error and the
     figures to standard output.

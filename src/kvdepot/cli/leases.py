@@ -35,7 +35,7 @@ __all__ = ["lease", "leases", "release"]
 @options.server
 @options.as_json
 def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json: bool, **which: Any) -> int:
-    """Begin a lease of a prompt's chunks, in place of one of the same NAME.
+    """Start a lease of a prompt's chunks. It replaces a lease of the same NAME.
 
     retain and prefetch load the chunks from the tiers and keep them in memory; expire keeps nothing, and removes them
     when it ends. Exit code 1 unless the lease has all chunks; it grows while others are being stored. It fails if the
