@@ -104,8 +104,8 @@ def bench(
     With --json the table goes to standard error, and the figures, as written to --out, to standard output.
 
     With --url, measure a running server instead: stores, lookups and retrieves per second of all clients together,
-    under a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and time
-    from engines, and stores no more than what is free in the arena.
+    under a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and
+    time from engines, and stores no more than what is free in the arena.
     """
     if url is not None:
         if engine or only or tiny or no_vllm or trace or out:

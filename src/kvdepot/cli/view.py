@@ -186,8 +186,9 @@ def _state(now: Status) -> Text:
     health = judge(now)
     state = (clean(health.headline), "green" if health.level == "good" else "yellow")
     workers = sum(bool(engine.ranks) for engine in now.engines)
-    who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
-    who += f", {_many(workers, 'worker')}"
+    who = _many(now.clients, "client")
+    if now.engines:
+        who += f", {_many(len(now.engines) - workers, 'scheduler')}, {_many(workers, 'worker')}"
     if now.engine_count > len(now.engines):
         who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
