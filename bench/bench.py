@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the chosen families, print the table, write the JSON."""
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--tiny", action="store_true", help="run for seconds instead of minutes; the numbers mean nothing"
+        "--tiny", action="store_true", help="run for seconds instead of minutes; the numbers are meaningless"
     )
     parser.add_argument("--only", metavar="NAME", help=f"some of {', '.join(FAMILIES)}, separated by commas")
     parser.add_argument("--no-vllm", action="store_true", help="leave out the figures that need a vLLM engine")

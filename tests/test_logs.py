@@ -202,7 +202,7 @@ def test_chunks_that_are_dropped_or_cannot_be_had_are_told_with_their_request(
     long = prompt("a", 8)
     assert desk.ask(client, store(long, request="cmpl-1")) is False
     assert about(caplog, "cmpl-1") == [
-        "dropped 4 chunks of a store: no room", "stored 4 of 4 new chunks",
+        "dropped 4 chunks of a store: memory is full", "stored 4 of 4 new chunks",
     ]  # fmt: skip
     desk.ask(client, retrieve(prompt("b", 2), request="cmpl-2"))
     assert about(caplog, "cmpl-2") == ["retrieved 0 of 2 chunks"]

@@ -178,7 +178,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("Bytes by model", "The ten models that use most memory.", (
             ("topk(10, sum by (instance, model) (kvdepot_namespace_bytes{#}))", "{{instance}} {{model}}"),
         ), "bytes"),
-        Panel("Tokens reused by model", "Share of the tokens that its engines did not have themselves.", (
+        Panel("Tokens reused by model", "Share of the tokens that were not in its engines' own caches.", (
             (_share("kvdepot_model_reused_tokens_total{#}", "kvdepot_model_asked_tokens_total{#}", "instance, model"),
              "{{instance}} {{model}}"),
         ), "percentunit", highest=1),
@@ -189,7 +189,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("Tokens saved by tenant", "Tokens per second that a tenant's engines loaded.", (
             ("rate(kvdepot_tenant_reused_tokens_total{@}[$__rate_interval])", "{{instance}} {{tenant}}"),
         )),
-        Panel("Tokens reused by tenant", "Share of the tokens that its engines did not have themselves.", (
+        Panel("Tokens reused by tenant", "Share of the tokens that were not in its engines' own caches.", (
             (_share("kvdepot_tenant_reused_tokens_total{@}", "kvdepot_tenant_asked_tokens_total{@}",
                     "instance, tenant"), "{{instance}} {{tenant}}"),
         ), "percentunit", highest=1),

@@ -92,19 +92,19 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol/quotas.py.
     """
 
-    floor_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="what other tenants cannot take from it")] = 0.0
-    cap_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="the most that it can have; 0 = no cap")] = 0.0
+    floor_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="memory guaranteed to it")] = 0.0
+    cap_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="most memory it can use; 0 = no cap")] = 0.0
     weight: Annotated[
-        float, Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT, description="its part of what is left above all floors")
+        float, Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT, description="its share of the memory above all floors")
     ] = 1.0
     ttl_s: Annotated[
         int, Meta(ge=0, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
     ] = 0
     disk_floor_gib: Annotated[
-        float, Meta(ge=0, le=_MOST_GIB, description="what other tenants cannot take from it in a tier disk://")
+        float, Meta(ge=0, le=_MOST_GIB, description="space guaranteed to it in each tier disk://")
     ] = 0.0
     disk_cap_gib: Annotated[
-        float, Meta(ge=0, le=_MOST_GIB, description="the most that it can have in a tier disk://; 0 = no cap")
+        float, Meta(ge=0, le=_MOST_GIB, description="most space it can use in each tier disk://; 0 = no cap")
     ] = 0.0
 
     def __post_init__(self) -> None:

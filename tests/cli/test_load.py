@@ -80,7 +80,7 @@ def test_what_would_evict_others_chunks_is_refused(start_depot: StartDepot) -> N
     assert engine.lookup([1] * CHUNK) == CHUNK
     assert depot.status()["evicted_chunks"] == 0
     done = run("bench", "--url", depot.url, *large, "--yes")
-    assert done.returncode == 1 and "did not find what was stored" in done.stderr, "nor do nine fit into eight"
+    assert done.returncode == 1 and "missed stored chunks" in done.stderr, "nor do nine fit into eight"
     assert depot.status()["evicted_chunks"] > 0
     engine.close()
 

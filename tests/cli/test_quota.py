@@ -63,7 +63,7 @@ def test_a_dry_run_of_remove_says_what_would_end(start_depot: StartDepot) -> Non
     done = run(*remove)
     ends = Quota(1 << 20, ttl_s=60)
     assert done.stdout.splitlines() == [
-        f"the quota of {whose} would end: {ends.words}; it has 1 MiB in memory",
+        f"the quota of {whose} would be removed: {ends.words}; it has 1 MiB in memory",
         "nothing would be evicted",
         "nothing was changed: this was a dry run",
     ]

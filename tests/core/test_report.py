@@ -221,7 +221,7 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
             assert meant("team/zero") == "team/zero"
             with pytest.raises(ConfigError, match=r"may also match other models than team/zero.* 2 smallest"):
                 meant("team/z")
-            with pytest.raises(ConfigError, match=r"names 0 .* and 2 smaller ones"):
+            with pytest.raises(ConfigError, match=r"no model of this server matches .* models: .* and 2 smaller ones"):
                 meant("nobody")
             said = admin.forget(client, "team/", "")
             assert said == {"memory": 1} and not admin.not_forgotten(said)

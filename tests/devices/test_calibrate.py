@@ -275,7 +275,7 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
         assert 0 < told["staging_bytes"] <= 16 * MIB and told["context_bytes"] > 0
         assert told["staging_bytes"] + told["context_bytes"] == held
         for what in ("stores", "retrieves"):
-            line = re.compile(rf"INFO {uuid}: {what} go by (dma|staged|kernel) .*GB/s")
+            line = re.compile(rf"INFO {uuid}: {what} use (dma|staged|kernel) .*GB/s")
             eventually(lambda line=line: line.search(depot.logged()))
         assert depot.status()["devices"] == []
         assert machine.used_bytes(1) == before

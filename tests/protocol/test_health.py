@@ -33,15 +33,15 @@ def test_a_server_without_problems_needs_nobody() -> None:
          "disk: its file system is nearly full"),
         ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
          "GPU H100 (u1): driver error 700."),
-        ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed their checksum"),
+        ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed checksum verification"),
         ({"unrecorded_shards": 3}, "", 0.0, "3 shards would not survive a restart"),
-        ({}, "", 30.2, "30 shards found no room in the last 5 minutes"),
+        ({}, "", 30.2, "30 shards were dropped in the last 5 minutes: memory was full."),
     ],
 )  # fmt: skip
 def test_each_problem_is_told_with_what_to_do(facts: dict[str, Any], trouble: str, dropped: float, what: str) -> None:
     health = judge(status(**facts), trouble, dropped)
     (concern,) = health.concerns
-    assert (health.level, health.headline) == ("look", "Needs attention: a warning")
+    assert (health.level, health.headline) == ("look", "Needs attention: 1 warning")
     assert concern.what.startswith(what)
     assert concern.advice.endswith(".")
 

@@ -130,7 +130,7 @@ def test_tables_have_a_line_a_fleet_in_sum_and_per_host(day: str, capsys: pytest
     assert len(lines) == 3  # one host has no least and most
     assert lines[0][:5] == ["1", "", "2", "0.000977", "0.00146"]
     assert [line[:2] for line in lines[1:]] == [["2", "session"]] * 2
-    assert "tier reads a day" in out and "prefill saved a day" in out
+    assert "tier reads per day" in out and "prefill saved per day" in out
 
 
 def test_tables_show_only_what_is_known(day: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_tables_show_only_what_is_known(day: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "50.0 %" in out
     assert "--kv-bytes-per-token" in out and "--prefill-tokens-per-s" in out
-    assert "tier" not in out and "per host" not in out
+    assert "tier" not in out and "Per host" not in out
 
 
 @pytest.mark.faults

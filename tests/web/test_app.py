@@ -307,7 +307,7 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/quota", {"tenant": ""}, "whose quota"),
+        ("/v1/quota", {"tenant": ""}, "give `tenant`, `salt` or both"),
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),

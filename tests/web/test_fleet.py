@@ -114,16 +114,16 @@ def test_every_depot_has_a_row_and_those_that_answer_are_added_up() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "headline"),
     [
-        (401, b'{"code": "unauthorized", "message": "no"}', "Refused: it has another token"),
+        (401, b'{"code": "unauthorized", "message": "no"}', "Refused: it has a different token"),
         (503, b'{"code": "unavailable", "message": "it hangs"}', "Not answering: it hangs"),
-        (502, b"<h1>Bad gateway</h1>", "No depot of this version (HTTP 502)"),
-        (200, b"<h1>Welcome</h1>", "No depot of this version (HTTP 200)"),
-        (200, b'{"version": "9"}', "No depot of this version (HTTP 200)"),
-        (200, b"", "No depot of this version (HTTP 200)"),
-        (200, b'{"version": "\xff"}', "No depot of this version (HTTP 200)"),
-        (200, b'{"unknown": ' + b"[" * 100_000, "No depot of this version (HTTP 200)"),
-        (200, A_WINDOW_OF_NO_TIME, "No depot of this version (HTTP 200)"),
-        (503, b'{"message": "\xff"}', "No depot of this version (HTTP 503)"),
+        (502, b"<h1>Bad gateway</h1>", "Not a depot of this version (HTTP 502)"),
+        (200, b"<h1>Welcome</h1>", "Not a depot of this version (HTTP 200)"),
+        (200, b'{"version": "9"}', "Not a depot of this version (HTTP 200)"),
+        (200, b"", "Not a depot of this version (HTTP 200)"),
+        (200, b'{"version": "\xff"}', "Not a depot of this version (HTTP 200)"),
+        (200, b'{"unknown": ' + b"[" * 100_000, "Not a depot of this version (HTTP 200)"),
+        (200, A_WINDOW_OF_NO_TIME, "Not a depot of this version (HTTP 200)"),
+        (503, b'{"message": "\xff"}', "Not a depot of this version (HTTP 503)"),
     ],
 )
 def test_a_depot_that_says_nothing_of_use_is_a_bad_row_with_the_reason(status: int, body: bytes, headline: str) -> None:

@@ -146,7 +146,7 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
     page = open_page()
     assert text(page, "#hit-rate") == "55.1%"
     said = text(page, "#hit-ceiling")
-    assert said == "of 18.3M asked; 72.4% found here; upper bound (infinite cache) 81.1%"
+    assert said == "of 18.3M prompt tokens; 72.4% found here; upper bound (infinite cache) 81.1%"
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#gain-facts") == (
         "Not recomputed 198.7M tokens Prefill time saved 11 h 27 min TTFT saved per request 642 ms"
@@ -251,14 +251,14 @@ def test_the_fleet_has_a_row_per_depot_with_links_and_their_sum(site: Site, open
     site.fleet = example_fleet()
     page = open_page()
     page.locator("#fleet tbody tr").nth(2).wait_for()
-    assert text(page, "#fleet-count") == "2 of 3 depots work"
+    assert text(page, "#fleet-count") == "2 of 3 depots reachable"
     here, there, gone = rows(page, "fleet")
     assert here[:3] == ["gpu-node-7:7077 (here)", "Healthy", "60.0%"]
     assert there[:7] == ["gpu-node-8", "Healthy", "60.0%", "3,000", "200 GiB of 256 GiB", "2 of 2", "4"]
     assert gone[:3] == ["gpu-node-9:7077", "Not reachable: timed out", NONE]
     assert page.locator("#fleet a").first.get_attribute("href") == "http://gpu-node-8:7077"
     total = " ".join(page.inner_text("#fleet tfoot").split())
-    assert total.startswith("Together, 2 60.0% 6,000 400 GiB of 512 GiB 4 of 4 8 4 h")
+    assert total.startswith("Total (2) 60.0% 6,000 400 GiB of 512 GiB 4 of 4 8 4 h")
 
 
 def test_a_depot_alone_shows_no_fleet_and_asks_for_it_once(site: Site, open_page: OpenPage) -> None:
@@ -349,7 +349,7 @@ def test_a_tier_left_alone_is_something_to_look_at(site: Site, open_page: OpenPa
         site.status, tiers=[disk, msgspec.structs.replace(s3, state="circuit breaker open")]
     )
     page = open_page()
-    assert text(page, "#state") == "Needs attention: a warning"
+    assert text(page, "#state") == "Needs attention: 1 warning"
     assert "s3: circuit breaker open" in text(page, "#reasons")
     assert "Check that it is running" in text(page, "#reasons")  # what to do
     assert page.get_attribute("#verdict", "data-level") == "look"
@@ -400,7 +400,7 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
 def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     site.lag = "the server lags: its last answer took 1.4 s"
-    shows(page, "#state", "Needs attention: a warning")
+    shows(page, "#state", "Needs attention: 1 warning")
     assert text(page, "#reasons").startswith("The server lags: its last answer took 1.4 s. Run kvdepot doctor")
     site.lag = ""
     page.wait_for_selector(".verdict[data-level=good]")

@@ -75,7 +75,7 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
 @click.command()
 @click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
 @click.option("--only", metavar="NAME,...", help="only these families of figures")
-@click.option("--tiny", is_flag=True, help="run for seconds instead of minutes; the numbers mean nothing")
+@click.option("--tiny", is_flag=True, help="run for seconds instead of minutes; the numbers are meaningless")
 @click.option("--no-vllm", is_flag=True, help="leave out the figures that need a vLLM engine")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, in addition "
     "to synthetic ones")  # fmt: skip
@@ -93,7 +93,7 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
     "(default: 8)")  # fmt: skip
 @click.option("--chunk-bytes", default="256KiB", metavar="SIZE", help="with --url: KV bytes of a chunk, at least "
     "4KiB (default: 256KiB)")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="with --url: also if the server must evict chunks for it")
+@click.option("-y", "--yes", is_flag=True, help="with --url: proceed even if the server must evict chunks for it")
 @options.as_json
 def bench(
     engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None,
@@ -103,9 +103,9 @@ def bench(
 
     With --json the table goes to standard error, and the figures, as written to --out, to standard output.
 
-    With --url, measure a running server instead: stores, lookups and retrieves a second of all clients together, under
-    a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and time
-    from engines, and stores no more than what is free in the arena.
+    With --url, measure a running server instead: stores, lookups and retrieves per second of all clients together,
+    under a model name of its own whose chunks it removes at the end, also when a signal ends it. It takes memory and
+    time from engines, and stores no more than what is free in the arena.
     """
     if url is not None:
         if engine or only or tiny or no_vllm or trace or out:
@@ -168,7 +168,7 @@ def _bench_server(
         print_json({"clients": clients, "chunks": chunks, "chunk_bytes": chunk, "results": msgspec.to_builtins(found)})
     failed = sum(result.failed for result in found)
     if failed:
-        print(f"kvdepot: {failed} requests failed or did not find what was stored", file=sys.stderr)
+        print(f"kvdepot: {failed} requests failed or missed stored chunks", file=sys.stderr)
     return 1 if failed or left else 0
 
 
@@ -214,8 +214,8 @@ def _line(result: Result) -> str:
 )  # fmt: skip
 @options.as_json
 def demo(cluster: bool, model: str | None, lengths: str | None, url: str | None, as_json: bool) -> int:
-    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; then one engine that computes
-    prompts beside one that decodes them. Takes some minutes.
+    """Run a vLLM engine that stores its KV in a depot, and a fresh one that loads it; then one engine that computes
+    prompts beside one that decodes them; then multi-turn chats with the depot and without. Takes some minutes.
 
     Exit code 1 if an output differs or nothing was retrieved. With --json the messages go to standard error and the
     figures to standard output.

@@ -110,7 +110,7 @@ def forget(
 ) -> int:
     """Remove chunks from memory and from all tiers, including shared ones: by model, by salt, or all.
 
-    Exit code 1 if something may be left: a tier failed, or may hold chunks of models whose names begin with NAME but
+    Exit code 1 if some may remain: a tier failed, or may hold chunks of models whose names begin with NAME but
     that this server does not know; give those names in full. Running requests may store such chunks again.
     """
     if everything and (model or salt):
@@ -133,7 +133,7 @@ def forget(
     what = "every chunk" if everything else "chunks"
     if not agreed(
         f"this removes {what} from memory and from all tiers, shared ones too",
-        f"Remove this from {clean(endpoint(url))}, for good?", yes, lambda: _preview_lines(found()),
+        f"Permanently remove this from {clean(endpoint(url))}?", yes, lambda: _preview_lines(found()),
     ):  # fmt: skip
         return 1
     with connect(url, key) as client, progress() as update:
@@ -155,7 +155,7 @@ def _preview_lines(found: Preview) -> list[str]:
             *([size(tier.bytes_at_most)] if tier.bytes_at_most is not None else []),
         ]
         lines.append(
-            f"{clean(name)}: {'at most ' + ', '.join(parts) if parts else 'the tier does not say how much'}"
+            f"{clean(name)}: {'at most ' + ', '.join(parts) if parts else 'unknown (not reported by the tier)'}"
             + ("" if is_local(name) else "; other servers that share this tier lose them, too")
         )
     return lines

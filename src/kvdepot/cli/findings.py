@@ -352,7 +352,7 @@ def _web(config: Config, status: Status | None) -> Finding:
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None
     if status is None:
-        text = f"{config.http} answers, but only a running server can tell whose it is" if answered else "none"
+        text = f"{config.http} answers, but no kvdepot server of this user is running" if answered else "none"
         return Finding("warn", "web page", text, "`kvdepot serve` starts it; see the finding about the server")
     if answered:
         text = f"another program listens at {config.http}; do not give it this server's token"

@@ -35,7 +35,7 @@ __all__ = ["lease", "leases", "release"]
 @options.server
 @options.as_json
 def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json: bool, **which: Any) -> int:
-    """Begin a lease of a prompt's chunks, in place of one of the same NAME.
+    """Start a lease of a prompt's chunks. It replaces a lease of the same NAME.
 
     retain and prefetch load the chunks from the tiers and keep them in memory; expire keeps nothing, and removes them
     when it ends. Exit code 1 unless the lease has all chunks; it grows while others are being stored. It fails if the
@@ -85,7 +85,7 @@ def release(
             lines = [held or f"lease {clean(name)}", *_tier_lines(client)]
             if dry_run:
                 return _dry_run(lines, {"lease": name, "chunks": known.chunks if known else None}, as_json)
-            if not agreed(_REMOVES, "End this lease and remove its chunks, for good?", yes, lambda: lines):
+            if not agreed(_REMOVES, "End this lease and permanently remove its chunks?", yes, lambda: lines):
                 return 1
             admin.end_lease(client, name, drops=True)
         if as_json:
@@ -97,7 +97,7 @@ def release(
         lines = [f"memory: at most {count(most)} of {count(len(prompt))} chunks", *_tier_lines(client)]
         if dry_run:
             return _dry_run(lines, {"chunks": len(prompt), "removed_at_most": most}, as_json)
-        if not agreed(_REMOVES, "Remove these chunks, for good?", yes, lambda: lines):
+        if not agreed(_REMOVES, "Permanently remove these chunks?", yes, lambda: lines):
             return 1
         removed = admin.drop(client, prompt, keep)
     if as_json:

@@ -118,7 +118,7 @@ def measure(plan: Plan, clients: int, told: Callable[[str, int, int], None]) -> 
 
 
 def _rate(done: Sequence[_Done]) -> float:
-    """Requests a second of all clients together."""
+    """Requests per second of all clients together."""
     passed = max(each.ended_s for each in done) - min(each.began_s for each in done)
     return sum(len(each.times_s) for each in done) / passed
 

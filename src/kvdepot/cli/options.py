@@ -51,7 +51,7 @@ class Number(click.FloatRange):
 
 
 def destructive(command: Decorated) -> Decorated:
-    """--yes and --dry-run: of a command that asks before it changes something for good; see output.agreed."""
+    """--yes and --dry-run: of a command that asks before a permanent change; see output.agreed."""
     command = click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing")(command)
     return click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal")(command)
 

@@ -71,8 +71,8 @@ def inspect(
     """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of a hash, as `kvdepot ls`
     shows it), or those of the prompt that is given.
 
-    It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not asked: whether they have
-    what memory lacks is unknown; `kvdepot warm` loads what they have. Exit code 1 if memory has none of the chunks.
+    It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
+    have chunks that memory lacks is unknown; `kvdepot warm` loads those. Exit code 1 if memory has none of the chunks.
     """
     from kvdepot.client import admin
     from kvdepot.protocol.keys import HASH_BYTES

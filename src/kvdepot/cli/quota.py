@@ -24,11 +24,11 @@ __all__ = ["quota"]
 @click.command()
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--salt", default="", metavar="TEXT", help="not the tenant, but its requests with this cache_salt")
-@click.option("--floor", metavar="SIZE", help="what other tenants cannot take from it, e.g. 4GiB")
-@click.option("--cap", metavar="SIZE", help="the most that it can have; 0: no cap")
+@click.option("--floor", metavar="SIZE", help="memory guaranteed to it, e.g. 4GiB")
+@click.option("--cap", metavar="SIZE", help="most memory it can use; 0: no cap")
 @click.option("--disk-floor", metavar="SIZE", help="the same as --floor, in each tier disk://")
 @click.option("--disk-cap", metavar="SIZE", help="the same as --cap, in each tier disk://")
-@click.option("--weight", type=float, metavar="N", help="its part of what is left above all floors (default: 1)")
+@click.option("--weight", type=float, metavar="N", help="its share of the memory above all floors (default: 1)")
 @click.option("--ttl-s", type=options.Whole(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
 @options.destructive
@@ -52,8 +52,8 @@ def quota(
 ) -> int:
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
 
-    What is not given stays as it is. A cap below what the tenant or salt has evicts the rest, so the command then asks,
-    also if it cannot know how much that is.
+    Options that are not given keep their values. A cap below what the tenant or salt has evicts the rest, so the
+    command then asks for confirmation, also if it cannot know how much that is.
     A salt without a TENANT is one of clients without a tenant. The memory of a salt with a quota does not count for its
     tenant. Quotas that last are tables [tenants.NAME] and [salts.SALT] of the settings file. Only clients without a
     tenant may change quotas. Salts are shown by the beginning of their hash.
@@ -124,7 +124,7 @@ def _print_dry_run(now: TenantStatus | None, losses: list[str], whose: str, remo
     lines = [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
     if now is not None and ends is not None:
         has = f"it has {size(now.used_bytes)} in memory"
-        lines.insert(0, f"the quota of {clean(whose)} would end: {clean(ends.words)}; {has}")
+        lines.insert(0, f"the quota of {clean(whose)} would be removed: {clean(ends.words)}; {has}")
     elif remove:
         lines.insert(0, f"{clean(whose)} has no quota")
     print("\n".join(lines), flush=True)

@@ -204,13 +204,13 @@ class Screen:
 
     def _foot(self, width: int) -> Text:
         if self._is_typing:
-            text, style = f"filter: {self._filter}_  enter keeps it, esc ends it", "reverse"
+            text, style = f"filter: {self._filter}_  enter: apply, esc: clear", "reverse"
         elif self._trouble or self._silent_s:
             why = clean(self._trouble) or f"no answer for {duration(self._silent_s)}"
-            data = [f"data of {self._clock}"] if self._clock else []
+            data = [f"data from {self._clock}"] if self._clock else []
             text, style = "  ".join([*data, why, "q quits"]), "yellow reverse"
         else:
-            parts = [f"paused at {self._clock}, p goes on" if self.is_paused else self._clock, "q quits"]
+            parts = [f"paused at {self._clock}, p resumes" if self.is_paused else self._clock, "q quits"]
             if self.tab in _SORTS:
                 parts.append(f"s sort: {self._sorted_by()}")
             parts.append(f"/ filter{f': {self._filter}' if self._filter else ''}")
@@ -264,7 +264,7 @@ class Screen:
         whole = self._listing(now)
         listing = self._filtered(whole)
         if not listing.rows:
-            hidden = f" that contain {clean(self._filter)!r}" if whole.rows else ""
+            hidden = f" match {clean(self._filter)!r}" if whole.rows else ""
             return [line, "", Text(f"no {self.tab}{hidden}", "dim")]
         lines = max(2, room - 3)  # without the line above, a blank one, and the head
         self._top = min(self._top, max(0, len(listing.rows) - lines))

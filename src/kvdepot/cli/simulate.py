@@ -61,7 +61,7 @@ class _Simulate(click.Command):
 )  # fmt: skip
 @click.option("--scale", metavar="N", help="send N independent copies of the trace at once; default: 1")
 @click.option("--prefill-tokens-per-s", metavar="N", help="prefill speed of a host's engine; shows the prefill time "
-    "saved a day")  # fmt: skip
+    "saved per day")  # fmt: skip
 @click.option(
     "--tier-size", metavar="SIZE,...", help="sizes of a tier shared by all hosts, 0 = none; needs --kv-bytes-per-token"
 )

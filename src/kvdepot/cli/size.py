@@ -43,8 +43,8 @@ def size(
     """Show how much KV a model has per token, and how many tokens, prompts and chats of it fit into memory.
 
     MODEL_CONFIG is the model's config.json, its folder, or - for standard input; nothing is downloaded. Tensor and
-    pipeline parallelism do not matter: the parts of all ranks come to the same memory. A chat that goes on shares its
-    beginning with itself, and so counts once.
+    pipeline parallelism do not matter: the parts of all ranks add up to the same memory. Each turn of a chat extends
+    the same prefix, so a chat counts once.
     """
     from kvdepot.simulate.kv_size import KvSize, kv_size
 
@@ -101,7 +101,7 @@ def _lines(model: KvSize) -> list[str]:
         lines.append(f"{shown(model.token_bytes)} of KV per token")
     lines += [
         f"{shown(each)} per token in layers with a window of {count(window)} tokens, which are stored where prompts "
-        "end or part, and every 16 chunks"
+        "end or diverge, and every 16 chunks"
         for window, each in model.windows.items()
     ]
     if model.states:

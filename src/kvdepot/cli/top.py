@@ -57,13 +57,13 @@ _NAMES = {
 def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int:
     """Watch a running server: its status, redrawn every second. Press q to quit.
 
-    The digits 1 to 7, tab and the arrows choose what to show: all in short, models, prefixes (the prompts in memory, by
+    The digits 1 to 7, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
     their first chunk), engines, tiers, leases or events. s sorts, / filters by text, p pauses, up and down scroll.
 
-    If the server does not answer, the last line says for how long, and from when the figures are.
+    If the server does not answer, the last line shows for how long, and the time of the figures.
 
-    --json prints one line of JSON per update until interrupted; that needs no terminal. What goes wrong is a line on
-    standard error, and the command goes on.
+    --json prints one line of JSON per update until interrupted; that needs no terminal. Errors are lines on standard
+    error, and the command continues.
     """
     if as_json:
         return _print_lines(url, key, interval)

@@ -112,9 +112,7 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
     if now.holds_s is not None:
-        lines.append(
-            ("", Text(f"holds about {_about(now.holds_s)} of traffic: what is not used for so long is evicted"))
-        )
+        lines.append(("", Text(f"holds about {_about(now.holds_s)} of traffic: chunks unused for longer are evicted")))
     lines += _reused(now) + _found(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
@@ -154,7 +152,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
             Text.assemble(
                 (f"{share(each.rate):>7} ", "bold"),
                 f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} prompt tokens",
-                "" if number else " that engines did not have themselves",
+                "" if number else " not in engines' caches",
             ),
         )
         for number, each in enumerate(counted)
@@ -164,14 +162,13 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
 def _found(now: Status) -> list[tuple[str, Text]]:
     """The share of the same tokens that was in the depot, and its upper bound, an infinite cache."""
     counted = _windows(now)
-    longest = max((len(_window(each.window_s)) for each in counted), default=0)
     lines = []
     for number, each in enumerate(counted):
         found = min(each.found_tokens / each.asked_tokens, 1.0)
-        text = f"{share(found):>7} in {_window(each.window_s):<{longest}}"
+        text = f"{share(found):>7} in {_window(each.window_s)}"
         if each.bound_tokens is not None:
             bound = min(max(each.bound_tokens / each.asked_tokens, found), 1.0)
-            text += f" of the same tokens; upper bound (infinite cache) {share(bound)}"
+            text += f", upper bound{'' if number else ' (infinite cache)'} {share(bound)}"
         lines.append(("" if number else "in depot", Text(text)))
     return lines
 
@@ -186,10 +183,12 @@ def _windows(now: Status) -> list[Reuse]:
 
 
 def _state(now: Status) -> Text:
-    state = ("working, with warnings", "yellow") if _warnings(now) else ("working", "green")
+    health = judge(now)
+    state = (clean(health.headline), "green" if health.level == "good" else "yellow")
     workers = sum(bool(engine.ranks) for engine in now.engines)
-    who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
-    who += f", {_many(workers, 'worker')}"
+    who = _many(now.clients, "client")
+    if now.engines:
+        who += f", {_many(len(now.engines) - workers, 'scheduler')}, {_many(workers, 'worker')}"
     if now.engine_count > len(now.engines):
         who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
@@ -270,7 +269,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
         )
         for engine in shown
     ]  # fmt: skip
-    return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
+    return Listing(("engines", "role", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
 def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = None) -> Listing:
@@ -397,7 +396,7 @@ def lease_sums(shown: Sequence[Sum]) -> Listing:
         )
         for each in shown
     ]  # fmt: skip
-    return Listing(("leases since start", "kind", ">now", ">bytes", ">begun", *_RECEIPT_HEADS), rows)
+    return Listing(("leases since start", "kind", ">now", ">bytes", ">started", *_RECEIPT_HEADS), rows)
 
 
 def _byte_hours(byte_seconds: float) -> str:

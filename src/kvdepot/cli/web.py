@@ -26,7 +26,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 @options.as_json
 def open(as_json: bool, key: str | None, **which: str | None) -> int:
     """Print the URL of the running server's web page, as the server reports it. The token follows the #, and
-    browsers do not send it; anybody who has this URL can forget, pin and load chunks."""
+    browsers do not send it; anyone with this URL can forget, pin and load chunks."""
     from kvdepot.protocol import wire
     from kvdepot.protocol.status import read
 
@@ -54,7 +54,7 @@ def open(as_json: bool, key: str | None, **which: str | None) -> int:
 @options.as_json
 def token(as_json: bool, **which: str | None) -> int:
     """Print the bearer token for HTTP requests that change something; beyond this host, or where clients need keys, all
-    requests need it. Anybody who has it can forget, pin and load chunks."""
+    requests need it. Anyone with it can forget, pin and load chunks."""
     said = _token(_config(which))
     if as_json:
         print_json({"token": said})

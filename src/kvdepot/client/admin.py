@@ -139,10 +139,10 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
     if len(shapes) != 1:
         names = ", ".join(sorted({namespace["model"] for namespace in namespaces}))
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
-        what = f"model {model!r} names {len(shapes)} of the server's models"
-        if not model:
-            what = f"the server has {len(shapes)} models"
-        raise ConfigError(f"{what} ({names}{more}): give the full name of one")
+        if not shapes:
+            raise ConfigError(f"no model of this server matches {model!r}; models: {names}{more}")
+        what = f"{model!r} matches {len(shapes)} models" if model else f"the server has {len(shapes)} models"
+        raise ConfigError(f"{what}; give the full name of one: {names}{more}")
     (shape,) = shapes
     if len(shape[0]) >= MOST_NAME:
         raise ConfigError(

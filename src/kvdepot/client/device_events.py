@@ -72,7 +72,7 @@ class EventQueue:
         self._name = name
         self._prepare = prepare
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; whoever removes a request ends it
+        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; the code that removes a request ends it
         self._woken = threading.Event()
         self._lock = threading.Lock()  # guards the next two: one thread is started, and nothing is added after `stop`
         self._stopping = False

@@ -134,7 +134,7 @@ class Connections:
             raise Busy(f"more than {self._config.max_rate} requests per second, the limit set by max_rate")
 
     def only_floods(self) -> bool:
-        """Whether only flooding clients have sent anything lately, so that the loop should pause; see rates.py."""
+        """Whether only flooding clients have sent anything recently, so that the loop should pause; see rates.py."""
         return self._rates.only_floods()
 
     def encode(self, reply: Reply, now: float) -> bytes:

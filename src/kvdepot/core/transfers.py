@@ -126,7 +126,7 @@ class Transfers:
                         self._counters["capped_chunks" if is_capped else "dropped_chunks"] += count - i
                         namespace.account_of(salt).capped += count - i if is_capped else 0
                         asked = {"client": client.called, "request": part.request}
-                        log.debug("dropped %d chunks of a store: no room", count - i, extra=asked)
+                        log.debug("dropped %d chunks of a store: memory is full", count - i, extra=asked)
                         complete = False
         operation.results = [complete]
         if not pieces:

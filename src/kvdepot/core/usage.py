@@ -1,7 +1,7 @@
 """Prompt tokens that engines asked for, found and reused: of all, by tenant, and by tenant and model.
 
 Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request. Invariants: no number
-ever falls, and the entries of each list add up to the total. So whoever has an entry keeps it until the server ends;
+ever falls, and the entries of each list add up to the total. So an entry is kept until the server ends;
 all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 
 Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets

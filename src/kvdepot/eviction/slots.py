@@ -2,7 +2,7 @@
 
 A slot outlives its chunk while a shadow (shadows.py) contains it or its key may come back. Everything is in arrays and
 the table grows by one bucket at a time (linear hashing; W. Litwin, 1980), so a slot takes some 60 bytes and no call
-takes long. Invariant: a slot's parent exists as long as the slot; whoever frees slots sees to it.
+takes long. Invariant: a slot's parent exists as long as the slot; the code that frees slots ensures this.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Events under the topics of engines: what each engine of this host can load, as if it published that itself.
 
 Used by publisher.py, on its thread. For routers that follow vLLM's events: each topic stands for an engine (or for all
-engines of a host, if they name the same), and hears of the chunks in memory that this engine can load, whoever stored
-them. Routers compute their own keys from token ids, so a chunk is **credited** to the engines only once one of them has
+engines of a host, if they name the same), and gets events of all chunks in memory that this engine can load.
+Routers compute their own keys from token ids, so a chunk is **credited** to the engines only once one of them has
 described it (wire.Describe). Descriptions prove themselves: token ids are accepted only if they give the chunk's key,
 in a chain from the root of prompts that depend on tokens alone. Invariants: whatever is credited, its parent is, too,
 and was before it; each chunk is stored and removed in turn, because routers count.

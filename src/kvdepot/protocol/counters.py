@@ -71,7 +71,7 @@ SERVER = (
     ),
     Counted(
         "capped_chunks", "shards",
-        "Shards not stored because their tenant was at its cap, and all that it has there was pinned or being copied.",
+        "Shards not stored because their tenant was at its cap, with all of its chunks pinned or being copied.",
         "dropped: a tenant is at its cap", _MEMORY,
         "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
     ),
@@ -169,7 +169,7 @@ SERVER = (
     ),
     Counted(
         "lease_growths_refused", "leases",
-        "Leases that did not grow with chunks stored after their begin, because of the same limits.",
+        "Leases that did not grow with chunks stored after they started, because of the same limits.",
         "leases that could not grow", _REQUESTS, "As for `leases_refused`.", is_event=True,
     ),
     Counted(
@@ -238,11 +238,11 @@ TIER = (
         "Shards that failed their checksum or did not match their header; erased.",
         "failed their checksum",
         advice="Check the disk or store: it damages data, or others write to it; in that case set `key_file`.",
-        alert="KVDepotTierSpoilt", severity="warning",
+        alert="KVDepotTierCorrupt", severity="warning",
     ),
-    Counted("spoilt", "objects", "Objects that did not match their header; erased.", "damaged objects erased",
+    Counted("spoilt", "objects", "Objects that did not match their header; erased.", "corrupt objects erased",
             advice="See `spoilt_chunks`."),
-    Counted("quarantined", "files", "Disk: damaged files moved to `quarantine/`.", "damaged files quarantined",
+    Counted("quarantined", "files", "Disk: corrupt files moved to `quarantine/`.", "corrupt files quarantined",
             advice="Inspect the files in `quarantine/`."),
     Counted(
         "failures", "calls", "Calls that failed or timed out.", "failed calls",
@@ -268,7 +268,8 @@ TIER = (
             advice="Increase its capacity if the hit rate is far below its upper bound."),
     Counted("expired", "objects", "Disk: objects removed because of their age."),
     Counted("swept", "files", "Disk: half-written files removed at start."),
-    Counted("vanished", "files", "Disk: files removed by another process.", advice="Another process cleans up there."),
+    Counted("vanished", "files", "Disk: files removed by another process.",
+            advice="Another process deletes files there."),
     Counted("staged_bytes", "bytes", "Mooncake: bytes copied on this side."),
     Counted("rejoined", "times", "Mooncake: times that this host rejoined the pool.", advice="Its master restarted."),
 )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Whether a server needs somebody: one sentence, and for each problem what to do. Plain data and one function.
+"""The health of a server: a headline, and for each problem what to do. Plain data and one function.
 
-The web process adds it to each status (web/turns.py); page, fleet's table and `kvdepot status` show it as it is.
+The web process adds it to each status (web/turns.py). The page, its table of the fleet, `kvdepot status` and `kvdepot
+top` show it unchanged, so that they use the same words.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ def judge(status: Status, trouble: str = "", dropped: float = 0.0) -> Health:
     the last `RECENT_S` because memory was full."""
     concerns = list(_concerns(status, trouble, dropped))
     if concerns:
-        number = "a warning" if len(concerns) == 1 else f"{len(concerns)} warnings"
-        return Health("look", f"Needs attention: {number}", concerns)
+        return Health("look", f"Needs attention: {plural(len(concerns), 'warning')}", concerns)
     if not status.engine_count:
         return Health("good", "Healthy, no engine is connected", [])
     return Health("good", "Healthy", [])
@@ -50,14 +50,14 @@ def judge(status: Status, trouble: str = "", dropped: float = 0.0) -> Health:
 def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]:
     if status.unreachable:
         what = f"No new engine can connect: {status.unreachable}."
-        yield Concern(what, "Restart the server; engines that are connected go on until then.")
+        yield Concern(what, "Restart the server. Engines that are already connected keep working until then.")
     elif trouble:
         what = f"{trouble[0].upper()}{trouble[1:]}."
         yield Concern(what, "Run `kvdepot doctor` on its machine, which may be overloaded.")
     for tier in status.tiers:
         if tier.state != "up":
             advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."
-            yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'it fails'}.", advice)
+            yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'unknown error'}.", advice)
         elif _is_short_of_disk(tier):
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."
             yield Concern(what, "Free space on it, or lower `capacity_gib`: at its capacity, the tier evicts.")
@@ -67,15 +67,16 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
             yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure}.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(
-            f"{plural(corrupt, 'chunk')} failed their checksum since the start, and were recomputed.",
+            f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV.",
             _ADVICE["corrupt_chunks"],
         )
     if status.unrecorded_shards:
         what = f"{plural(status.unrecorded_shards, 'shard')} would not survive a restart: the record table is full."
         yield Concern(what, "Use larger chunks, or fewer models per server.")
     if dropped >= 1:
-        what = f"{plural(round(dropped), 'shard')} found no room in the last 5 minutes and were not stored."
-        yield Concern(what, _ADVICE["dropped_chunks"])
+        number = round(dropped)
+        what = f"{plural(number, 'shard')} {'was' if number == 1 else 'were'} dropped in the last 5 minutes"
+        yield Concern(f"{what}: memory was full.", _ADVICE["dropped_chunks"])
 
 
 def _is_short_of_disk(tier: TierStatus) -> bool:

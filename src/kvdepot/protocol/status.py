@@ -173,7 +173,7 @@ class TenantStatus(msgspec.Struct, frozen=True):
     have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
 
     used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
-    own. evicted_chunks: of its chunks, for whomever. capped_chunks: shards not stored because of its cap.
+    own. evicted_chunks: of its chunks, for stores of any tenant. capped_chunks: shards not stored because of its cap.
     disk_bytes: in local tiers, as of their last probe; None: there is no such tier, or it has no quota.
     """
 

@@ -144,7 +144,7 @@ def print_tables(plans: list[Plan]) -> None:
         if several := [(fleet, each) for fleet, _, each in found if fleet.hosts > 1]:
             hosts = {head: column for head, column in columns.items() if not head.startswith("in ")}
             requests: dict[str, Column] = {"requests": ("requests", lambda value: f"{value:,.0f}")}
-            out.print("The same per host, from the least to the most of one host:")
+            out.print("Per host, minimum to maximum:")
             out.print(_table(plan, requests | hosts, several, _least_and_most))
         out.print(_caption(plan), soft_wrap=True)
 
@@ -186,10 +186,10 @@ def _columns(plan: Plan) -> dict[str, Column]:
         columns |= {"in memory": ("memory_hit_rate", _share), "in the tier": ("tier_hit_rate", _share)}
     columns["hits"] = "hit_rate", _share
     if has_tier and plan.traffic.seconds:
-        columns["tier reads a day"] = "tier_read_bytes_per_day", _bytes
-        columns["tier writes a day"] = "tier_written_bytes_per_day", _bytes
+        columns["tier reads per day"] = "tier_read_bytes_per_day", _bytes
+        columns["tier writes per day"] = "tier_written_bytes_per_day", _bytes
     if plan.rates.prefill_tokens_per_s and plan.traffic.seconds:
-        columns["prefill saved a day"] = "prefill_saved_s_per_day", _duration
+        columns["prefill saved per day"] = "prefill_saved_s_per_day", _duration
     return columns
 
 
@@ -208,7 +208,7 @@ def _title(plan: Plan, name: str) -> str:
 
 
 def _caption(plan: Plan) -> str:
-    text = "Hits in % of block references, by memory of a host"
+    text = "Hit rate in % of block references, by host memory"
     if not plan.block_bytes:
         text += "; --kv-bytes-per-token shows it in GiB"
     if not plan.rates.prefill_tokens_per_s:

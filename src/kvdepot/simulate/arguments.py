@@ -104,7 +104,7 @@ def names(text: str, known: Collection[str], what: str) -> list[str]:
     found = split(text)
     for name in found:
         if name not in known:
-            raise ConfigError(f"no {what} is named {name!r}; available: {', '.join(known)}")
+            raise ConfigError(f"unknown {what} {name!r}; available: {', '.join(known)}")
     return found
 
 

@@ -117,7 +117,7 @@ def title(name: str, trace: Trace) -> str:
 
 
 def _caption(sweep: Sweep) -> str:
-    text = "Hits in % of block references, by room for blocks"
+    text = "Hit rate in % of block references, by capacity in blocks"
     return text if sweep.block_bytes else text + "; --kv-bytes-per-token shows it in GiB"
 
 
@@ -185,7 +185,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     axes.set_xticks(shown, [_tick(capacity, chart.block_bytes) for capacity in shown])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("room for blocks" + (f" of {tokens} tokens" if tokens else ""))
+    axes.set_xlabel("capacity in blocks" + (f" of {tokens} tokens" if tokens else ""))
     axes.set_ylabel("hit rate (% of block references)")
     axes.set_title(chart.title, fontsize=10)
     axes.grid(alpha=0.25)

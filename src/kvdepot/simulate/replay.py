@@ -67,7 +67,7 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
     elif policy in POLICIES:
         hits = _hits(trace, Index(Allocator(0, capacity_blocks * PAGE), POLICIES[policy]))
     else:
-        raise ConfigError(f"no policy is named {policy!r}; available: {', '.join((*POLICIES, *BOUNDS))}")
+        raise ConfigError(f"unknown policy {policy!r}; available: {', '.join((*POLICIES, *BOUNDS))}")
     return Result(policy, capacity_blocks, len(trace), len(trace.blocks), hits)
 
 

@@ -411,13 +411,13 @@ def preview(state: State, data: JSONBody[ForgetRequest]) -> admin.Preview:
 
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
-    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
+    """Remove chunks from memory and all tiers; returns how many from each. An error if some may remain."""
     _refuse_odd(data)
     with _change(state):
         said = admin.forget(_poll(state).client, data.model, data.salt)
         if left := admin.not_forgotten(said):
             done = "; ".join(f"{place}: {what} chunks" for place, what in said.items() if isinstance(what, int))
-            raise TierError(f"something may be left: {'; '.join(left)}; removed: {done}")
+            raise TierError(f"some chunks may remain: {'; '.join(left)}; removed: {done}")
         return said
 
 
@@ -425,7 +425,7 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
 def quota(state: State, data: JSONBody[QuotaRequest]) -> QuotaSet:
     """Give a tenant, or one cache salt of it, a quota until the server ends, or none; returns it."""
     if not (data.tenant or data.salt):
-        raise BadRequest("whose quota? Give `tenant`, `salt` or both")
+        raise BadRequest("give `tenant`, `salt` or both")
     share = data.quota
     with _change(state):
         asked = None if share is None else Quota(**msgspec.structs.asdict(share))

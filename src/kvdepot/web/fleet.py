@@ -86,7 +86,7 @@ class Fleet:
         self._lock = threading.Lock()  # held by the one thread that asks
         self._at = -_KEEP_S
         self._requests: list[Future[Depot] | None] = [None] * len(urls)  # the last one to each
-        self._others = [Depot(url, "wait", "Not asked yet") for url in urls]
+        self._others = [Depot(url, "wait", "Not polled yet") for url in urls]
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self._urls)} other depots>"
@@ -162,7 +162,7 @@ def _ask(url: str, token: str) -> Depot:
     except (OSError, http.client.HTTPException, ValueError) as exc:  # ValueError: what cannot be a host, path or token
         return Depot(url, "bad", f"Not reachable: {str(exc) or type(exc).__name__}"[:_MOST_REASON])
     if status == 401:
-        return Depot(url, "bad", "Refused: it has another token")
+        return Depot(url, "bad", "Refused: it has a different token")
     try:
         if status != 200:
             said = msgspec.json.decode(body, type=dict[str, str])
@@ -171,7 +171,7 @@ def _ask(url: str, token: str) -> Depot:
         return _depot(url, told, told.health or judge(told, told.trouble))
     except (msgspec.DecodeError, ValueError, RecursionError, ArithmeticError):
         # Also what is not UTF-8, is nested without end, or has numbers that no depot can have.
-        return Depot(url, "bad", f"No depot of this version (HTTP {status})")
+        return Depot(url, "bad", f"Not a depot of this version (HTTP {status})")
 
 
 def _get(url: str, token: str) -> tuple[int, bytes]:

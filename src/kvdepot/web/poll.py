@@ -58,7 +58,7 @@ class Poll:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.client = Client(url, self._context, key=key or "")
         self.history = History()
-        self.turn = Turn(0, None, "not asked yet")
+        self.turn = Turn(0, None, "not polled yet")
         """The latest turn. The thread replaces it as a whole; any thread may read it."""
         self.on_turn: Callable[[], None] = lambda: None
         """The thread calls this after each turn; it must neither block nor raise."""
@@ -68,7 +68,7 @@ class Poll:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Poll {self.client.server_url}: {self.trouble() or 'well'}>"
+        return f"<Poll {self.client.server_url}: {self.trouble() or 'healthy'}>"
 
     def trouble(self) -> str:
         """Why the server is unhealthy; empty if it is healthy. Anybody may read this; details are in the log only."""

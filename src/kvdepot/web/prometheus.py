@@ -112,7 +112,7 @@ def families(status: Status) -> Iterator[Metric]:
     if status.holds_s is not None:
         yield GaugeMetricFamily(
             "kvdepot_memory_holds_seconds",
-            "How long chunks that nobody used stayed in memory, lately.",
+            "Median idle time of recently evicted chunks.",
             status.holds_s,
         )
     yield from _counters(status)

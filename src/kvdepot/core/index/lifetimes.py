@@ -54,5 +54,5 @@ class Lifetimes:
             self._reuse.count(max(0, wall - chunk.used_s))
 
     def holds_s(self) -> float | None:
-        """How long chunks that nobody used stayed in memory, lately; None if none was evicted."""
+        """Median idle time of recently evicted chunks; None if none was evicted."""
         return float(statistics.median(self._recent)) if self._recent else None

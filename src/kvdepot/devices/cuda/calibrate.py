@@ -168,7 +168,7 @@ def describe(figures: Sequence[Figure]) -> list[str]:
             for size, way in choice[is_store]
         ]
         what = "stores" if is_store else "retrieves"
-        lines.append(f"{what} go by {', '.join(steps)}; one large copy {_peak(figures, is_store):.1f} GB/s")
+        lines.append(f"{what} use {', '.join(steps)}; one large copy {_peak(figures, is_store):.1f} GB/s")
     return lines
 
 

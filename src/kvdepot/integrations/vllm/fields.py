@@ -326,8 +326,9 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
     if vouched:
         return "vouched for"
     raise ConfigError(
-        f"kvdepot cannot tell what {path} does to KV: it is {type(value).__name__} {value!r:.80}. Name this version "
-        'of the model by "kvdepot.weights_revision" in kv_connector_extra_config, and change the name when it changes'
+        f"kvdepot cannot determine how {path} affects KV: it is {type(value).__name__} {value!r:.80}. Set "
+        '"kvdepot.weights_revision" in kv_connector_extra_config to a name for this version of the model, and change '
+        "the name whenever the model changes"
     )
 
 

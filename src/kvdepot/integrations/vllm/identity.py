@@ -238,6 +238,7 @@ def _has_text(value: object) -> bool:
 
 def _unknown(what: str) -> ConfigError:
     return ConfigError(
-        f"kvdepot cannot tell {what}. Name this version of the model by "
-        '"kvdepot.weights_revision" in kv_connector_extra_config, and change the name whenever the weights change'
+        f"kvdepot cannot determine {what}. Set "
+        '"kvdepot.weights_revision" in kv_connector_extra_config to a name for this version of the model, and change '
+        "the name whenever the weights change"
     )

@@ -107,7 +107,7 @@ class Adapters:
         if not is_same or _fields(lora) != seen.request:
             seen.parts = None
             log.warning(
-                "LoRA adapter %r is not cached until this engine is started again: its files changed since they were "
+                "LoRA adapter %r is not cached until this engine is restarted: its files changed since they were "
                 "first seen, or its id stands for two adapters",
                 lora.lora_name,
             )

@@ -440,7 +440,7 @@ class SchedulerHalf:
     def share_with_none(self) -> None:
         """The weights may differ from those on disk: from here on this engine's KV is its own."""
         self._epoch = secrets.token_hex(16)
-        log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
+        log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
 
     def shutdown(self) -> None:
         self._log_minute(time.monotonic(), ends=True)

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["Figures", "KVDepotMetrics", "KVDepotStats"]
 
 _COUNTED: Mapping[str, str] = {
-    "lookup_chunks": "Chunks of prompts that the depot was asked for.",
-    "hit_chunks": "Chunks of prompts that the depot had.",
-    "lookup_errors": "Lookups that failed, and count as misses.",
-    "retrieved_shards": "Shards that were loaded from the depot.",
-    "retrieved_bytes": "Bytes that were loaded from the depot.",
-    "retrieve_failed_shards": "Shards that could not be loaded, and were computed.",
-    "stored_shards": "Shards that were stored in the depot, or were there.",
-    "stored_bytes": "Bytes of the shards that were stored.",
-    "store_failed_shards": "Shards of stores that were dropped, in part at least.",
-    "uncached_requests": "Requests that were not cached because of an error, which the log has.",
-    "refused_hints": "Requests whose leases and the like were malformed; the log has the reason.",
-    "lease_errors": "Leases of requests, and ends of leases, that failed or that the server refused.",
+    "lookup_chunks": "Chunks looked up in the depot.",
+    "hit_chunks": "Chunks found in the depot.",
+    "lookup_errors": "Lookups that failed and counted as misses.",
+    "retrieved_shards": "Shards loaded from the depot.",
+    "retrieved_bytes": "Bytes loaded from the depot.",
+    "retrieve_failed_shards": "Shards that failed to load and were recomputed.",
+    "stored_shards": "Shards stored, or already in the depot.",
+    "stored_bytes": "Bytes of stored shards.",
+    "store_failed_shards": "Shards of stores that were dropped, at least in part.",
+    "uncached_requests": "Requests not cached because of an error; the log has the reason.",
+    "refused_hints": "Requests with malformed hints; the log has the reason.",
+    "lease_errors": "Leases of requests, and ends of leases, that failed or were refused.",
 }
 _TIMED: Mapping[str, str] = {
-    "lookup_seconds": "Time from a lookup to the scheduler's taking its answer.",
-    "retrieve_seconds": "Time from the order to load to its end, as the worker sees it.",
-    "store_seconds": "Time from the order to store to its end, as the worker sees it.",
+    "lookup_seconds": "Duration of a lookup, as the scheduler sees it.",
+    "retrieve_seconds": "Duration of a load, as the worker sees it.",
+    "store_seconds": "Duration of a store, as the worker sees it.",
 }
 
 

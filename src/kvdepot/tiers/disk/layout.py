@@ -1,6 +1,6 @@
 """Where the disk tier's files are in its directory, and system calls on them. No state.
 
-    kvdepot.lock        whoever holds its lock owns the directory
+    kvdepot.lock        the holder of its lock owns the directory
     tmp/                files being written: renamed when they are complete, removed by the next server's start
     trash/              forgotten namespaces, until they are removed
     quarantine/         the last few corrupt objects, for inspection

@@ -9,7 +9,7 @@ mooncake-transfer-engine-non-cuda; Debian: libibverbs1 librdmacm1 libnuma1 libcu
 
 Bytes move directly between segments and the caller's buffers. With TCP, any memory will do, and the arena is **not**
 registered: the client listens on all of the host's addresses, authenticates nobody, and lets anyone read and write all
-registered memory. So whoever reaches that port can change this host's segment (the checksum in each object detects
+registered memory. So anyone who reaches that port can change this host's segment (the checksum in each object detects
 that; `key_file` also keeps it secret), but not the arena. With RDMA, the memory of `attach` is registered, and bytes
 elsewhere are staged. RDMA needs `device`: without one, the library silently falls back to TCP.
 

@@ -96,7 +96,7 @@ class Staging:
         self._tally = tally
         self._lock = threading.Lock()
         self._area = np.zeros(0, np.uint8)
-        """Used by whoever holds _lock."""
+        """Used only with _lock held."""
 
     @contextmanager
     def staged(self, objects: list[PoolObject]) -> Iterator[list[PoolObject]]:

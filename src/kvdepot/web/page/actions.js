@@ -8,7 +8,7 @@ const LIKE_A_HASH = /^[0-9a-f]{64}$/i;
 const ALL = "";
 /** Delay after the last key before a preview is requested. */
 const PAUSE_MS = 300;
-const PREVIEW = "Show what would go";
+const PREVIEW = "Show what would be removed";
 
 /** An entry that the server would refuse, as a sentence. */
 class Wrong extends Error {}
@@ -33,7 +33,7 @@ const FIELDS = {
     make(
       "select",
       {},
-      ...[["it is ended", 0], ["10 minutes from now", 600], ["an hour from now", 3600], ["a day from now", 86_400]].map(
+      ...[["unpinned", 0], ["10 minutes from now", 600], ["an hour from now", 3600], ["a day from now", 86_400]].map(
         ([text, value]) => make("option", { value }, text),
       ),
     ),
@@ -76,7 +76,7 @@ const ACTIONS = {
     what: (of, status) => {
       const lease = status.leases.find((each) => each.name === of);
       const size = lease ? `${count(lease.chunks)} chunks (${bytes(lease.bytes)})` : "chunks";
-      return `Its ${size} stay in memory until their turn to be evicted. Whoever began the lease is not told.`;
+      return `Its ${size} stay in memory until their turn to be evicted. The client that started the lease is not notified.`;
     },
     verb: "End the lease",
     fields: [],
@@ -86,7 +86,7 @@ const ACTIONS = {
   },
   forget: {
     title: () => "Forget chunks",
-    what: () => "They are removed from memory and from every tier, for good. Depots that share a tier lose them, too. Engines go on, and recompute what they need.",
+    what: () => "They are removed permanently from memory and from every tier. Depots that share a tier lose them, too. Engines keep running, and recompute what they need.",
     verb: "Forget",
     isHarmful: true,
     fields: ["models", "salt"],
@@ -157,7 +157,7 @@ async function change(path, body) {
       askToken(true);
       current.inputs.token.value = "";
       current.inputs.token.focus();
-      throw new Wrong(typed ? "Wrong token." : "This needs the token.");
+      throw new Wrong(typed ? "Wrong token." : "This requires the token.");
     }
     throw problem;
   }
@@ -177,7 +177,7 @@ async function preview() {
     if (mine !== asked || !dialog.open) return;
     const tiers = Object.entries(seen.tiers).map(([place, tier]) => {
       const known = [tier.objects_at_most !== null && `${count(tier.objects_at_most)} objects`, tier.bytes_at_most !== null && bytes(tier.bytes_at_most)];
-      return [place, known.some(Boolean) ? `at most ${known.filter(Boolean).join(", ")}` : "it does not say how much it has"];
+      return [place, known.some(Boolean) ? `at most ${known.filter(Boolean).join(", ")}` : "unknown (not reported by the tier)"];
     });
     const places = [["Memory", `${count(seen.memory.chunks)} chunks, ${bytes(seen.memory.bytes)}`], ...tiers];
     $("action-effect").replaceChildren(

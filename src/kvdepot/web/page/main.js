@@ -149,7 +149,7 @@ class Side {
       this.#isGone = this.#show(await ask(this.#path)) === false;
     } catch (problem) {
       if (problem instanceof Refusal && problem.status === 404) this.#isGone = true;
-      // else it is requested again; whether the server works is told by its status
+      // else it is requested again; the status shows whether the server works
     }
   }
 }

@@ -68,7 +68,7 @@ export function showGain(status) {
   bar($("hit-bar"), rate, share(rate));
   $("hit-mark").hidden = most === null;
   if (most !== null) $("hit-mark").style.insetInlineStart = `${100 * Math.min(most, 1)}%`;
-  const parts = [`of ${count(headline.asked_tokens)} asked`];
+  const parts = [`of ${count(headline.asked_tokens)} prompt tokens`];
   if (headline.found_tokens) parts.push(`${share(shareOf(headline, headline.found_tokens))} found here`);
   if (most !== null) parts.push(`upper bound (infinite cache) ${share(most)}`);
   say($("hit-ceiling"), headline.asked_tokens ? parts.join("; ") : "Nothing has been looked up yet.");

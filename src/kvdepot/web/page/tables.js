@@ -24,8 +24,8 @@ const actionCell = (action, label, about) => (cell, item) => {
 export function showFleet({ depots, total }, name) {
   $("fleet-part").hidden = depots.length < 2;
   if (depots.length < 2) return;
-  const working = depots.filter((depot) => depot.load).length;
-  say($("fleet-count"), `${working} of ${depots.length} depots work`);
+  const reachable = depots.filter((depot) => depot.load).length;
+  say($("fleet-count"), `${reachable} of ${depots.length} depots reachable`);
   const load = (text) => (depot) => (depot.load ? text(depot.load) : none);
   const columns = [
     ["name", null, (depot) => depot.url || "this page", (cell, depot) => depotCell(cell, depot, name)],
@@ -45,7 +45,7 @@ export function showFleet({ depots, total }, name) {
   ];
   rows($("fleet"), depots, (depot) => depot.url, columns);
   const sum = { url: "sum", headline: "", level: "wait", version: "", uptime_s: 0, load: total };
-  const ofSum = columns.map((column, i) => (i < 2 ? [column[0], () => (i ? "" : `Together, ${working}`)] : column));
+  const ofSum = columns.map((column, i) => (i < 2 ? [column[0], () => (i ? "" : `Total (${reachable})`)] : column));
   rows($("fleet"), [sum], () => "sum", ofSum, $("fleet").tFoot);
 }
 
@@ -158,7 +158,7 @@ export function showEvents(status) {
   const events = [...status.events].reverse();
   $("events-none").hidden = events.length > 0;
   $("events").parentElement.hidden = events.length === 0;
-  say($("events-latest"), events.length ? `the last at ${format.moment(events[0].wall_s, status.wall_s)}` : "none");
+  say($("events-latest"), events.length ? `latest at ${format.moment(events[0].wall_s, status.wall_s)}` : "none");
   list(
     $("events"),
     events,
@@ -234,7 +234,7 @@ export function showDetails(status) {
   $("devices-part").hidden = !status.devices.length;
   rows($("devices"), status.devices, (device) => device.uuid, [
     ["", (device) => device.name, (device) => device.uuid],
-    ["", (device) => device.failure || "working"],
+    ["", (device) => device.failure || "healthy"],
     ["num", (device) => count(device.registrations)],
     ["num", (device) => bytes(device.context_bytes)],
     ["num", (device) => bytes(device.staging_bytes)],
