@@ -21,6 +21,7 @@ from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
+from kvdepot.values import plural
 
 __all__ = [
     "LOST",
@@ -188,15 +189,11 @@ def _windows(now: Status) -> list[Reuse]:
 def _state(now: Status) -> Text:
     state = ("working, with warnings", "yellow") if _warnings(now) else ("working", "green")
     workers = sum(bool(engine.ranks) for engine in now.engines)
-    who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
-    who += f", {_many(workers, 'worker')}"
+    who = f"{plural(now.clients, 'client')}, {plural(len(now.engines) - workers, 'scheduler')}"
+    who += f", {plural(workers, 'worker')}"
     if now.engine_count > len(now.engines):
         who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}{'s' * (number != 1)}"
 
 
 def _memory(now: Status) -> Text:

@@ -151,7 +151,7 @@ class Report:
             stored_bytes=depot.transfers.stored_bytes,
             retrieved_bytes=depot.transfers.retrieved_bytes,
             cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
-            saved=Saved(tokens.reused, depot.usages.prefill_s),
+            saved=Saved(tokens.reused, depot.usages.saved_s.sum),
             asked_tokens=tokens.asked,
             tokens=tokens,
             usage=depot.usages.by_tenant(tenant),

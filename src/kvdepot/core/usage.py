@@ -87,8 +87,7 @@ class Usages:
         self.total = _Sum()
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
-        self.prefill_s = 0.0  # that engines report to have saved
-        self._prefill_tokens = 0  # that they report to have saved
+        self._saved_tokens = 0  # as engines report, unlike those of `total`
         self._infinite_cache = InfiniteCache(0.0)
         self._most_models, self._most_tenants = models, tenants
         self._by_tenant = _Sums((OTHERS, ""))
@@ -107,7 +106,7 @@ class Usages:
     @property
     def token_s(self) -> float:
         """Prefill time per token that engines report to have saved; 0.0: none has reported any."""
-        return self.prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+        return self.saved_s.sum / self._saved_tokens if self._saved_tokens else 0.0
 
     def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
         """Count a lookup together with what it found, in chunks, so that both fall into the same window.
@@ -132,8 +131,7 @@ class Usages:
         if asked.tokens or request.saved_tokens:
             model = request.model or client.model
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
-        self._prefill_tokens += request.saved_tokens
-        self.prefill_s += request.saved_s
+        self._saved_tokens += request.saved_tokens
         if request.saved_s:
             self.saved_s.count(request.saved_s)
 
