@@ -4,15 +4,10 @@ Ten chats share a system prompt. Each turn submits all their prompts at once to 
 half of them and which runs four at a time, so most prompts wait, and most reused tokens come from the depot. It counts
 tokens, not seconds: those scheduled within a prompt, including repetitions after failed loads and preemptions. Prompts
 follow from a seed and the engine's answers, so two runs with the same answers have the same prompts.
-
-    python chats.py MODEL_DIR KV_TRANSFER_JSON      one engine, which takes commands on its stdin
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
 import threading
 import time
@@ -24,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import zmq
-from common import EngineProcess, Scale, Serve, say
-from comparison.engine import write_model
+from common import Scale, Serve, say, transfer_config
+from comparison.engine import CONFIG, Engine, kv_bytes, write_model
 from report import Figure, at_most
 
-__all__ = ["KV_BYTES", "MODEL", "ChatEngine", "Outcome", "converse", "depot", "run"]
+__all__ = ["BLOCKS", "MODEL", "Outcome", "converse", "run"]
 
-KV_BYTES = 6 * 2 * 4 * 64 * 4
-"""Bytes of KV per token: keys and values of 6 layers, 4 heads of 64 numbers in float32."""
+MODEL: dict[str, Any] = {**CONFIG, "num_key_value_heads": 4}
+BLOCKS = 190
+"""Of the engine's own cache, of 128 tokens each."""
 _SYSTEM_TOKENS = 1024
 _USER_TOKENS = (600, 1200)
 """Minimum and maximum length of a user's message."""
@@ -39,24 +35,6 @@ _ANSWER_TOKENS = 32
 _ARENA_GIB = 1.0
 """Enough for everything: ten chats of four turns have 0.4 GiB of KV."""
 _KILL_EVERY_S = 5.0
-MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 1000,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
@@ -64,15 +42,15 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
         folder = write_model(Path(name), MODEL)
         say("chats: a server that is not killed")
-        with _Restarting() as server, ChatEngine(folder, depot(server.url)) as engine:
+        with _Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
             undisturbed = converse(engine, scale.chats, scale.turns)
         say("chats: a server that is killed as each turn's prompts arrive")
-        with _Restarting() as server, ChatEngine(folder, depot(server.url)) as engine:
+        with _Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
             arriving = converse(engine, scale.chats, scale.turns, server.restart)
         say(f"chats: a server that is killed every {_KILL_EVERY_S:g} s")
         with (
             _Restarting() as server,
-            ChatEngine(folder, depot(server.url)) as engine,
+            Engine(folder, transfer_config(server.url), BLOCKS) as engine,
             server.restarted_every(_KILL_EVERY_S),
         ):
             often = converse(engine, scale.chats, scale.turns)
@@ -82,7 +60,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     notes.append(
         f"chats: {undisturbed.seconds:.0f} s undisturbed, {arriving.seconds:.0f} s with a kill a turn, "
         f"{often.seconds:.0f} s with one every {_KILL_EVERY_S:g} s; {undisturbed.prompt_tokens} prompt tokens in all, "
-        f"{undisturbed.prompt_tokens * KV_BYTES / 2**30:.2f} GiB of KV; answers were the same"
+        f"{undisturbed.prompt_tokens * kv_bytes(MODEL) / 2**30:.2f} GiB of KV; answers were the same"
     )
     floor = [undisturbed.computed]
     return [
@@ -92,15 +70,6 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 # -- the depot
-
-
-def depot(url: str) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for a kvdepot server."""
-    return {
-        "kv_connector": "KVDepotConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvdepot.url": url},
-    }
 
 
 class _Restarting:
@@ -161,7 +130,7 @@ class Outcome:
     """By turn and chat."""
 
 
-def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[], None] = lambda: None) -> Outcome:
+def converse(engine: Engine, chats: int, turns: int, before_turn: Callable[[], None] = lambda: None) -> Outcome:
     """Run `chats` chats of `turns` turns; a turn's prompts are submitted together when the previous turn is over.
 
     before_turn: called right before a turn's prompts are submitted, from the second turn on.
@@ -180,7 +149,7 @@ def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[
         if turn:
             before_turn()
         begun = time.monotonic()
-        computed, answers = engine.submit(prompts)
+        computed, answers = engine.batch(prompts, _ANSWER_TOKENS)
         outcome.seconds += time.monotonic() - begun
         outcome.by_turn.append(computed)
         outcome.answers.append(answers)
@@ -189,90 +158,3 @@ def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[
             prompt += answer
     outcome.computed = sum(outcome.by_turn)
     return outcome
-
-
-class ChatEngine(EngineProcess):
-    """One engine with a small cache of its own; a context manager."""
-
-    def __init__(self, folder: Path, transfer: dict[str, Any] | None) -> None:
-        """transfer: vLLM's `kv_transfer_config`; None: no connector."""
-        super().__init__(__file__, str(folder), json.dumps(transfer))
-
-    def __enter__(self) -> ChatEngine:
-        self.hear()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def submit(self, prompts: list[list[int]]) -> tuple[int, list[list[int]]]:
-        """Run these prompts; returns the prompt tokens computed for all of them, and the answers. Blocks."""
-        computed, answers = self.ask(["submit", prompts])
-        return computed, answers
-
-
-# -- the engine's process
-
-
-def _serve(folder: str, transfer: dict[str, Any] | None) -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints
-
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=folder,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=8192,
-        max_num_seqs=4,
-        max_num_batched_tokens=2048,
-        num_gpu_blocks_override=190,
-        disable_log_stats=True,
-        **({"kv_transfer_config": transfer} if transfer else {}),
-    )
-    params = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
-    computed = serial = 0
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal computed
-        step = schedule(*arguments, **options)
-        for request_id, tokens in step.num_scheduled_tokens.items():
-            request = scheduler.requests[request_id]
-            end = request.num_computed_tokens  # vLLM has added this step's already
-            computed += max(0, min(end, request.num_prompt_tokens) - min(end - tokens, request.num_prompt_tokens))
-        return step
-
-    scheduler.schedule = counted
-
-    def submit(prompts: list[list[int]]) -> tuple[int, list[list[int]]]:
-        nonlocal computed, serial
-        computed = 0
-        answers: dict[str, list[int]] = {}
-        ids = [f"chat-{serial + i}" for i in range(len(prompts))]
-        serial += len(prompts)
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-        by_id = {
-            request_id.rsplit("-", 1)[0] if request_id not in ids else request_id: answer
-            for request_id, answer in answers.items()
-        }
-        return computed, [by_id[request_id] for request_id in ids]
-
-    print(json.dumps("ready"), file=replies, flush=True)
-    for line in sys.stdin:
-        (_, prompts) = json.loads(line)
-        print(json.dumps(submit(prompts)), file=replies, flush=True)
-    engine.engine_core.shutdown()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1], json.loads(sys.argv[2]))

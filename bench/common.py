@@ -22,7 +22,7 @@ from kvdepot.client import MessageQueueClient
 
 __all__ = [
     "READY_S", "SHM", "TINY", "Echo", "EngineProcess", "Peer", "Scale", "Serve", "free_port", "listening",
-    "listening_at", "new_url", "say",
+    "listening_at", "mappings", "new_url", "say", "transfer_config", "wait_or_kill",
 ]  # fmt: skip
 
 SHM = Path("/dev/shm")
@@ -188,6 +188,35 @@ def listening_at(port: int, process: subprocess.Popen[bytes] | None = None) -> N
             time.sleep(0.02)
 
 
+def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Wait until a process has ended that was told to; kill it after a timeout."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def mappings(pid: int, field: str) -> Iterator[tuple[str, int]]:
+    """Of each mapping of a process: the line of `smaps` that begins it, and a field of it, such as Rss, in bytes."""
+    head = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):  # "7f..-7f.. rw-s ... /dev/shm/name" begins a mapping
+            head = line
+        elif first == f"{field}:":
+            yield head, int(line.split()[1]) * 1024
+
+
+def transfer_config(url: str, role: str = "kv_both") -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for the kvdepot server at `url`."""
+    return {
+        "kv_connector": "KVDepotConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"kvdepot.url": url},
+    }
+
+
 class Serve:
     """A `kvdepot serve` process with an arena of its own."""
 
@@ -235,15 +264,8 @@ class Serve:
 
     def resident_bytes(self) -> int:
         """Resident memory of the process without its arena."""
-        total = 0
-        counted = True
-        for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
-            first = line.split(maxsplit=1)[0]
-            if not first.endswith(":"):  # "7f..-7f.. rw-s ... /dev/shm/name" begins a mapping
-                counted = str(SHM / self.arena) not in line
-            elif first == "Rss:" and counted:
-                total += int(line.split()[1]) * 1024
-        return total
+        arena = str(SHM / self.arena)
+        return sum(size for head, size in mappings(self.process.pid, "Rss") if arena not in head)
 
     def kill(self) -> None:
         """kill -9, without cleaning up."""
@@ -254,11 +276,7 @@ class Serve:
     def close(self) -> None:
         """Stop it, and remove its files if it left any."""
         self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        wait_or_kill(self.process, 20)
         self._log.seek(0)
         if self.process.returncode:
             sys.stderr.write(self._log.read())
@@ -295,11 +313,7 @@ class Peer:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 5)
         self._process.stdout.close()
 
 
@@ -363,10 +377,6 @@ class EngineProcess:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 30)
         self._process.stdout.close()
         self._log.close()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import say
-from comparison.engine import KV_BYTES, write_model
+from comparison.engine import kv_bytes, write_model
 from comparison.results import markdown, summary, tables
 from comparison.run import FULL, PARTS, TINY, Workloads, run_round
 from comparison.systems import BASELINE, SYSTEMS, installed
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = tables(found, names)
     _print(shown)
     args.out.mkdir(parents=True, exist_ok=True)
-    written = {"machine": machine, "kv_bytes_per_token": KV_BYTES, "figures": found, "rounds": rounds}
+    written = {"machine": machine, "kv_bytes_per_token": kv_bytes(), "figures": found, "rounds": rounds}
     (args.out / "compare.json").write_text(json.dumps(written) + "\n")
     lines = [*machine, "", *(f"### {title}\n{markdown(table)}\n" for title, table in shown.items())]
     (args.out / "compare.md").write_text("\n".join(lines))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from common import EngineProcess, Scale, Serve, say
+from common import EngineProcess, Scale, Serve, say, transfer_config
 from report import Figure, at_least, at_most
 
 from kvdepot.client import MessageQueueClient
@@ -344,11 +344,6 @@ def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
 
     from vllm import LLM, SamplingParams
 
-    transfer: dict[str, Any] = {
-        "kv_connector": "KVDepotConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"kvdepot.url": url},
-    }
     llm = LLM(
         model=folder,
         load_format="dummy",
@@ -359,7 +354,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
         max_model_len=tokens + 256,
         max_num_seqs=4,
         max_num_batched_tokens=2048,
-        **({"kv_transfer_config": transfer} if url else {}),
+        **({"kv_transfer_config": transfer_config(url, role)} if url else {}),
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
     decoding = SamplingParams(max_tokens=_DECODED_TOKENS, temperature=0, detokenize=False, ignore_eos=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from chats import KV_BYTES, MODEL, ChatEngine, Outcome, converse, depot
-from common import Scale, Serve, say
-from comparison.engine import write_model
+from chats import BLOCKS, MODEL, Outcome, converse
+from common import Scale, Serve, say, transfer_config
+from comparison.engine import Engine, kv_bytes, write_model
 from report import Figure, at_most
 
 __all__ = ["run"]
@@ -30,8 +30,9 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         roomy = _converse(folder, _ROOM_GIB, scale)
         say(f"pressure: {_SMALL_GIB} GiB")
         pressed = _converse(folder, _SMALL_GIB, scale)
+    kv_gib = roomy.prompt_tokens * kv_bytes(MODEL) / 2**30
     notes.append(
-        f"pressure: {roomy.prompt_tokens * KV_BYTES / 2**30:.2f} GiB of KV; computed by turn {roomy.by_turn} with "
+        f"pressure: {kv_gib:.2f} GiB of KV; computed by turn {roomy.by_turn} with "
         f"{_ROOM_GIB:g} GiB, {pressed.by_turn} with {_SMALL_GIB:g} GiB"
     )
     computed, floor = [pressed.computed], [roomy.computed]
@@ -43,7 +44,7 @@ def _converse(folder: Path, arena_gib: float, scale: Scale) -> Outcome:
     context: zmq.Context[Any] = zmq.Context()
     try:
         server.wait_populated(context)
-        with ChatEngine(folder, depot(server.url)) as engine:
+        with Engine(folder, transfer_config(server.url), BLOCKS) as engine:
             return converse(engine, scale.chats, scale.turns)
     finally:
         server.close()

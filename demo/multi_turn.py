@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
 
+from common import transfer_config
 from comparison.engine import Engine, write_model
 from comparison.results import answers, percentile, turns
 from comparison.workloads import Chats, Workload
@@ -56,17 +57,12 @@ class Compared:
 
 def measure(url: str, chats: Chats = CHATS, blocks: int = BLOCKS) -> Compared:
     """Serve the chats by an engine without the depot, then by one with the depot at `url`. Blocks."""
-    transfer = {
-        "kv_connector": "KVDepotConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvdepot.url": url},
-    }
     compared = Compared()
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
         model = write_model(Path(name))
         # A running server may know the chats of earlier demos: these are new.
         workload: Workload = Chats(**{**vars(chats), "seed": time.time_ns()}).requests()
-        for key, config in ((WITHOUT, None), (WITH, transfer)):
+        for key, config in ((WITHOUT, None), (WITH, transfer_config(url))):
             print(f"chats {NAMES[key]}", flush=True)
             with Engine(model, config, blocks) as engine:
                 engine.prompt(time.time_ns() % 2**32, 2065, 1)  # an engine's first steps are slower

@@ -12,7 +12,7 @@ from common import EngineProcess
 
 from comparison.workloads import VOCABULARY, Workload
 
-__all__ = ["CONFIG", "KV_BYTES", "Engine", "write_model"]
+__all__ = ["CONFIG", "Engine", "kv_bytes", "write_model"]
 
 _SCRIPT = Path(__file__).with_name("served.py")
 CONFIG: dict[str, Any] = {
@@ -33,8 +33,12 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-KV_BYTES = 6 * 2 * 8 * 64 * 4
-"""Of KV per token: keys and values of 6 layers, 8 heads of 64 numbers in float32."""
+
+
+def kv_bytes(config: dict[str, Any] = CONFIG) -> int:
+    """Bytes of KV per token: keys and values, in float32."""
+    numbers: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 4 * numbers
 
 
 def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
@@ -88,6 +92,13 @@ class Engine(EngineProcess):
         """Run prompt number `number` of `tokens` tokens in each way: see served.py. Blocks."""
         found: dict[str, Any] = self.ask(["prompt", number, tokens, loads])
         return found
+
+    def batch(self, prompts: list[list[int]], answer: int) -> tuple[int, list[list[int]]]:
+        """Run prompts at once; returns the prompt tokens computed for all of them, and their answers, of `answer`
+        tokens each. Blocks.
+        """
+        computed, answers = self.ask(["batch", prompts, answer])
+        return computed, answers
 
     def serve(self, workload: Workload) -> dict[str, Any]:
         """Serve a workload; returns its length in seconds, the prompt tokens computed, and each request."""

@@ -78,6 +78,17 @@ class _Served:
             "lookup_s": list(self._lookups),
         }
 
+    def batch(self, prompts: list[list[int]], answer: int) -> tuple[int, list[list[int]]]:
+        """Run prompts at once, and use what the engine's own cache has; see Engine.batch."""
+        self._computed = 0
+        keys = [self._add(prompt, answer) for prompt in prompts]
+        answers: dict[str, list[int]] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    answers[_key(output.request_id)] = list(output.outputs[0].token_ids)
+        return self._computed, [answers[key] for key in keys]
+
     def serve(self, workload: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """Serve clients that wait for each answer before they go on."""
         self._reset()
@@ -192,11 +203,11 @@ def _main(folder: str, transfer: dict[str, Any] | None, blocks: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints
     served = _Served(folder, transfer, blocks)
+    commands = {"prompt": served.prompt, "batch": served.batch, "serve": served.serve}
     print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
-        answer = served.prompt(*arguments) if command == "prompt" else served.serve(*arguments)
-        print(json.dumps(answer), file=replies, flush=True)
+        print(json.dumps(commands[command](*arguments)), file=replies, flush=True)
     served.close()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from common import READY_S, SHM, Serve, free_port, say
+from common import READY_S, SHM, Serve, free_port, mappings, say, transfer_config, wait_or_kill
 
 __all__ = ["BASELINE", "SYSTEMS", "Running", "System", "installed", "resident_bytes"]
 
@@ -75,11 +75,7 @@ def _kvdepot(gib: int) -> Iterator[Running]:
         start_s = server.wait_first_answer(context)
         server.wait_populated(context)
         yield Running(
-            {
-                "kv_connector": "KVDepotConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvdepot.url": server.url},
-            },
+            transfer_config(server.url),
             start_s=start_s,
             resident_bytes=resident_bytes(server.process.pid, gib << 30),
         )
@@ -143,11 +139,7 @@ def _lmcache(mode: str, shared: bool) -> Callable[[int], contextlib.AbstractCont
                 raise
             finally:
                 process.terminate()
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                wait_or_kill(process, 20)
                 (SHM / f"lmcache_l1_pool_{name}").unlink(missing_ok=True)
 
     return start
@@ -170,14 +162,10 @@ def resident_bytes(pid: int, kv_bytes: int) -> int:
     total = 0
     for each in [pid, *_descendants(pid)]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            counted = True
-            for line in Path(f"/proc/{each}/smaps").read_text().splitlines():
-                first = line.split(maxsplit=1)[0]
-                if not first.endswith(":"):  # "7f..-7f.. rw-s ... /dev/shm/name" begins a mapping
-                    begin, end = (int(address, 16) for address in first.split("-"))
-                    counted = " /dev/shm/" not in line and end - begin < kv_bytes
-                elif first == "Pss:" and counted:
-                    total += int(line.split()[1]) * 1024
+            for head, size in mappings(each, "Pss"):
+                begin, end = (int(address, 16) for address in head.split(maxsplit=1)[0].split("-"))
+                if " /dev/shm/" not in head and end - begin < kv_bytes:
+                    total += size
     return total
 
 

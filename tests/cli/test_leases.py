@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import run, terminal
-from tests.client.engine import CHUNK, Engine
+from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
 from tests.conftest import Depot, StartDepot, eventually
 from tests.server.process import kill
 
@@ -26,10 +26,8 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(depot: Depot) -> Iterator[Engine]:
     """An engine that has stored one chunk, and pins nothing."""
-    engine = Engine(depot)
-    engine.store([1] * CHUNK, [0, 1, 2, 3])
-    yield engine
-    engine.close()
+    with engine_with_a_chunk(depot) as engine:
+        yield engine
 
 
 def chunks_of(depot: Depot, engine: Engine) -> int:
@@ -93,9 +91,8 @@ def test_wrong_usage_is_refused_with_the_reason(words: list[str], said: str, tmp
 def test_leases_end_with_their_server_and_their_chunks_stay(start_depot: StartDepot, file: Path) -> None:
     """Also those of clients that are gone by then."""
     depot = start_depot(name=f"leases-{uuid.uuid4().hex[:8]}")
-    engine = Engine(depot)
-    engine.store([1] * CHUNK, [0, 1, 2, 3])
-    engine.close()
+    with engine_with_a_chunk(depot) as engine:
+        pass
     which = ("--tokens", file, "--model", engine.model)
     assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
     before = json.loads(run("leases", "--url", depot.url, "--json").stdout)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import run
-from tests.client.engine import CHUNK, Engine
+from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
 pytestmark = pytest.mark.faults
@@ -51,10 +51,8 @@ def clients(depot: Depot) -> int:
 @pytest.fixture
 def engine(served: Depot) -> Iterator[Engine]:
     """An engine that has stored one chunk."""
-    engine = Engine(served)
-    engine.store([1] * CHUNK, [0, 1, 2, 3])
-    yield engine
-    engine.close()
+    with engine_with_a_chunk(served) as engine:
+        yield engine
 
 
 def test_one_shot_commands_leave_no_line(served: Depot, engine: Engine, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -62,6 +64,15 @@ class Engine:
     def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+
+@contextmanager
+def engine_with_a_chunk(depot: Depot) -> Iterator[Engine]:
+    """An engine that has stored one chunk, of tokens 1, and pins nothing."""
+    engine = Engine(depot)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    yield engine
+    engine.close()
 
 
 def works(depot: Depot) -> bool:

@@ -297,7 +297,7 @@ def test_the_pins_of_a_request_go_once_every_rank_has_retrieved_every_part_that_
         request = retrieve(chain, instance_of(HYBRID, group, rank), world_size=2, rank=rank, first=first)
         assert desk.ask(b"one", request) == [True] * (3 - first)
     assert desk.index.held == 0 and desk.depot.status().engines[0].pinned_chunks == 0
-    assert desk.depot.tokens.reused == 3
+    assert desk.depot.usages.tokens.reused == 3
     desk.assert_empty()
 
 
@@ -309,7 +309,7 @@ def test_what_not_all_ranks_have_retrieved_counts_as_reused_by_none(desk: Desk) 
     assert desk.ask(b"one", asked) == 3
     assert desk.ask(b"one", retrieve(chain, 1, world_size=2, end=1)) == [True]
     desk.ask(b"one", wire.EndSession("r"))
-    assert desk.depot.tokens.reused == 0 and desk.index.held == 0
+    assert desk.depot.usages.tokens.reused == 0 and desk.index.held == 0
 
 
 def test_a_part_that_is_lost_after_the_lookup_is_a_failed_retrieve_of_that_part(desk: Desk) -> None:
@@ -447,16 +447,16 @@ def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Des
     longer = prompt("a", 5)
     assert desk.ask(b"one", msgspec.structs.replace(lookup(longer), chunk_tokens=34)) == 3
     assert desk.ask(b"one", lookup(other, model="n", request="r2")) == 2
-    assert desk.depot.tokens.asked == 5 * 34 + 2
+    assert desk.depot.usages.tokens.asked == 5 * 34 + 2
     told = {each.model: (each.lookup_chunks, each.hit_chunks) for each in desk.depot.status().namespaces}
     assert told == {"m": (5, 3), "n": (2, 2)}
     # Reused is what came back of all groups.
     assert desk.ask(b"one", retrieve(mine, instance_of(HYBRID, 0))) == [True] * 3
-    assert desk.depot.tokens.reused == 0
+    assert desk.depot.usages.tokens.reused == 0
     assert desk.ask(b"one", retrieve(mine, instance_of(HYBRID, 1), first=1)) == [True] * 2
-    assert desk.depot.tokens.reused == 3 * 34
+    assert desk.depot.usages.tokens.reused == 3 * 34
     assert desk.ask(b"one", retrieve(other, 8, model="n", request="r2")) == [True] * 2
-    assert desk.depot.tokens.reused == 3 * 34 + 2
+    assert desk.depot.usages.tokens.reused == 3 * 34 + 2
     desk.assert_empty()
 
 

@@ -68,13 +68,13 @@ def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     return print_count(pinned, len(prompt), "pinned", as_json)
 
 
-def print_count(count: int, chunks: int, done: str, as_json: bool) -> int:
+def print_count(number: int, chunks: int, done: str, as_json: bool) -> int:
     """Print how many of a prompt's chunks are `done`, a word of the output; returns the exit code."""
     if as_json:
-        print_json({"chunks": chunks, done: count})
+        print_json({"chunks": chunks, done: number})
     else:
-        print(f"{count} of {chunks} chunks are {done.replace('_', ' ')}", flush=True)
-    return 0 if count == chunks else 1
+        print(f"{number} of {chunks} chunks are {done.replace('_', ' ')}", flush=True)
+    return 0 if number == chunks else 1
 
 
 @click.command()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -15,19 +16,36 @@ from kvdepot.errors import ConfigError
 from kvdepot.values import parse_size
 
 if TYPE_CHECKING:
+    from kvdepot.client.socket import Client
     from kvdepot.protocol.quotas import Quota
     from kvdepot.protocol.status import Status, TenantStatus
 
 __all__ = ["quota"]
 
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+
+def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return int(parse_size(text))
+    except ValueError as exc:
+        raise ConfigError(f"{option.opts[0]}: {exc}: write 64GiB or 512MiB, say") from exc
+
+
+def _size(flag: str, field: str, meaning: str) -> Callable[[_Decorated], _Decorated]:
+    """An option for a number of bytes, with or without a unit; it goes by the name of its field in Quota."""
+    return click.option(flag, field, metavar="SIZE", callback=_bytes, help=meaning)
+
 
 @click.command()
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--salt", default="", metavar="TEXT", help="not the tenant, but its requests with this cache_salt")
-@click.option("--floor", metavar="SIZE", help="memory guaranteed to it, e.g. 4GiB")
-@click.option("--cap", metavar="SIZE", help="most memory it can use; 0: no cap")
-@click.option("--disk-floor", metavar="SIZE", help="the same as --floor, in each tier disk://")
-@click.option("--disk-cap", metavar="SIZE", help="the same as --cap, in each tier disk://")
+@_size("--floor", "floor_bytes", "memory guaranteed to it, e.g. 4GiB")
+@_size("--cap", "cap_bytes", "most memory it can use; 0: no cap")
+@_size("--disk-floor", "disk_floor_bytes", "the same as --floor, in each tier disk://")
+@_size("--disk-cap", "disk_cap_bytes", "the same as --cap, in each tier disk://")
 @click.option("--weight", type=float, metavar="N", help="its share of the memory above all floors (default: 1)")
 @click.option("--ttl-s", type=options.Whole(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
@@ -35,21 +53,9 @@ __all__ = ["quota"]
 @options.server
 @options.as_json
 def quota(
-    tenant: str,
-    salt: str,
-    floor: str | None,
-    cap: str | None,
-    disk_floor: str | None,
-    disk_cap: str | None,
-    weight: float | None,
-    ttl_s: int | None,
-    remove: bool,
-    yes: bool,
-    dry_run: bool,
-    url: str | None,
-    key: str | None,
-    as_json: bool,
-) -> int:
+    tenant: str, salt: str, remove: bool, yes: bool, dry_run: bool, url: str | None, key: str | None, as_json: bool,
+    **given: float | None,
+) -> int:  # fmt: skip
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
 
     Options that are not given keep their values. A cap below what the tenant or salt has evicts the rest, so the
@@ -62,53 +68,41 @@ def quota(
     from kvdepot.protocol.keys import salt_tag
     from kvdepot.protocol.quotas import Quota, name_of, shown_tag
 
-    given = {
-        "floor_bytes": None if floor is None else _bytes("--floor", floor),
-        "cap_bytes": None if cap is None else _bytes("--cap", cap),
-        "disk_floor_bytes": None if disk_floor is None else _bytes("--disk-floor", disk_floor),
-        "disk_cap_bytes": None if disk_cap is None else _bytes("--disk-cap", disk_cap),
-        "weight": weight,
-        "ttl_s": ttl_s,
-    }
     changes = {name: value for name, value in given.items() if value is not None}
     if (changes or remove) and not (tenant or salt):
         raise click.UsageError("give the TENANT or the --salt whose quota to change")
     if changes and remove:
         raise click.UsageError("--remove ends the quota: give no other option with it")
-    asked, whose = (tenant, shown_tag(salt_tag(salt))), name_of(tenant, salt_tag(salt))
+    tag = salt_tag(salt)
+    asked, whose = (tenant, shown_tag(tag)), name_of(tenant, tag)
     with connect(url, key) as client:
         server = admin.status(client)
         now = next((each for each in server.tenants if (each.tenant, each.salt) == asked), None)
-        new = msgspec.structs.replace(now.quota if now is not None else Quota(), **changes)
-        losses: list[str] = []
-        if changes:
-            is_countable = now is None and salt and not tenant  # a client counts chunks of its own tenant only
-            counted = admin.preview(client, "", salt).memory.bytes if is_countable else None
-            losses = _losses(server, _part_of(server, *asked, counted), new, whose)
-        elif remove and now is not None and salt:
-            losses = _losses_of_tenant(server, now)
+        new = None if remove else msgspec.structs.replace(now.quota if now is not None else Quota(), **changes)
+        losses = _losses_of_change(client, server, now, new, tenant, salt) if changes or remove else []
         if dry_run:
             _print_dry_run(now, losses, whose, remove, as_json)
             return 0
         if losses and not agreed("; ".join(losses), f"Change the quota of {clean(whose)}?", yes, lambda: losses):
             return 1
-        if remove:
-            admin.set_quota(client, tenant, None, salt)
-        elif changes:
+        if changes or remove:
             admin.set_quota(client, tenant, new, salt)
         shown = [each for each in admin.tenants(client) if _is_asked(each, *asked)]
+    _print(shown, whose, as_json)
+    return 0
+
+
+def _print(shown: list[TenantStatus], whose: str, as_json: bool) -> None:
     if as_json:
         print_json([msgspec.to_builtins(each) for each in shown])
-        return 0
+        return
     if not shown:
-        whose = clean(name_of(tenant, salt_tag(salt)))
-        print(f"{whose or 'no tenant or salt'} has {'no' if whose else 'a'} quota", flush=True)
-        return 0
+        print(f"{clean(whose)} has no quota" if whose else "no tenant or salt has a quota", flush=True)
+        return
     from kvdepot.cli.view import tenants
 
     out = console()
     out.print(tenants(shown).table(out.width))
-    return 0
 
 
 def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
@@ -162,6 +156,23 @@ def _part_of(server: Status, tenant: str, salt: str, counted: int | None) -> _Pa
     return _Part(most if is_known else None, most, None, most_tier, ttl_s)
 
 
+def _losses_of_change(
+    client: Client, server: Status, now: TenantStatus | None, new: Quota | None, tenant: str, salt: str
+) -> list[str]:
+    """What a tenant or salt loses at once, or may lose, with a new quota in place of the one that it has now, or
+    without one."""
+    from kvdepot.client import admin
+    from kvdepot.protocol.keys import salt_tag
+    from kvdepot.protocol.quotas import name_of, shown_tag
+
+    if new is None:
+        return _losses_of_tenant(server, now) if now is not None and salt else []
+    tag = salt_tag(salt)
+    is_countable = now is None and salt and not tenant  # a client counts chunks of its own tenant only
+    counted = admin.preview(client, "", salt).memory.bytes if is_countable else None
+    return _losses(server, _part_of(server, tenant, shown_tag(tag), counted), new, name_of(tenant, tag))
+
+
 def _losses(server: Status, part: _Part, new: Quota, whose: str) -> list[str]:
     """What a tenant or salt loses at once with a new quota, or may lose."""
     lost, name = [], clean(whose)
@@ -190,10 +201,3 @@ def _losses_of_tenant(server: Status, ends: TenantStatus) -> list[str]:
     memory = whole.used_bytes + ends.used_bytes
     most_tier = _part_of(server, ends.tenant, ends.salt, None).most_tier
     return _losses(server, _Part(memory, memory, disk, most_tier, ends.ttl_s), whole.quota, ends.tenant)
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return int(parse_size(text))
-    except ValueError as exc:
-        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say") from exc

@@ -58,6 +58,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SPARKS = "_.-=+*#@"
 _PAGE = 10
 """Lines that a page key moves."""
+_WIDE = 78
+"""Columns that all tabs' names need; in narrower terminals, only the chosen one's is written out."""
+_SHORT_TAB = 3
 
 
 class Screen:
@@ -295,11 +298,6 @@ class Screen:
             return listing
         text = self._filter.lower()
         return Listing(listing.heads, [row for row in listing.rows if any(text in str(cell).lower() for cell in row)])
-
-
-_WIDE = 78
-"""Columns that all tabs' names need; in narrower terminals, only the chosen one's is written out."""
-_SHORT_TAB = 3
 
 
 def _spark(values: Sequence[float], limit: float, is_plain: bool) -> str:

@@ -21,6 +21,7 @@ from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
+from kvdepot.values import plural
 
 __all__ = [
     "LOST",
@@ -186,16 +187,12 @@ def _state(now: Status) -> Text:
     health = judge(now)
     state = (clean(health.headline), "green" if health.level == "good" else "yellow")
     workers = sum(bool(engine.ranks) for engine in now.engines)
-    who = _many(now.clients, "client")
+    who = plural(now.clients, "client")
     if now.engines:
-        who += f", {_many(len(now.engines) - workers, 'scheduler')}, {_many(workers, 'worker')}"
+        who += f", {plural(len(now.engines) - workers, 'scheduler')}, {plural(workers, 'worker')}"
     if now.engine_count > len(now.engines):
         who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}{'s' * (number != 1)}"
 
 
 def _memory(now: Status) -> Text:

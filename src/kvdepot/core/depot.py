@@ -21,7 +21,6 @@ from kvdepot.core.engines import Engines
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
 from kvdepot.core.registrations import Registrations, Remapping
@@ -43,7 +42,7 @@ from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import name_of
-from kvdepot.protocol.status import Device, Status, TokenCounts
+from kvdepot.protocol.status import Device, Status
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Depot"]
@@ -73,13 +72,12 @@ class Depot:
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.lookup_s)
-        self.ceiling = InfiniteCache(0.0)
         self.usages = Usages()
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
         self.lists = Lists(index, self.tiering)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.usages, self.leases)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -89,7 +87,6 @@ class Depot:
         self._is_tenant = is_tenant
         self._step_chunks = step_chunks
         self._is_behind = False  # chunks that have expired, or are above a cap, are still there
-        self.saved_tokens, self.saved_s = 0, 0.0  # as reported by engines
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
@@ -100,12 +97,6 @@ class Depot:
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
-
-    @property
-    def tokens(self) -> TokenCounts:
-        """Prompt tokens since the start: see core/usage.py."""
-        total = self.usages.total
-        return TokenCounts(total.asked, total.found, total.reused, self.ceiling.bound(total.found))
 
     # -- events
 
@@ -166,7 +157,7 @@ class Depot:
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
-                return [*actions, Reply(client.identity, number, self._count_saved(client, request))]
+                return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Register():
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
@@ -257,8 +248,8 @@ class Depot:
         for lease in self.leases.tick(now):
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
-        self.ceiling.tick(now)
-        self.reuse.tick(now, self.tokens, self.counters["lookup_chunks"])
+        self.usages.tick(now)
+        self.reuse.tick(now, self.usages.tokens, self.counters["lookup_chunks"])
         self._drop_excess()
         self.report.tick(now)
         is_over = self._idleness.is_over(self._clients.values(), now)
@@ -328,24 +319,15 @@ class Depot:
         check_description(request)
         return Described(request)
 
-    def _count_saved(self, client: Client, request: wire.EndSession) -> BadRequest | None:
+    def _report(self, client: Client, request: wire.EndSession) -> BadRequest | None:
+        """Count what an engine reports about a request; returns why it cannot be counted."""
         try:
             check_report(request)
         except BadRequest as exc:  # not raised, or the reply to a lookup that was given up would be lost
             self.counters["errors"] += 1
             return exc
-        asked = request.asked
-        # The bound is everybody's: a client takes from it no more than its own lookups have added.
-        self.ceiling.subtract(min(asked.own, client.unreported))
-        client.unreported -= min(asked.own + asked.found, client.unreported)
-        if asked.tokens or request.saved_tokens:
-            model = request.model or client.model
-            self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
-        self.saved_tokens += request.saved_tokens
-        self.saved_s += request.saved_s
-        if request.saved_s:
-            self.usages.saved_s.count(request.saved_s)
-        self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
+        self.usages.report(client, request)
+        self.leases.token_s = self.usages.token_s
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:

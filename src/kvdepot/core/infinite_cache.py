@@ -1,6 +1,6 @@
 """The upper bound of what can be found: the tokens that an infinite cache would have, estimated online.
 
-Called by core/depot.py and core/sessions.py on the deciding thread. It is an estimate and must stay cheap: half a MiB,
+Called by core/usage.py on the deciding thread. It is an estimate and must stay cheap: half a MiB,
 and a fraction of a microsecond per chunk looked up.
 
 An infinite cache misses a chunk exactly once, so it has all chunks looked up but those looked up for the first time. A

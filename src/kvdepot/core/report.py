@@ -119,7 +119,8 @@ class Report:
             if namespace.groups[0] is namespace and tenant in ("", namespace.tenant)
         ]
         lease_count, leased_bytes = depot.leases.totals(tenant)
-        tokens, models = depot.tokens, depot.usages.by_model(tenant)
+        tokens, models = depot.usages.tokens, depot.usages.by_model(tenant)
+        reuse = depot.reuse.rates(tokens)
         listed, others = _namespaces(namespaces, models)
         return Status(
             version=__version__,
@@ -150,13 +151,13 @@ class Report:
             stored_bytes=depot.transfers.stored_bytes,
             retrieved_bytes=depot.transfers.retrieved_bytes,
             cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
-            saved=Saved(tokens.reused, depot.saved_s),
+            saved=Saved(tokens.reused, depot.usages.saved_s.sum),
             asked_tokens=tokens.asked,
             tokens=tokens,
             usage=depot.usages.by_tenant(tenant),
             model_usage=models,
-            reuse=depot.reuse.rates(tokens),
-            hit_rates=depot.reuse.hit_rates(tokens, depot.counters["lookup_chunks"]),
+            reuse=reuse,
+            hit_rates=depot.reuse.hit_rates(reuse, depot.counters["lookup_chunks"]),
             latencies=self.latencies.figures(),
             namespaces=listed,
             other_namespaces=others,

@@ -15,6 +15,7 @@ at 1.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from kvdepot.protocol.status import HitRate, Reuse, TokenCounts
 
@@ -53,10 +54,13 @@ class Windows:
             found.append(Reuse(window_s, asked, reused, _share(reused, asked), tokens.found - before.found, bound))
         return found
 
-    def hit_rates(self, tokens: TokenCounts, chunks: int) -> list[HitRate]:
-        """The shares found, and their upper bounds; empty without an upper bound. tokens, chunks: since the start."""
+    def hit_rates(self, windows: Sequence[Reuse], chunks: int) -> list[HitRate]:
+        """The shares found, and their upper bounds; empty without an upper bound.
+
+        windows: from `rates`. chunks: looked up since the start.
+        """
         rates = []
-        for each, marks in zip(self.rates(tokens), self._marks, strict=True):
+        for each, marks in zip(windows, self._marks, strict=True):
             if each.bound_tokens is None:
                 return []
             rate = _share(each.found_tokens, each.asked_tokens)

@@ -18,7 +18,6 @@ from kvdepot.core.clients import AlwaysAlive, Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.coming import coming_part
 from kvdepot.core.index.index import Index
-from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.leases import Leases
 from kvdepot.core.matching import Match, match
 from kvdepot.core.tiering.lookup import TierLookup
@@ -44,7 +43,6 @@ class Sessions:
         index: Index,
         tiering: Tiering,
         counters: Counters,
-        ceiling: InfiniteCache,
         usages: Usages,
         leases: Leases,
     ) -> None:
@@ -52,7 +50,6 @@ class Sessions:
         self._index = index
         self._tiering = tiering
         self._counters = counters
-        self._ceiling = ceiling
         self._usages = usages
         self._leases = leases
         self._spared = index.accounts.spared
@@ -207,23 +204,8 @@ class Sessions:
                 chunks = len(pending.lookup.hashes) // HASH_BYTES
                 log.debug("found %d of %d chunks", matched, chunks, extra=_about(pending))
         if not pending.by_hand:
-            self._count_tokens(pending.asker, lookup, found, bool(namespaces))
+            self._usages.look_up(pending.asker, lookup, found, self._tokens(lookup), bool(namespaces))
         return Reply(pending.asker.identity, pending.number, value)
-
-    def _count_tokens(self, client: Client, lookup: wire.Lookup, found: int, is_known: bool) -> None:
-        """Count a lookup together with what it found, in chunks, so that both fall into the same window.
-
-        is_known: the depot has a namespace of its model.
-        """
-        tokens = self._tokens(lookup)
-        self._ceiling.count(lookup.hashes, tokens)
-        asked, found = len(lookup.hashes) // HASH_BYTES * tokens, found * tokens
-        if found:
-            self._usages.hit_tokens.count(found)
-        if lookup.reports:
-            client.unreported += asked
-            asked = found = 0  # counted at the end of the session
-        self._usages.count(client.tenant, lookup.model, asked, found, is_known=is_known)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a pending lookup without pinning anything."""

@@ -1,14 +1,14 @@
 """Prompt tokens that engines asked for, found and reused: of all, by tenant, and by tenant and model.
 
-Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request. Invariants: no number
-ever falls, and the entries of each list add up to the total. So an entry is kept until the server ends;
-all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
+Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request, and by core/report.py.
+Invariants: no number ever falls, and the entries of each list add up to the total. So an entry is kept until the server
+ends; all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 
 Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
 another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
-asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted here. The
+asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted. The
 lookups of clients that report nothing count in full.
 
 Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
@@ -20,9 +20,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
+from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import MOST_NAME, OTHERS, Usage
+from kvdepot.protocol.status import MOST_NAME, OTHERS, TokenCounts, Usage
 
 __all__ = ["Usages"]
 
@@ -83,6 +87,8 @@ class Usages:
         self.total = _Sum()
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
+        self._saved_tokens = 0  # as engines report, unlike those of `total`
+        self._infinite_cache = InfiniteCache(0.0)
         self._most_models, self._most_tenants = models, tenants
         self._by_tenant = _Sums((OTHERS, ""))
         self._by_model = _Sums((OTHERS, OTHERS))
@@ -90,6 +96,48 @@ class Usages:
     def __repr__(self) -> str:
         tenants, models = self._by_tenant.entries.total(), self._by_model.entries.total()
         return f"<Usages of {tenants} tenants, {models} models>"
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """Of all requests since the start, with the upper bound of what could have been found."""
+        total = self.total
+        return TokenCounts(total.asked, total.found, total.reused, self._infinite_cache.bound(total.found))
+
+    @property
+    def token_s(self) -> float:
+        """Prefill time per token that engines report to have saved; 0.0: none has reported any."""
+        return self.saved_s.sum / self._saved_tokens if self._saved_tokens else 0.0
+
+    def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
+        """Count a lookup together with what it found, in chunks, so that both fall into the same window.
+
+        is_known: the depot has a namespace of its model.
+        """
+        self._infinite_cache.count(lookup.hashes, chunk_tokens)
+        asked, found = len(lookup.hashes) // HASH_BYTES * chunk_tokens, found * chunk_tokens
+        if found:
+            self.hit_tokens.count(found)
+        if lookup.reports:
+            client.unreported += asked
+            asked = found = 0  # `report` counts them
+        self.count(client.tenant, lookup.model, asked, found, is_known=is_known)
+
+    def report(self, client: Client, request: wire.EndSession) -> None:
+        """Count what an engine reports about a request; the caller has checked its bounds."""
+        asked = request.asked
+        # The bound is everybody's: a client takes from it no more than its own lookups have added.
+        self._infinite_cache.subtract(min(asked.own, client.unreported))
+        client.unreported -= min(asked.own + asked.found, client.unreported)
+        if asked.tokens or request.saved_tokens:
+            model = request.model or client.model
+            self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
+        self._saved_tokens += request.saved_tokens
+        if request.saved_s:
+            self.saved_s.count(request.saved_s)
+
+    def tick(self, now: float) -> None:
+        """Called once a second."""
+        self._infinite_cache.tick(now)
 
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False

@@ -6,8 +6,10 @@ Called by app.py for each scrape. Values are those of the status, unchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -79,6 +81,9 @@ _GAUGES = {
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
 """Name and help text of the metric, by field of the status."""
+_SERIES = {"capped_chunks": "capped_shards", "saved_s": "saved_prefill_seconds"}
+"""Names of metrics that are not those of their fields."""
+_Labelled = TypeVar("_Labelled", GaugeMetricFamily, CounterMetricFamily)
 
 
 class StatusCollector(Collector):
@@ -155,12 +160,7 @@ def _latencies(status: Status) -> Iterator[Metric]:
     )
     failed = CounterMetricFamily("kvdepot_request_errors", "Requests answered with an error.", labels=["request"])
     for kind in status.latencies:
-        below = 0
-        buckets = []
-        for bound, count in zip((*BOUNDS_S, None), kind.buckets, strict=True):
-            below += count
-            buckets.append(("+Inf" if bound is None else str(bound), below))
-        took.add_metric([kind.request], buckets, kind.sum_s)
+        took.add_metric([kind.request], _buckets(map(str, BOUNDS_S), kind.buckets), kind.sum_s)
         failed.add_metric([kind.request], kind.errors)
     yield took
     yield failed
@@ -172,24 +172,32 @@ def _histogram(name: str, by_tier: dict[str, Histogram]) -> Metric:
     bare = name.removeprefix("kvdepot_").removeprefix("tier_")
     family = HistogramMetricFamily(name, _HISTOGRAMS[bare], labels=labels)
     for tier, histogram in by_tier.items():
-        below = 0
-        buckets = []
-        for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
-            below += count
-            buckets.append(("+Inf" if bound is None else f"{bound:g}", below))
+        buckets = _buckets(map("{:.15g}".format, histogram.bounds), histogram.counts)
         family.add_metric([tier] if labels else [], buckets, histogram.sum)
     return family
 
 
+def _buckets(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, int]]:
+    """Buckets as Prometheus counts them: each includes those before it. counts: of each bucket alone."""
+    return list(zip((*bounds, "+Inf"), accumulate(counts), strict=True))
+
+
+def _by_field(kind: type[_Labelled], of: str, labels: Sequence[str], helps: Mapping[str, str]) -> dict[str, _Labelled]:
+    """A metric with these labels for each field of what is counted. helps: help texts by field."""
+    return {
+        field: kind(f"kvdepot_{of}_{_SERIES.get(field, field)}", meaning, labels=labels)
+        for field, meaning in helps.items()
+    }
+
+
 def _namespaces(status: Status) -> Iterator[Metric]:
     labels = ["tenant", "model", "world_size", "blocks_in_chunk"]
-    gauges = {
-        "chunks": GaugeMetricFamily("kvdepot_namespace_chunks", "Chunks in memory.", labels=labels),
-        "bytes": GaugeMetricFamily("kvdepot_namespace_bytes", "Bytes in memory.", labels=labels),
-        "engines": GaugeMetricFamily(
-            "kvdepot_namespace_engines", "Workers registered in the namespace.", labels=labels
-        ),
+    helps = {
+        "chunks": "Chunks in memory.",
+        "bytes": "Bytes in memory.",
+        "engines": "Workers registered in the namespace.",
     }
+    gauges = _by_field(GaugeMetricFamily, "namespace", labels, helps)
     # Namespaces that differ only in layout are one series. They are summed before the smallest are told as one.
     sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys(gauges, 0))
 
@@ -225,32 +233,20 @@ def _usages(by: str, usages: Sequence[Usage]) -> Iterator[Metric]:
 def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
     """At most protocol.quotas.MOST_QUOTAS tenants and salts, and the others together under empty names."""
     labels = ["tenant", "salt"]
-    gauges = {
-        "used_bytes": GaugeMetricFamily("kvdepot_tenant_used_bytes", "Memory of a tenant.", labels=labels),
-        "floor_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_floor_bytes", "Memory that others cannot take from a tenant.", labels=labels
-        ),
-        "cap_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_cap_bytes", "Most memory that a tenant can have; 0: no cap.", labels=labels
-        ),
-        "disk_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_disk_bytes", "Bytes of a tenant in tiers disk://, as of their last probes.", labels=labels
-        ),
-        "disk_floor_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_disk_floor_bytes", "Bytes in each tier disk:// that others cannot take.", labels=labels
-        ),
-        "disk_cap_bytes": GaugeMetricFamily(
-            "kvdepot_tenant_disk_cap_bytes", "Most bytes of a tenant in each tier disk://; 0: no cap.", labels=labels
-        ),
+    held = {
+        "used_bytes": "Memory of a tenant.",
+        "floor_bytes": "Memory that others cannot take from a tenant.",
+        "cap_bytes": "Most memory that a tenant can have; 0: no cap.",
+        "disk_bytes": "Bytes of a tenant in tiers disk://, as of their last probes.",
+        "disk_floor_bytes": "Bytes in each tier disk:// that others cannot take.",
+        "disk_cap_bytes": "Most bytes of a tenant in each tier disk://; 0: no cap.",
     }
-    counters = {
-        "evicted_chunks": CounterMetricFamily(
-            "kvdepot_tenant_evicted_chunks", "Chunks of a tenant evicted from memory.", labels=labels
-        ),
-        "capped_chunks": CounterMetricFamily(
-            "kvdepot_tenant_capped_shards", "Shards not stored because of a tenant's cap.", labels=labels
-        ),
+    lost = {
+        "evicted_chunks": "Chunks of a tenant evicted from memory.",
+        "capped_chunks": "Shards not stored because of a tenant's cap.",
     }
+    gauges = _by_field(GaugeMetricFamily, "tenant", labels, held)
+    counters = _by_field(CounterMetricFamily, "tenant", labels, lost)
     for tenant in tenants:
         whose = [tenant.tenant, tenant.salt]
         for name, gauge in gauges.items():
@@ -266,20 +262,13 @@ def _leases(sums: Sequence[Sum]) -> Iterator[Metric]:
     """By tenant and kind, those that held most bytes for longest."""
     labels = ["tenant", "kind"]
     held = GaugeMetricFamily("kvdepot_lease_bytes", "Bytes that leases hold.", labels=labels)
-    counters = {
-        "byte_seconds": CounterMetricFamily(
-            "kvdepot_lease_byte_seconds", "Bytes that leases held, times seconds.", labels=labels
-        ),
-        "spared_bytes": CounterMetricFamily(
-            "kvdepot_lease_spared_bytes", "Bytes of chunks that would have been evicted without leases.", labels=labels
-        ),
-        "saved_tokens": CounterMetricFamily(
-            "kvdepot_lease_saved_tokens", "Tokens that engines loaded of such chunks.", labels=labels
-        ),
-        "saved_s": CounterMetricFamily(
-            "kvdepot_lease_saved_prefill_seconds", "Prefill time of these tokens.", labels=labels
-        ),
+    helps = {
+        "byte_seconds": "Bytes that leases held, times seconds.",
+        "spared_bytes": "Bytes of chunks that would have been evicted without leases.",
+        "saved_tokens": "Tokens that engines loaded of such chunks.",
+        "saved_s": "Prefill time of these tokens.",
     }
+    counters = _by_field(CounterMetricFamily, "lease", labels, helps)
     for each in sorted(sums, key=lambda each: -each.byte_seconds)[:_LEASES]:
         held.add_metric([each.tenant, each.kind], each.bytes)
         for name, counter in counters.items():
@@ -290,21 +279,16 @@ def _leases(sums: Sequence[Sum]) -> Iterator[Metric]:
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
     up = GaugeMetricFamily("kvdepot_tier_up", "0 while a tier's circuit breaker is open.", labels=["tier"])
-    gauges = {
-        "objects": GaugeMetricFamily("kvdepot_tier_objects", "Objects in a tier.", labels=["tier"]),
-        "bytes": GaugeMetricFamily("kvdepot_tier_bytes", "Bytes in a tier.", labels=["tier"]),
-        "capacity_bytes": GaugeMetricFamily("kvdepot_tier_capacity_bytes", "Capacity of a tier.", labels=["tier"]),
-        "free_bytes": GaugeMetricFamily(
-            "kvdepot_tier_free_bytes", "Bytes that a tier's file system has free.", labels=["tier"]
-        ),
-        "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes waiting to be saved.", labels=["tier"]),
-        "saves": GaugeMetricFamily(
-            "kvdepot_tier_saves", "Calls in progress that save up to 16 shards each.", labels=["tier"]
-        ),
-        "loads": GaugeMetricFamily(
-            "kvdepot_tier_loads", "Calls in progress that load up to 16 shards each.", labels=["tier"]
-        ),
+    helps = {
+        "objects": "Objects in a tier.",
+        "bytes": "Bytes in a tier.",
+        "capacity_bytes": "Capacity of a tier.",
+        "free_bytes": "Bytes that a tier's file system has free.",
+        "queued_bytes": "Bytes waiting to be saved.",
+        "saves": "Calls in progress that save up to 16 shards each.",
+        "loads": "Calls in progress that load up to 16 shards each.",
     }
+    gauges = _by_field(GaugeMetricFamily, "tier", ["tier"], helps)
     # Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase.
     counters = {
         counted.name: CounterMetricFamily(f"kvdepot_tier_{counted.series}", counted.meaning, labels=["tier"])
@@ -336,22 +320,13 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
 
 def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
     up = GaugeMetricFamily("kvdepot_device_up", "0 while a GPU's copies fail.", labels=["device"])
-    gauges = {
-        "registrations": GaugeMetricFamily(
-            "kvdepot_device_registrations", "Registrations of a GPU's tensors.", labels=["device"]
-        ),
-        "context_bytes": GaugeMetricFamily(
-            "kvdepot_device_context_bytes", "GPU memory used by the server's context.", labels=["device"]
-        ),
-        "staging_bytes": GaugeMetricFamily(
-            "kvdepot_device_staging_bytes", "GPU memory used by staging buffers.", labels=["device"]
-        ),
-        "pinned_bytes": GaugeMetricFamily(
-            "kvdepot_device_pinned_bytes",
-            "Bytes of the arena registered with the driver, once for all GPUs.",
-            labels=["device"],
-        ),
+    helps = {
+        "registrations": "Registrations of a GPU's tensors.",
+        "context_bytes": "GPU memory used by the server's context.",
+        "staging_bytes": "GPU memory used by staging buffers.",
+        "pinned_bytes": "Bytes of the arena registered with the driver, once for all GPUs.",
     }
+    gauges = _by_field(GaugeMetricFamily, "device", ["device"], helps)
     for device in devices:
         up.add_metric([device.uuid], float(not device.failure))
         for name, gauge in gauges.items():

@@ -428,7 +428,7 @@ class Lookups:
         if isinstance(outcome, Loaded):
             read = zip(arrivals, shards, strict=True)
             size = sum(arrival.shard.size for arrival, header in read if isinstance(header, Header))
-            tier.calls.loaded(size, outcome.took_s)
+            tier.load_calls.count(size, outcome.took_s)
         corrupt = [
             self._part(arrival).name
             for arrival, header in zip(arrivals, shards, strict=True)

@@ -119,7 +119,7 @@ class Saves:
             size = sum(
                 chunk.shards[rank].size for (chunk, rank, _), kept in zip(token.batch, outcomes, strict=True) if kept
             )
-            tier.calls.saved(size, outcome.took_s)
+            tier.save_calls.count(size, outcome.took_s)
         unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
         for (chunk, rank, demotion), kept in zip(token.batch, outcomes, strict=True):
             if kept:

@@ -64,33 +64,23 @@ class Queued(NamedTuple):
 
 
 class Calls:
-    """How long loads and saves take, and how fast they are. One value per call, of up to MOST_PARTS shards."""
+    """How long calls of one kind take, and how fast they are. One value per call, of up to MOST_PARTS shards."""
 
-    __slots__ = ("_load", "_save")
+    __slots__ = ("_rates", "_seconds")
 
-    def __init__(self) -> None:
-        self._load, self._save = (
-            (Buckets(f"{name}_seconds", "s", BOUNDS_S), Buckets(f"{name}_bytes_per_second", "bytes/s", RATES))
-            for name in ("load", "save")
-        )
+    def __init__(self, kind: str) -> None:
+        self._seconds = Buckets(f"{kind}_seconds", "s", BOUNDS_S)
+        self._rates = Buckets(f"{kind}_bytes_per_second", "bytes/s", RATES)
 
-    def loaded(self, size: int, took_s: float) -> None:
-        """A load has ended, which has read `size` bytes of KV."""
-        self._count(self._load, size, took_s)
-
-    def saved(self, size: int, took_s: float) -> None:
-        """A save has ended, which has written `size` bytes of KV."""
-        self._count(self._save, size, took_s)
-
-    def _count(self, into: tuple[Buckets, Buckets], size: int, took_s: float) -> None:
-        seconds, rates = into
-        seconds.count(took_s)
+    def count(self, size: int, took_s: float) -> None:
+        """A call has ended, which has moved `size` bytes of KV."""
+        self._seconds.count(took_s)
         if size and took_s:
-            rates.count(size / took_s)
+            self._rates.count(size / took_s)
 
     def figures(self) -> list[Histogram]:
-        """All four histograms."""
-        return [each.figure() for each in (*self._load, *self._save)]
+        """Both histograms."""
+        return [self._seconds.figure(), self._rates.figure()]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,12 +91,13 @@ class TierState:
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
     counters: Counter[str] = field(default_factory=Counter)
-    finding: int = 0  # Finds in progress; lookup.py, as the next one
+    finding: int = 0  # Finds in progress; lookup.py, as the next two
     loading: int = 0  # Loads in progress
-    calls: Calls = field(default_factory=Calls)
-    queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next two
+    load_calls: Calls = field(default_factory=lambda: Calls("load"))
+    queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next three
     queued_bytes: int = 0
     saving: set[int] = field(default_factory=set)  # Saves in progress, by number
+    save_calls: Calls = field(default_factory=lambda: Calls("save"))
     usage: Usage | None = None
     error: str = ""  # the last one
     failed_at: float = 0.0
@@ -195,7 +186,7 @@ class TierState:
             queued_bytes=self.queued_bytes,
             saves=len(self.saving),
             loads=self.loading,
-            histograms=self.calls.figures(),
+            histograms=[*self.load_calls.figures(), *self.save_calls.figures()],
             counters={**usage.counters, **self.counters, **undemoted, "left_alone": self.breaker.trips},
             error=self.error,
             error_s=now - self.failed_at if self.error else None,
