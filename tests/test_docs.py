@@ -40,6 +40,7 @@ import pytest
 
 from kvdepot.config import Config
 from kvdepot.protocol.counters import SERVER, TIER
+from tests.conftest import HANG_S
 from tests.observability.samples import full_status
 from tests.ports import free_port
 from tests.test_structure import LAYERS
@@ -719,6 +720,7 @@ def test_the_sites_search_finds_the_page_that_answers_among_the_first_three(site
     try:
         with chromium() as browser:
             page = browser.new_page()
+            page.set_default_timeout(1000 * HANG_S)
             for words in _ANSWERS:
                 page.goto(f"http://127.0.0.1:{server.server_port}/?q={quote(words)}")
                 page.wait_for_function(f"() => /matching/.test({_SAYS})")
@@ -754,6 +756,7 @@ def test_no_table_of_the_site_breaks_the_name_of_a_setting(site: Path) -> None:
     assert files
     with chromium() as browser:
         page = browser.new_page()
+        page.set_default_timeout(1000 * HANG_S)
         for file in files:
             page.goto(f"file://{file}")
             for width in (1280, 900, 400):
