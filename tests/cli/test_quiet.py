@@ -38,7 +38,7 @@ def address(depot: Depot) -> tuple[str, int]:
 
 
 def ask(depot: Depot, method: str, path: str, body: str = "", token: str = "") -> int:
-    connection = http.client.HTTPConnection(*address(depot), timeout=60)
+    connection = http.client.HTTPConnection(*address(depot), timeout=HANG_S)
     try:
         connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
         return connection.getresponse().status
@@ -128,7 +128,7 @@ def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot, others: Ot
             garbage.connect(place)
             garbage.sendall(b"\x16\x03\x01 no request\r\n\r\n")
             garbage.shutdown(socket.SHUT_WR)
-            garbage.settimeout(60)
+            garbage.settimeout(HANG_S)
             while garbage.recv(4096):
                 pass
     eventually(lambda: others() == 0)

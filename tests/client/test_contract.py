@@ -193,7 +193,7 @@ def client(depot: Depot) -> Iterator[MessageQueueClient]:
 
 
 def ask(client: MessageQueueClient, request_type: RequestType, *payloads: Any) -> Any:
-    return send_lmcache_request(client, request_type, list(payloads)).result(10.0)
+    return send_lmcache_request(client, request_type, list(payloads)).result(HANG_S)
 
 
 def barrier(worker: LMCacheMPWorkerAdapter | LMCacheMPSchedulerAdapter) -> None:
@@ -375,7 +375,7 @@ def test_wrong_payloads_raise_a_named_error_and_the_client_goes_on(
     client: MessageQueueClient, request_type: Any, payloads: list[Any]
 ) -> None:
     with pytest.raises(errors.KVDepotError):
-        send_lmcache_request(client, request_type, payloads).result(10.0)
+        send_lmcache_request(client, request_type, payloads).result(HANG_S)
     assert ask(client, RequestType.NOOP) == "ok"
 
 
@@ -393,7 +393,7 @@ def test_wrong_block_ids_or_ranks_of_a_key_raise_bad_request(
 
 def test_a_response_of_another_class_than_asked_for_is_an_error(client: MessageQueueClient) -> None:
     with pytest.raises(errors.ProtocolError, match="not str"):
-        client.submit_request(RequestType.GET_CHUNK_SIZE, [], response_cls=str).result(10.0)
+        client.submit_request(RequestType.GET_CHUNK_SIZE, [], response_cls=str).result(HANG_S)
 
 
 def test_a_future_is_its_own_cuda_future_and_answers_again_and_again(client: MessageQueueClient) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
 NEEDED = ("litestar", "uvicorn", "prometheus_client")
 
@@ -63,7 +63,7 @@ class Web:
     def ask(
         self, method: str, path: str, body: Any = None, token: str = "", headers: Mapping[str, str] | None = None
     ) -> Answer:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=HANG_S)
         try:
             said = {**({"Authorization": f"Bearer {token}"} if token else {}), **(headers or {})}
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

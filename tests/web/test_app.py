@@ -227,7 +227,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
         eventually(lambda: web.depot.status()["tiers"][0]["counters"].get("saved_chunks", 0) == 3)
-        client.ask(wire.Clear()).result(10.0)
+        client.ask(wire.Clear()).result(HANG_S)
         assert web.depot.status()["chunks"] == 0
         assert web.change("/v1/warm", {"tokens": tokens, "model": engine.model[:9]}).value == {
             "chunks": 3, "of_chunks": 3,

@@ -88,7 +88,7 @@ def test_a_server_without_standard_error_has_its_web_process_all_the_same(
 
     def answers() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=HANG_S) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -212,7 +212,7 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
     assert web.get("/v1/status", token=web.token).value["counters"].get("keys_refused", 0) == 0
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
-        assert client.ask(wire.Noop()).result(10.0) == "ok"
+        assert client.ask(wire.Noop()).result(HANG_S) == "ok"
     finally:
         client.close()
 
