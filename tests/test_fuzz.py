@@ -43,6 +43,7 @@ def test_the_seeds_come_to_what_the_targets_are_about() -> None:
         assert reached[name]["chained chunks restored"] > 0, reached
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_holds_for_every_input_holds_for_bytes_that_hypothesis_makes_up(name: str) -> None:
     @settings(max_examples=EXAMPLES[name], deadline=None, database=None, suppress_health_check=list(HealthCheck))
