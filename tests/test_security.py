@@ -573,7 +573,7 @@ class Engine:
     def hits(self, tokens: list[int], request_id: str = "") -> int:
         request_id = request_id or secrets.token_hex(8)
         self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
-        found = self.scheduler.wait_lookup_result(request_id, 10.0)
+        found = self.scheduler.wait_lookup_result(request_id, HANG_S)
         assert found is not None
         return found
 

@@ -1655,7 +1655,7 @@ def test_what_a_former_server_had_is_asked_anew_of_an_empty_one(
     eventually(lambda: scheduler.mq_client.pump() or scheduler.mq_client.incarnation != incarnation)
     assert scheduler.known_tokens("r") == 0
     assert scheduler.check_lookup_result("r") == CHUNK
-    assert scheduler.wait_lookup_result("r", 10.0) == 0
+    assert scheduler.wait_lookup_result("r", HANG_S) == 0
     assert scheduler.check_lookup("r") == Cached(0)
 
 

@@ -96,16 +96,19 @@ class Web:
     @staticmethod
     def child_of(depot: Depot) -> int:
         """Pid of the web process; 0 if there is none."""
-        pids = [
-            int(pid)
-            for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
-            for pid in (task / "children").read_text().split()
-        ]
-        for pid in pids:
+        for pid in children(depot.process.pid):
             with contextlib.suppress(OSError):  # gone meanwhile
                 if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def lives(pid: int) -> bool:

@@ -100,7 +100,7 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         engine.store(tokens[:CHUNK], list(range(PER_CHUNK)))
         assert engine.lookup([7, *tokens]) == 0
         engine.scheduler.maybe_submit_lookup_request("one", token_ids=tokens)
-        assert engine.scheduler.wait_lookup_result("one", 10.0) == 3 * CHUNK
+        assert engine.scheduler.wait_lookup_result("one", HANG_S) == 3 * CHUNK
         engine.worker.submit_retrieve_request("one", LoadStoreOp(list(range(12, 16)), token_ids=tokens[:CHUNK]), None)
         eventually(lambda: engine.worker.get_finished(set())[1])
         assert engine.worker.get_block_ids_with_load_errors() == set()
