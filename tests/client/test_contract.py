@@ -1452,6 +1452,7 @@ def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
     assert engine.worker.get_finished({"r"}) == ({"r"}, None)
 
 
+@pytest.mark.faults
 def test_with_the_server_dead_lookups_give_0_stores_are_dropped_and_shutdown_is_bounded(
     start_depot: StartDepot,
 ) -> None:

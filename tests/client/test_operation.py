@@ -72,6 +72,7 @@ def test_a_lookup_is_told_once_however_often_its_answer_is_asked_for(engine: Eng
     assert len(told) == 1  # nothing was asked of the depot
 
 
+@pytest.mark.faults
 def test_what_fails_is_told_with_its_error(start_depot: StartDepot) -> None:
     server = start_depot()
     engine = Engine(server)

@@ -112,6 +112,7 @@ def test_bad_payloads_are_failures_too(worker: Worker) -> None:
     assert worker.store(worker.key(list(range(CHUNK))), []) is False
 
 
+@pytest.mark.faults
 def test_without_its_server_everything_is_answered() -> None:
     depot = Depot().wait_ready()
     worker = Worker(depot)
