@@ -65,7 +65,13 @@ def suspend(pid: int) -> None:
     """SIGSTOP; returns when none of its threads runs any more, which on a busy machine is not at once."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    eventually(lambda: all(state(task) == "T" for task in tasks.iterdir()))
+
+    def is_stopped() -> bool:
+        with contextlib.suppress(OSError):  # a thread has ended meanwhile
+            return all(state(task) == "T" for task in tasks.iterdir())
+        return False
+
+    eventually(is_stopped)
 
 
 def state(process: Path) -> str:

@@ -654,7 +654,7 @@ def test_the_demos_image_has_all_that_the_demo_imports(tmp_path: Path) -> None:
     kept = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     for source, target in re.findall(r"^COPY (\w+) /(\w+)$", stage, re.M):
         assert f"!{source}" in kept
-        shutil.copytree(ROOT / source, tmp_path / target)
+        shutil.copytree(ROOT / source, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(tmp_path / "demo" / "demo.py"), "--help"]
     subprocess.run(command, env=environ, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=120)

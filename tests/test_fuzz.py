@@ -11,6 +11,8 @@ from fuzz.targets import REACHED, TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import HANG_S
+
 RUN = Path(__file__).parent.parent / "fuzz" / "run.py"
 SHM = Path("/dev/shm")
 
@@ -41,6 +43,7 @@ def test_the_seeds_come_to_what_the_targets_are_about() -> None:
         assert reached[name]["chained chunks restored"] > 0, reached
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_holds_for_every_input_holds_for_bytes_that_hypothesis_makes_up(name: str) -> None:
     @settings(max_examples=EXAMPLES[name], deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -62,13 +65,15 @@ def test_an_input_that_was_found_can_be_replayed_from_its_file(tmp_path: Path) -
     found = tmp_path / "table-crash-0123"
     found.write_bytes(TARGETS["table"].seeds()[0])
     done = subprocess.run(
-        [sys.executable, str(RUN), "--replay", str(found)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(RUN), "--replay", str(found)], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "nothing wrong" in done.stdout
 
 
 def test_an_unknown_target_is_told_from_the_known_ones() -> None:
-    done = subprocess.run([sys.executable, str(RUN), "arenas"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(RUN), "arenas"], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert done.returncode == 2
     assert "no target 'arenas', only requests" in done.stderr

@@ -21,7 +21,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import Depot, StartDepot, clear
+from tests.conftest import HANG_S, Depot, StartDepot, clear
 from tests.core.desk import Desk, lookup, prompt, retrieve, store
 from tests.core.host import new_host
 
@@ -270,7 +270,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops(start_depot: StartDepo
     engine = Engine(server)
     for _ in range(200):
         with pytest.raises(KVDepotError):
-            engine.scheduler.mq_client.ask(wire.Lookup(engine.model, 1, 4, "r", 1, b"odd")).result(10.0)
+            engine.scheduler.mq_client.ask(wire.Lookup(engine.model, 1, 4, "r", 1, b"odd")).result(HANG_S)
     engine.close()
     assert server.stop() == 0
     assert "serving at" in pour(mouth, 1)
@@ -284,7 +284,7 @@ def test_a_server_logs_json_from_its_first_line_to_its_last(start_depot: StartDe
     engine.store(list(range(CHUNK)), [0, 1, 2, 3])
     client = MessageQueueClient(server.url, server.context)
     with pytest.raises(KVDepotError):
-        client.ask(wire.Lookup(engine.model, 1, 4, "cmpl-3", 1, b"odd")).result(10.0)
+        client.ask(wire.Lookup(engine.model, 1, 4, "cmpl-3", 1, b"odd")).result(HANG_S)
     client.close()
     engine.close()
     assert server.stop() == 0

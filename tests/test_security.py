@@ -70,7 +70,7 @@ def raw(loopback: Depot) -> Iterator[Raw]:
 
 def test_a_hello_with_a_living_clients_liveness_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
     victim = MessageQueueClient(loopback.url, loopback.context)
-    victim.learn_chunk_size(10.0)
+    victim.learn_chunk_size(HANG_S)
     try:
         for guess in (
             b"",
@@ -145,7 +145,7 @@ def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path
     finally:
         os.umask(old)
     try:
-        client.learn_chunk_size(20.0)
+        client.learn_chunk_size(HANG_S)
         files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.liveness.name]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
     finally:
@@ -412,7 +412,7 @@ def test_the_loopback_needs_no_keys(host: str) -> None:
 def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path) -> None:
     client = asks(keyed, keys / "bob.key")
     assert client is not None
-    assert client.ask(wire.Noop()).result(10.0) == "ok"
+    assert client.ask(wire.Noop()).result(HANG_S) == "ok"
     client.close()
     printed = run("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
@@ -457,7 +457,7 @@ def test_a_server_with_keys_and_no_clients_lets_nobody_in(
 
 def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, keys: Path) -> None:
     alice = MessageQueueClient(keyed.url, keyed.context)
-    alice.learn_chunk_size(10.0)
+    alice.learn_chunk_size(HANG_S)
     identity = alice._socket.getsockopt(zmq.ROUTING_ID)
     thief = keyed.context.socket(zmq.DEALER)
     curve.read_client_key(keys / "bob.key").use(thief)
@@ -469,7 +469,7 @@ def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, k
         [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(liveness.name, liveness.secret, False).hello]
     ):
         thief.send(wire.encode_request(number, request))
-        assert thief.poll(10_000)
+        assert thief.poll(1000 * HANG_S)
         answered, _, value = wire.decode_reply(thief.recv())
         assert answered == number
         assert type(value) is BadRequest
@@ -573,7 +573,7 @@ class Engine:
     def hits(self, tokens: list[int], request_id: str = "") -> int:
         request_id = request_id or secrets.token_hex(8)
         self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
-        found = self.scheduler.wait_lookup_result(request_id, 10.0)
+        found = self.scheduler.wait_lookup_result(request_id, HANG_S)
         assert found is not None
         return found
 
@@ -590,7 +590,7 @@ class Engine:
         return not failed
 
     def clear(self) -> None:
-        self.worker.mq_client.submit_request(RequestType.CLEAR, []).result(10.0)
+        self.worker.mq_client.submit_request(RequestType.CLEAR, []).result(HANG_S)
 
     def close(self) -> None:
         self.worker.shutdown()

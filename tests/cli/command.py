@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -27,7 +28,7 @@ def run(*words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself, its output in pipes."""
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", *map(str, words)],
-        capture_output=True, text=True, timeout=60, env={**_without_a_terminal(), **environ}, check=False,
+        capture_output=True, text=True, timeout=HANG_S, env={**_without_a_terminal(), **environ}, check=False,
     )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.before = termios.tcgetattr(inner)
         self.raw = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         known = {name: value for name, value in _without_a_terminal().items() if name != "NO_COLOR"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvdepot.cli", *words], stdin=inner, stdout=inner, stderr=inner,
@@ -85,7 +87,7 @@ class Terminal:
                 return
             if not data:
                 return
-            self.raw += data.decode(errors="replace")
+            self.raw += self._decoder.decode(data)
 
     @property
     def text(self) -> str:
@@ -98,7 +100,7 @@ class Terminal:
         """Wait until it ends by itself; its exit code."""
         code = self.process.wait(HANG_S)
         os.close(self.inner)
-        self._reader.join(10)
+        self._reader.join(HANG_S)
         os.close(self.outer)
         return code
 

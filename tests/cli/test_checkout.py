@@ -15,6 +15,7 @@ import pytest
 import kvdepot
 from kvdepot import cli
 from tests.cli.command import run
+from tests.conftest import HANG_S
 from tests.tiers.servers import need
 
 
@@ -23,7 +24,7 @@ def test_outside_a_checkout_bench_and_demo_say_where_they_are(command: str, tmp_
     package = tmp_path / "site" / "kvdepot"
     shutil.copytree(Path(kvdepot.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "kvdepot.cli", command], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": str(package.parent)}, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")

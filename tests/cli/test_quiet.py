@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvdepot.client import MessageQueueClient
+from kvdepot.protocol import wire
 from tests.cli.command import run
 from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -25,6 +28,7 @@ def served(start_depot: StartDepot) -> Depot:
     """A server with HTTP, at the log level that it has by default."""
     depot = start_depot("--http", "127.0.0.1:0")
     eventually(lambda: "web page" in depot.logged())
+    eventually(lambda: is_well(depot))  # the web process has connected, too
     return depot
 
 
@@ -34,7 +38,7 @@ def address(depot: Depot) -> tuple[str, int]:
 
 
 def ask(depot: Depot, method: str, path: str, body: str = "", token: str = "") -> int:
-    connection = http.client.HTTPConnection(*address(depot), timeout=60)
+    connection = http.client.HTTPConnection(*address(depot), timeout=HANG_S)
     try:
         connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
         return connection.getresponse().status
@@ -42,10 +46,22 @@ def ask(depot: Depot, method: str, path: str, body: str = "", token: str = "") -
         connection.close()
 
 
-def clients(depot: Depot) -> int:
-    """How many are connected, with this question. Once commands are gone, the log has told of their ends."""
-    number: int = depot.status()["clients"]
-    return number
+def is_well(depot: Depot) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return ask(depot, "GET", "/readyz") == 200
+    return False
+
+
+Others = Callable[[], int]
+
+
+@pytest.fixture
+def others(served: Depot) -> Iterator[Others]:
+    """How many clients are connected beside the web process and the one that asks this. Once there are none, the server
+    has noticed the ends of commands."""
+    client = MessageQueueClient(served.url, served.context)
+    yield lambda: int(client.ask(wire.Status()).result(HANG_S)["clients"]) - 2
+    client.close()
 
 
 @pytest.fixture
@@ -55,9 +71,10 @@ def engine(served: Depot) -> Iterator[Engine]:
         yield engine
 
 
-def test_one_shot_commands_leave_no_line(served: Depot, engine: Engine, tmp_path: Path) -> None:
+def test_one_shot_commands_leave_no_line(served: Depot, others: Others, engine: Engine, tmp_path: Path) -> None:
     eventually(lambda: f"connected: {engine.model}" in served.logged())
-    before, usual = served.logged(), clients(served)
+    eventually(lambda: others() == 2)  # the engine's
+    before = served.logged()
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([1] * CHUNK))
     which = ("--tokens", prompt, "--model", engine.model)
@@ -72,27 +89,29 @@ def test_one_shot_commands_leave_no_line(served: Depot, engine: Engine, tmp_path
     }  # fmt: skip
     assert {name for name, code in done.items() if code} <= {"doctor"}  # may find something on this machine
     assert run("release", "unknown", KVDEPOT_URL=served.url).returncode == 1
-    eventually(lambda: clients(served) == usual)
+    eventually(lambda: others() == 2)
     assert served.logged() == before
 
 
-def test_a_command_that_is_killed_leaves_no_line(served: Depot) -> None:
-    before, usual = served.logged(), clients(served)
+def test_a_command_that_is_killed_leaves_no_line(served: Depot, others: Others) -> None:
+    eventually(lambda: others() == 0)
+    before = served.logged()
     top = subprocess.Popen(
         [sys.executable, "-m", "kvdepot.cli", "top", "--url", served.url],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        eventually(lambda: clients(served) > usual or top.poll() is not None)
+        eventually(lambda: top.poll() is not None or others() > 0)
     finally:
         top.kill()
         top.wait(HANG_S)
-    eventually(lambda: clients(served) == usual)
+    eventually(lambda: others() == 0)
     assert served.logged() == before
 
 
-def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot) -> None:
-    before, usual = served.logged(), clients(served)
+def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot, others: Others) -> None:
+    eventually(lambda: others() == 0)
+    before = served.logged()
     for path in ("/healthz", "/readyz", "/metrics", "/v1/status", "/"):
         assert ask(served, "GET", path) == 200, path
     assert ask(served, "GET", "/no/such/page") == 404
@@ -107,9 +126,9 @@ def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot) -> None:
             garbage.connect(place)
             garbage.sendall(b"\x16\x03\x01 no request\r\n\r\n")
             garbage.shutdown(socket.SHUT_WR)
-            garbage.settimeout(60)
+            garbage.settimeout(HANG_S)
             while garbage.recv(4096):
                 pass
-    eventually(lambda: clients(served) == usual)
+    eventually(lambda: others() == 0)
     assert served.logged() == before
     assert served.stop() == 0

@@ -75,7 +75,7 @@ def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
         "import sys; from kvdepot.cli import main; code = main(['serve', '--chunk-size', '0']); "
         "print(code, sorted({name.split('.')[0] for name in sys.modules} & {'rich', 'argparse', 'asyncio', 'torch'}))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "2 []\n"
 
 
@@ -86,7 +86,7 @@ def test_to_print_a_status_as_json_nothing_is_imported_that_computes_or_draws(de
         "& {'argparse', 'asyncio', 'numpy', 'rich', 'torch', 'xxhash'}), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, depot.url], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, depot.url], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert done.stderr == "0 []\n"
 
@@ -119,8 +119,8 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
 def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
-            check=False,
+            [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=HANG_S, check=False,
         )  # fmt: skip
     assert done.returncode == 1
     assert re.fullmatch(r"kvdepot: .*No space left on device.*\n", done.stderr)

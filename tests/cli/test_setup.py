@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_S
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -41,7 +43,7 @@ def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tm
     ):  # the server's key, a client's, and who the clients are, each cut off somewhere
         done = subprocess.run(
             [sys.executable, "-B", "-m", "kvdepot.cli", "keygen", str(folder), "alice", "bob"],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=HANG_S, check=False,
             preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
         )  # fmt: skip
         if done.returncode == 0:
@@ -88,7 +90,7 @@ def test_bash_completes_commands_options_and_their_values(shell_path: str, words
     )
     done = subprocess.run(
         ["bash", "-c", script, "bash", words], env={**os.environ, "PATH": shell_path},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert (done.stdout.split(), done.stderr) == (expected, "")
 
@@ -99,4 +101,4 @@ def test_other_shells_take_what_completion_prints(shell: str, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert f"_KVDEPOT_COMPLETE={shell}_complete" in said
     if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=said, text=True, check=True, timeout=30)
+        subprocess.run([shell, "-n"], input=said, text=True, check=True, timeout=HANG_S)

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.cli.command import doctor, run
-from tests.conftest import StartDepot, eventually
+from tests.conftest import HANG_S, StartDepot, eventually
 from tests.ports import free_port
 from tests.tiers.servers import need
 
@@ -28,7 +28,7 @@ def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(sta
     assert unquote(told) == token
     codes = []
     for header in ({}, {"authorization": f"Bearer {token}"}):
-        connection = http.client.HTTPConnection(at, timeout=10)
+        connection = http.client.HTTPConnection(at, timeout=HANG_S)
         body = json.dumps({"name": "nothing"})
         connection.request("POST", "/v1/unpin", body, {"content-type": "application/json", **header})
         codes.append(connection.getresponse().status)

@@ -39,15 +39,15 @@ def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int) -
     layout = Layout(
         [Mapping(tensors.name, CHUNKS * BLOCK_BYTES)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], CHUNKS, bytes(32)
     )
-    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1)).result(20.0) is None
+    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1)).result(HANG_S) is None
     hashes = secrets.token_bytes(HASH_BYTES * CHUNKS)
     part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, np.arange(CHUNKS, dtype="<u4").tobytes(), 0)
-    assert client.ask(wire.Store(instance, 1, [part])).result(20.0) is True
+    assert client.ask(wire.Store(instance, 1, [part])).result(HANG_S) is True
     return hashes
 
 
 def found(client: MessageQueueClient, model: str, hashes: bytes) -> int:
-    return int(client.ask(wire.Lookup(model, 1, 1, model, 1, hashes, True)).result(20.0))
+    return int(client.ask(wire.Lookup(model, 1, 1, model, 1, hashes, True)).result(HANG_S))
 
 
 def objects(depot: Depot) -> int:
@@ -123,7 +123,7 @@ def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
         assert admin.drop(client, prompt, keep=2) == CHUNKS - 2
         eventually(lambda: on_disk() == keys[:2])  # tiers follow after the answer
         assert (found(client, "model@1", gone), found(client, "model@2", kept)) == (2, CHUNKS)
-        client.ask(wire.EndSession("model@1")).result(20.0)
+        client.ask(wire.EndSession("model@1")).result(HANG_S)
         assert admin.drop(client, prompt) == 2
         eventually(lambda: not on_disk())
         assert found(client, "model@1", gone) == 0

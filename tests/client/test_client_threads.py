@@ -112,10 +112,10 @@ def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(cli
     said = prompts(2, THREADS, 6)
     blocks = max(len(tokens) for tokens in said) // CHUNK * per_chunk
     caches = [torch.zeros(THREADS * blocks, 64, 1, 2) for _ in range(2)]  # of one worker: each thread has its blocks
-    client.submit_request(RequestType.REGISTER_KV_CACHE, [1, [KVCacheHandle(cache) for cache in caches]]).result(30.0)
+    client.submit_request(RequestType.REGISTER_KV_CACHE, [1, [KVCacheHandle(cache) for cache in caches]]).result(HANG_S)
 
     def ask(kind: RequestType, *payloads: Any) -> Any:
-        return client.submit_request(kind, list(payloads)).result(30.0)
+        return client.submit_request(kind, list(payloads)).result(HANG_S)
 
     def fill(number: int) -> tuple[IPCCacheEngineKey, list[int]]:
         count = len(said[number]) // CHUNK * per_chunk

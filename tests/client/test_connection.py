@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,7 +20,7 @@ from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, Un
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import SHM, suspend
+from tests.conftest import HANG_S, SHM, suspend
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
@@ -94,31 +97,58 @@ def test_a_client_that_waits_for_nothing_says_hello_again_until_a_new_server_wel
     assert talk.connection.welcomed
 
 
-# The owner of an arena: a server as far as its lock tells.
-OWNER = """
-import sys
+# Starts owners of arenas: servers as far as their locks tell. They are forked, so that the imports are made once.
+OWNERS = """
+import os, signal, sys
+from kvdepot.errors import KVDepotError
 from kvdepot.memory.arena import Arena
 
-arena = Arena(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]))
-print("up", flush=True)
-sys.stdin.read()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+end_seen, end = os.pipe()
+for line in sys.stdin:
+    name, boot = line.split()
+    if os.fork() == 0:
+        os.close(end)
+        try:
+            arena = Arena(name, 1 << 20, bytes.fromhex(boot))
+        except KVDepotError as exc:
+            print(exc, flush=True)
+            os._exit(1)
+        print(os.getpid(), flush=True)
+        os.read(end_seen, 1)
+        os._exit(0)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _owners() -> Iterator[None]:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as Server.owners:
+        yield
 
 
 class Server:
     """A process that owns an arena; the test answers for it."""
 
+    owners: ClassVar[subprocess.Popen[str]]
+
     def __init__(self, name: str, boot: bytes) -> None:
         self.name = name
         self.boot = boot
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, name, boot.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None and self.process.stdout.readline() == "up\n"
+        assert self.owners.stdin is not None and self.owners.stdout is not None
+        self.owners.stdin.write(f"{name} {boot.hex()}\n")
+        self.owners.stdin.flush()
+        self.pid = int(self.owners.stdout.readline())
+        self._process = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        """Returns when it has ended."""
+        if self._process >= 0:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            assert select.select([self._process], [], [], HANG_S)[0]
+            os.close(self._process)
+            self._process = -1
 
 
 LEASE = b"secret of a liveness file"
@@ -487,7 +517,7 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     told: dict[str, Any] = {}
     talk.ask(wire.Register(1, layout("")), lambda value: told.update(registered=value))
     talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
-    suspend(stopped.process.pid)
+    suspend(stopped.pid)
     talk.server = start_server(boot=b"boot-two")
     talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
     talk.ask(wire.Noop(), lambda value: told.update(up=value))

@@ -17,7 +17,7 @@ import torch
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.client import independent_adapter
 from tests.client.independent_adapter import Lookups, Transfers
-from tests.conftest import Depot
+from tests.conftest import HANG_S, Depot
 
 CHUNK = 256
 BLOCK = 128
@@ -188,7 +188,7 @@ def test_it_shares_chunks_with_our_adapters_of_the_same_model(depot: Depot, engi
         worker.store("s", keys, [0, 1])
         assert engine.finish() == {"s": True}
         scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
-        assert scheduler.wait_lookup_result("r", 10.0) == CHUNK
+        assert scheduler.wait_lookup_result("r", HANG_S) == CHUNK
         ours.submit_retrieve_request("r", LoadStoreOp([5, 4], token_ids=tokens), None)
         while not ours.get_finished(set())[1]:
             assert time.monotonic() < deadline

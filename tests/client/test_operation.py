@@ -63,7 +63,7 @@ def test_a_lookup_is_told_once_however_often_its_answer_is_asked_for(engine: Eng
     told = watch(engine)
     engine.scheduler.maybe_submit_lookup_request("r", token_ids=list(range(CHUNK)))
     assert told == []
-    assert engine.scheduler.wait_lookup_result("r", 10.0) == 0
+    assert engine.scheduler.wait_lookup_result("r", HANG_S) == 0
     assert engine.scheduler.check_lookup_result("r") == 0
     assert len(told) == 1 and told[0].requests == ["r"]
     engine.scheduler.cleanup_lookup_result("r")
@@ -72,6 +72,7 @@ def test_a_lookup_is_told_once_however_often_its_answer_is_asked_for(engine: Eng
     assert len(told) == 1  # nothing was asked of the depot
 
 
+@pytest.mark.faults
 def test_what_fails_is_told_with_its_error(start_depot: StartDepot) -> None:
     server = start_depot()
     engine = Engine(server)
@@ -107,7 +108,7 @@ def test_each_operation_is_a_span_in_the_trace_of_its_request(engine: Engine) ->
     engine.scheduler.watch = engine.worker.watch = spans
     before = time.time_ns()
     engine.scheduler.maybe_submit_lookup_request("mine", token_ids=list(range(2 * CHUNK)))
-    engine.scheduler.wait_lookup_result("mine", 10.0)
+    engine.scheduler.wait_lookup_result("mine", HANG_S)
     engine.worker.submit_store_request("mine", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(CHUNK))), None)
     eventually(lambda: engine.worker.get_finished({"mine"})[0])
     spans(Operation("retrieve", ["mine", "other"], Began.now(), 0.5, 3, 0, error=Busy("full")))

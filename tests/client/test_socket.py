@@ -16,7 +16,7 @@ from kvdepot.client import connection
 from kvdepot.client import socket as client
 from kvdepot.errors import ProtocolError, VersionMismatch
 from kvdepot.protocol import wire
-from tests.conftest import StartDepot, eventually, suspend
+from tests.conftest import HANG_S, StartDepot, eventually, suspend
 
 
 def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
@@ -36,7 +36,7 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         number, request = wire.decode_request(hello)
         assert isinstance(request, wire.Hello)
         server.send_multipart((identity, wire.encode_failure(number, b"bootboot", VersionMismatch("another"))))
-        waiting.join(10.0)
+        waiting.join(HANG_S)
         assert not waiting.is_alive() and future.query()
         asking.close()
 
@@ -77,7 +77,7 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
     depot = start_depot()
     with zmq.Context() as context:
         asking = client.Client(depot.url, context)
-        asking.learn_chunk_size(10.0)
+        asking.learn_chunk_size(HANG_S)
         for name in ("CHECK_S", "_GONE_CHECK_S", "_STALE_S"):
             monkeypatch.setattr(connection, name, 3600.0)
 

@@ -25,7 +25,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.testing.faulty import MemoryTier
-from tests.conftest import SHM, StartDepot
+from tests.conftest import HANG_S, SHM, StartDepot
 from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
 from tests.core.host import look, new_host
 from tests.core.shelf import Path, Shelf, key_of, keys, reserve, sealed
@@ -638,18 +638,18 @@ def test_a_server_that_forgets_a_hundred_thousand_chunks_answers_lookups_all_the
     one, two = (MessageQueueClient(depot.url, depot.context) for _ in range(2))
     try:
         layout = Layout([Mapping(tensors.name, 1000 * 512)], [Segment(0, 0, 512, 512)], 1000, bytes(32))
-        assert one.ask(wire.Register(1, layout)).result(20.0) is None
+        assert one.ask(wire.Register(1, layout)).result(HANG_S) is None
 
         def fill(model: str, count: int) -> bytes:
             """Store chunks of one prompt, a block each; their keys."""
             hashes = secrets.token_bytes(HASH_BYTES * count)
             blocks = np.arange(count, dtype="<u4").tobytes()
             part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, blocks, 0)
-            assert one.ask(wire.Store(1, 1, [part])).result(60.0) is True
+            assert one.ask(wire.Store(1, 1, [part])).result(HANG_S) is True
             return hashes
 
         def found(model: str, hashes: bytes) -> int:
-            return int(two.ask(wire.Lookup(model, 1, 1, model, 1, hashes)).result(20.0))
+            return int(two.ask(wire.Lookup(model, 1, 1, model, 1, hashes)).result(HANG_S))
 
         for _ in range(_MANY // 1000 - 1):
             fill("much", 1000)

@@ -16,7 +16,7 @@ from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from kvdepot.protocol import wire
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
 
 if TYPE_CHECKING:
     from conftest import Depot, StartDepot
@@ -89,9 +89,9 @@ def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -
 def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     with pytest.raises(BadRequest, match=r"saved_tokens -1 or saved_s 0\.0 is out of range"):
-        scheduler.mq_client.ask(wire.EndSession("r", -1)).result(5.0)
+        scheduler.mq_client.ask(wire.EndSession("r", -1)).result(HANG_S)
     with pytest.raises(BadRequest, match="saved_tokens 1 or saved_s nan is out of range"):
-        scheduler.mq_client.ask(wire.EndSession("r", 1, float("nan"))).result(5.0)
+        scheduler.mq_client.ask(wire.EndSession("r", 1, float("nan"))).result(HANG_S)
     (ends,) = (latency for latency in told(depot).latencies if latency.request == "EndSession")
     assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
     worker.shutdown()
@@ -149,12 +149,12 @@ def test_what_an_engine_had_in_its_own_cache_is_found_but_not_reused(depot: Depo
     with admin.connect(depot.url) as client:
         hashes = admin.make_prompt(client, tokens, b"", "toy", "").hashes
         for request in ("own cache", "from the depot"):
-            assert client.ask(wire.Lookup("toy", 1, 0, request, 1, hashes)).result(10.0) == 4
-        client.ask(wire.EndSession("own cache")).result(10.0)
+            assert client.ask(wire.Lookup("toy", 1, 0, request, 1, hashes)).result(HANG_S) == 4
+        client.ask(wire.EndSession("own cache")).result(HANG_S)
         now = told(depot)
         assert (now.hit_rates[0].hit_rate, now.reuse[0].rate, now.saved.tokens) == (1.0, 0.0, 0)
         assert now.asked_tokens == now.reuse[0].asked_tokens == 8 * CHUNK
-        client.ask(wire.EndSession("from the depot", 3 * CHUNK, 0.5)).result(10.0)  # it had one of the four itself
+        client.ask(wire.EndSession("from the depot", 3 * CHUNK, 0.5)).result(HANG_S)  # it had one of the four itself
     now = told(depot)
     assert (now.reuse[0].reused_tokens, now.reuse[0].rate) == (3 * CHUNK, 3 / 8)
     worker.shutdown()
@@ -167,7 +167,7 @@ def test_engines_and_leases_are_all_counted_where_only_some_are_listed(depot: De
     move(worker, "first", tokens, is_store=True)
     others = [MessageQueueClient(depot.url, depot.context) for _ in range(70)]
     for other in others:
-        other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(10.0)
+        other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(HANG_S)
     with admin.connect(depot.url) as client:
         prompt = admin.make_prompt(client, tokens, b"", "toy", "")
         for number in range(120):

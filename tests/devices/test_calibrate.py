@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter
-from tests.conftest import StartDepot, eventually
+from tests.conftest import HANG_S, StartDepot, eventually
 from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
@@ -195,7 +195,7 @@ def test_what_a_context_takes_is_unknown_without_nvidia_ml_py(
 def calibrated(machine: Machine, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", "calibrate", *flags],
-        env={**machine.environment(), **more}, capture_output=True, text=True, timeout=60, check=False,
+        env={**machine.environment(), **more}, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_calibrate_without_cuda_python_says_what_to_install(tmp_path: Path) -> N
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", "calibrate"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert re.fullmatch(r"kvdepot: .*pip install 'cuda-bindings\S+ 'nvidia-ml-py\S+'\n", done.stderr)

@@ -19,6 +19,7 @@ from kvdepot.devices import share
 from kvdepot.devices.cpu import HostTensors, enter_pages, zeros_in_shared_memory
 from kvdepot.errors import LayoutError
 from kvdepot.protocol.layout import TensorView, build_layout
+from tests.conftest import HANG_S
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import DTYPES, Bytes, Model
 
@@ -82,7 +83,7 @@ assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == bytes([8, *
 
 @pytest.mark.faults
 def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
-    done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -175,7 +176,7 @@ def resident_bytes(view: TensorView) -> int:
 def wait_until_entered() -> None:
     for thread in threading.enumerate():
         if thread.name == "kvdepot-pages":
-            thread.join(60)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
 

@@ -161,7 +161,7 @@ def listening(path: Path, serve: Callable[[socket.socket], object]) -> Iterator[
         try:
             yield
         finally:
-            thread.join(10)
+            thread.join(HANG_S)
             for connection in connections:
                 connection.close()
 
@@ -219,7 +219,7 @@ def test_an_offer_can_be_fetched_again_and_by_several_at_once(start_worker: Call
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
     assert got == [[(b"%d of worker" % n, 100 + n) for n in range(200)]] * 20
 
 

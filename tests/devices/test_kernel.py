@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cuda.kernel import TILE_BYTES, Compiled, compiled
 from kvdepot.errors import DeviceError
+from tests.conftest import HANG_S
 
 pytestmark = pytest.mark.faults
 
@@ -83,7 +84,7 @@ class Interpreter:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if answer != "done\n":
-            self._process.wait(20)
+            self._process.wait(HANG_S)
             self._log.seek(0)
             said = self._log.read()
             if "only 0-dimensional arrays" in said and not os.environ.get("CI"):
@@ -143,7 +144,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, triton: Path) -> Built:
     for arch, (ptx, cubin) in json.loads(done.stdout.splitlines()[-1]).items():
         file = folder / f"{arch}.cubin"
         file.write_bytes(base64.b64decode(cubin))
-        sass = subprocess.run([tool, "-sass", file], capture_output=True, text=True, timeout=60, check=True).stdout
+        sass = subprocess.run([tool, "-sass", file], capture_output=True, text=True, timeout=HANG_S, check=True).stdout
         found[arch] = ptx, re.findall(r"\b((?:LD|ST)[GLS]?\.\S*|LD[LS]|ST[LS]|BAR\.\S*|BRA)\s", sass)
     return found
 

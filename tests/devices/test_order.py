@@ -15,7 +15,7 @@ import pytest
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient, RequestType, send_lmcache_request
 from kvdepot.client import device_events as events
 from kvdepot.errors import DeviceError, Unavailable
-from tests.conftest import Depot, eventually
+from tests.conftest import HANG_S, Depot, eventually
 from tests.standin.machine import VARIABLE, Machine
 
 pytestmark = pytest.mark.faults
@@ -47,7 +47,7 @@ class Worker:
             untyped_storage=lambda: storage,
         )  # fmt: skip
         self.client = MessageQueueClient(depot.url, depot.context)
-        self.ask(RequestType.REGISTER_KV_CACHE, 1, [KVCacheHandle(self.tensor, "layer")]).result(20.0)
+        self.ask(RequestType.REGISTER_KV_CACHE, 1, [KVCacheHandle(self.tensor, "layer")]).result(HANG_S)
 
     def call(self, name: str, *args: Any) -> Any:
         result, *values = getattr(self.driver, name)(*args)
@@ -106,8 +106,8 @@ def key() -> IPCCacheEngineKey:
 def test_a_store_with_an_events_handle_reads_what_was_queued_before(worker: Worker) -> None:
     chunk = key()
     worker.compute([0, 1, 2, 3])
-    assert worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0) is True
-    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], b"").result(20.0) == [True]
+    assert worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(HANG_S) is True
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], b"").result(HANG_S) == [True]
     for block in range(4):
         assert worker.read(block + 4) == worker.host[block * BLOCK_BYTES :][:BLOCK_BYTES].tobytes()
 
@@ -115,9 +115,9 @@ def test_a_store_with_an_events_handle_reads_what_was_queued_before(worker: Work
 def test_a_retrieve_with_an_events_handle_writes_after_what_was_queued_before(worker: Worker, machine: Machine) -> None:
     chunk = key()
     worker.compute([0, 1, 2, 3])
-    worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0)
+    worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(HANG_S)
     worker.compute([4, 5, 6, 7])  # somebody else's: it must not end up over what is loaded
-    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], HANDLE).result(20.0) == [True]
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], HANDLE).result(HANG_S) == [True]
     assert [worker.read(block) for block in range(4, 8)] == [worker.read(block) for block in range(4)]
 
 
@@ -129,9 +129,9 @@ def test_the_caller_waits_for_nothing_and_other_requests_overtake(worker: Worker
         eventually(lambda: machine.is_held(os.getpid()))
         assert not future.query()
         assert future.to_cuda_future() is future
-        assert worker.ask(RequestType.NOOP).result(10.0) == "ok"
+        assert worker.ask(RequestType.NOOP).result(HANG_S) == "ok"
         assert not future.query()
-    assert future.result(20.0) is True
+    assert future.result(HANG_S) is True
 
 
 def test_a_gpu_that_is_lost_fails_what_waits_for_it(worker: Worker, machine: Machine) -> None:
@@ -139,8 +139,8 @@ def test_a_gpu_that_is_lost_fails_what_waits_for_it(worker: Worker, machine: Mac
     machine.fail("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_FAILED", pid=os.getpid())
     future = worker.ask(RequestType.RETRIEVE, [chunk], 1, [0, 1, 2, 3], HANDLE)
     with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
-        future.result(20.0)
-    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0) == [False]
+        future.result(HANG_S)
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(HANG_S) == [False]
 
 
 def test_closing_ends_what_waits_for_a_gpu(worker: Worker, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def refused(depot: Depot) -> str:
 
 def check(depot: Depot, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvdepot.cli", "check", "--arena-name", depot.name, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 def flip(path: Path, offsets: list[int], chance: random.Random) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, settled
 from tests.ports import free_port
 
@@ -52,14 +52,14 @@ class Proxy:
     def stall(self) -> None:
         """Pass nothing any more; returns when that is so."""
         self._stall = True
-        assert self._stalled.wait(10)
+        assert self._stalled.wait(HANG_S)
 
     def go_on(self) -> None:
         self._stall = False
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(10)
+        self._thread.join(HANG_S)
         self._drop_all()
         self._listener.close()
         self._selector.close()

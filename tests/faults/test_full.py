@@ -159,7 +159,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
     for family in families[:5]:
         assert driver.tell("store", family=family, chunks=2) is True
     first.kill()
-    first.wait(20)
+    first.wait(HANG_S)
     second = place.serve(48)  # it fits when it starts ...
     arena = place.shm / "arena"
     eventually(lambda: arena.stat().st_size == 48 * MIB)
@@ -230,12 +230,12 @@ def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(sta
         assert driver.tell("hits", families=[1], chunks=3) == 3
         assert not driver.tell("stats")["wrong"]
         server.terminate()
-        assert server.wait(20) == 0
+        assert server.wait(HANG_S) == 0
         assert not (SHM / name).exists()
     finally:
         if server.poll() is None:
             server.kill()
-            server.wait(20)
+            server.wait(HANG_S)
         (SHM / name).unlink(missing_ok=True)
         for path in Path(tempfile.gettempdir()).glob(f"{name}.sock*"):
             path.unlink()
@@ -249,7 +249,7 @@ def test_a_socket_on_a_full_disk_is_refused_with_its_name_and_leaves_nothing() -
         script = f"mount -t tmpfs -o nr_inodes=1 tmpfs {folder} || exit 99; {serve} --arena-gib 0.01"
         ended = subprocess.run(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=HANG_S,
         )  # fmt: skip
     if ended.returncode in (99, 1) and ("unshare:" in ended.stderr or "mount:" in ended.stderr):
         if os.environ.get("CI"):

@@ -22,7 +22,7 @@ from kvdepot.errors import BadRequest, KVDepotError, LayoutError, ProtocolError,
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
-from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Connect, MakeEngine, StartDriver
 from tests.faults.engine import BLOCK, ToyEngine
 from tests.protocol.raw import Raw
@@ -62,7 +62,7 @@ def scene() -> Iterator[Scene]:
     client = MessageQueueClient(depot.url, depot.context)
     tensor = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     layout = build_layout([KVCacheHandle(tensor, "layer").view], [0])
-    client.ask(wire.Register(7, layout)).result(10.0)
+    client.ask(wire.Register(7, layout)).result(HANG_S)
     eventually(lambda: (SHM / depot.name).stat().st_blocks * 512 >= 4 << 20)  # no page is still to come
     yield Scene(depot, good, client, tensor, layout)
     client.close()
@@ -120,30 +120,30 @@ def test_a_transfer_that_lies_is_a_bad_request(scene: Scene, lie: str, what: str
     part = shards(**LIES[lie])
     request = wire.Store(7, 1, [part]) if what == "store" else wire.Retrieve(7, [part])
     with pytest.raises(BadRequest):
-        scene.client.ask(request).result(10.0)
+        scene.client.ask(request).result(HANG_S)
     request = wire.Store(7, 1, [shards(), part]) if what == "store" else wire.Retrieve(7, [part, shards()])
     with pytest.raises(BadRequest):  # all of it or nothing
-        scene.client.ask(request).result(10.0)
+        scene.client.ask(request).result(HANG_S)
 
 
 def test_a_transfer_of_two_requests_into_one_block_is_a_bad_request(scene: Scene) -> None:
     with pytest.raises(BadRequest, match="same block"):
-        scene.client.ask(wire.Retrieve(7, [shards(), shards(request="other")])).result(10.0)
+        scene.client.ask(wire.Retrieve(7, [shards(), shards(request="other")])).result(HANG_S)
 
 
 @pytest.mark.parametrize("instance", [8, -7, 1 << 62])
 def test_a_transfer_for_an_instance_nobody_registered_is_an_error(scene: Scene, instance: int) -> None:
     for request in (wire.Store(instance, 1, [shards()]), wire.Retrieve(instance, [shards()])):
         with pytest.raises(UnknownInstance):
-            scene.client.ask(request).result(10.0)
+            scene.client.ask(request).result(HANG_S)
 
 
 def test_another_clients_instance_is_unknown_to_everybody_else(scene: Scene) -> None:
     number = scene.good.worker.instance_id
     for request in (wire.Store(number, 1, [shards()]), wire.Retrieve(number, [shards()])):
         with pytest.raises(UnknownInstance):
-            scene.client.ask(request).result(10.0)
-    assert scene.client.ask(wire.Unregister(number)).result(10.0) is None  # it unregisters nothing
+            scene.client.ask(request).result(HANG_S)
+    assert scene.client.ask(wire.Unregister(number)).result(HANG_S) is None  # it unregisters nothing
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_another_clients_instance_is_unknown_to_everybody_else(scene: Scene) -> 
 )
 def test_a_lookup_that_lies_is_a_bad_request(scene: Scene, request_: wire.Lookup) -> None:
     with pytest.raises(BadRequest):
-        scene.client.ask(request_).result(10.0)
+        scene.client.ask(request_).result(HANG_S)
 
 
 @pytest.mark.parametrize("number", [-1, -(1 << 63), (1 << 63) - 1])
 def test_a_lookup_with_absurd_numbers_pins_nothing_for_ever(scene: Scene, number: int) -> None:
     answer = scene.client.ask(wire.Lookup("hostile", number, number, "r", number, KEYS))
     try:
-        assert answer.result(10.0) == 0
+        assert answer.result(HANG_S) == 0
     except KVDepotError as exc:
         assert isinstance(exc, BadRequest)
 
@@ -182,7 +182,7 @@ def test_a_lookup_with_absurd_numbers_pins_nothing_for_ever(scene: Scene, number
 )
 def test_names_of_10_mb_make_a_message_that_is_refused_unread(scene: Scene, request_: wire.Request) -> None:
     with pytest.raises(ProtocolError, match="the limit is"):
-        scene.client.ask(request_).result(10.0)
+        scene.client.ask(request_).result(HANG_S)
 
 
 @pytest.mark.parametrize(("start", "end"), [(128, 64), (-64, 64), (0, 192), (32, 96), (64, 1 << 70)])
@@ -229,12 +229,12 @@ def layout(scene: Scene, **changes: Any) -> Layout:
 )  # fmt: skip
 def test_a_layout_that_lies_is_refused(scene: Scene, changes: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):
-        scene.client.ask(wire.Register(9, layout(scene, **dict(changes)))).result(10.0)
+        scene.client.ask(wire.Register(9, layout(scene, **dict(changes)))).result(HANG_S)
 
 
 def test_a_layout_that_is_longer_than_its_file_is_refused(scene: Scene) -> None:
     with pytest.raises(LayoutError, match="bytes, not"):
-        scene.client.ask(wire.Register(9, layout(scene, bytes=1 << 30))).result(10.0)
+        scene.client.ask(wire.Register(9, layout(scene, bytes=1 << 30))).result(HANG_S)
 
 
 @pytest.fixture
@@ -301,11 +301,11 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
     lie = layout(scene, name=name, bytes=4096, segments=[Segment(0, 0, 128, 128)], num_blocks=32)
     try:
         with pytest.raises(LayoutError):
-            scene.client.ask(wire.Register(9, lie)).result(10.0)
+            scene.client.ask(wire.Register(9, lie)).result(HANG_S)
         with pytest.raises(UnknownInstance):
-            scene.client.ask(wire.Store(9, 1, [shards()])).result(10.0)
+            scene.client.ask(wire.Store(9, 1, [shards()])).result(HANG_S)
     finally:
-        scene.client.ask(wire.Unregister(9)).result(10.0)
+        scene.client.ask(wire.Unregister(9)).result(HANG_S)
 
 
 @pytest.mark.parametrize("name", ["../kvdepot-card-x", "kvdepot-card-../../etc/passwd", "passwd", "", "kvdepot-card-0"])
@@ -327,7 +327,7 @@ def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
     os.truncate(layer, 4096)
     client = bad.worker.mq_client
     part = wire.Shards("r", "bad", 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(*range(4)))
-    assert client.ask(wire.Store(bad.worker.instance_id, 1, [part])).result(10.0) is False
+    assert client.ask(wire.Store(bad.worker.instance_id, 1, [part])).result(HANG_S) is False
     assert depot.process.poll() is None
     assert good.hits([1], 3) == 3 and good.store(2, 3) and good.hits([2], 3) == 3
     assert not good.wrong
@@ -382,7 +382,7 @@ def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothi
         engine.use(engine.caches)
         with pytest.raises(BadRequest):
             outside = wire.Shards("r", engine.model, 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(0, 1, 2, count))
-            engine.worker.mq_client.ask(wire.Store(engine.worker.instance_id, 1 << 40, [outside])).result(10.0)
+            engine.worker.mq_client.ask(wire.Store(engine.worker.instance_id, 1 << 40, [outside])).result(HANG_S)
         assert engine.hits([1], 4) == 4 and engine.hits([10 + round_], 6) == 6
         assert not engine.wrong, f"round {round_}"
     status = depot.status()

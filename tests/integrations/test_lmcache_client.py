@@ -14,7 +14,7 @@ import torch
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, RequestType
 from kvdepot.errors import LayoutError
 from kvdepot.integrations.lmcache.client import GuardedClient
-from tests.conftest import Depot
+from tests.conftest import HANG_S, Depot
 
 CHUNK, BLOCK, BLOCKS = 256, 128, 24
 
@@ -29,7 +29,7 @@ class Worker:
         self.ask(RequestType.REGISTER_KV_CACHE, 7, [KVCacheHandle(self.cache)])
 
     def ask(self, kind: RequestType, *payloads: Any) -> Any:
-        return self.client.submit_request(kind, list(payloads)).to_cuda_future().result(30.0)
+        return self.client.submit_request(kind, list(payloads)).to_cuda_future().result(HANG_S)
 
     def key(self, tokens: list[int], start: int = 0, end: int = 0) -> IPCCacheEngineKey:
         return IPCCacheEngineKey(self.model, 1, 0, tuple(tokens), start, end or len(tokens), request_id="r")
@@ -112,6 +112,7 @@ def test_bad_payloads_are_failures_too(worker: Worker) -> None:
     assert worker.store(worker.key(list(range(CHUNK))), []) is False
 
 
+@pytest.mark.faults
 def test_without_its_server_everything_is_answered() -> None:
     depot = Depot().wait_ready()
     worker = Worker(depot)
@@ -141,7 +142,7 @@ def test_a_store_that_takes_too_long_never_becomes_visible() -> None:
         stored = worker.client.submit_request(RequestType.STORE, [[late], 7, [0, 1], b""])
         worker.client.end_stores(0.05)  # the engine may write to blocks 0 and 1 now
         depot.process.send_signal(signal.SIGCONT)
-        assert stored.result(30.0) is False
+        assert stored.result(HANG_S) is False
         assert worker.hit(late) == 0
         assert worker.store(later, [0, 1]) is True
         worker.client.end_stores(30.0)

@@ -23,7 +23,7 @@ from kvdepot.kv_events.publisher import END, replay_endpoint
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, derive_root, pack_ids
 from kvdepot.protocol.layout import build_layout
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.kv_events.router import BLOCK, Router
 from tests.server.process import kill
 
@@ -44,7 +44,7 @@ class Engine:
         spec = ShardSpec(model, 1, 0, CHUNK, BLOCKS_IN_CHUNK, groups)
         self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
         self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, topic=topic)
-        self.scheduler.client.learn_chunk_size(30.0)
+        self.scheduler.client.learn_chunk_size(HANG_S)
         caches = [torch.zeros((64, block_bytes * (i + 1)), dtype=torch.uint8) for i in range(max(1, len(groups)))]
         layouts = [build_layout([wrap_kv_caches({"kv": cache})[0].view], [0]) for cache in caches]
         register = self.worker.register_groups if groups else lambda layouts: self.worker.register_layout(layouts[0])
@@ -128,7 +128,7 @@ class Follower:
     def _replay(self, first: int) -> None:
         self.replays += 1
         self._dealer.send_multipart((b"", first.to_bytes(8, "big")))
-        while self._dealer.poll(10_000):
+        while self._dealer.poll(1000 * HANG_S):
             empty, topic, number, payload = self._dealer.recv_multipart()
             assert empty == b""
             if number == END:
@@ -257,7 +257,7 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
     follower.wait(lambda router: credited(router) == {i: dict.fromkeys(PODS[:2], there[i]) for i in there})
     assert not follower.router.twice
     client = Client(host.depot.url, host.depot.context)
-    client.ask(wire.Forget()).result(30.0)
+    client.ask(wire.Forget()).result(HANG_S)
     client.close()
     follower.wait(lambda router: credited(router) == {})
     assert not any(follower.router.counts.values())
@@ -346,7 +346,7 @@ def test_a_server_with_its_own_topic_wants_no_descriptions(start_depot: StartDep
         chain.extend(tokens)
         described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
         with pytest.raises(BadRequest, match="publishes no token ids"):
-            engine.scheduler.client.ask(described).result(30.0)
+            engine.scheduler.client.ask(described).result(HANG_S)
         engine.close()
 
 
@@ -361,9 +361,9 @@ def test_a_description_that_does_not_fit_together_is_refused(host: Host, change:
     good = {"parent": bytes(32), "hashes": bytes(32), "tokens": bytes(4 * CHUNK), "chunk_tokens": CHUNK}
     client = Client(host.depot.url, host.depot.context)
     try:
-        assert client.ask(wire.Describe(**good)).result(30.0) is None  # it fits, though it proves nothing
+        assert client.ask(wire.Describe(**good)).result(HANG_S) is None  # it fits, though it proves nothing
         with pytest.raises(BadRequest):
-            client.ask(wire.Describe(**(good | change))).result(30.0)
+            client.ask(wire.Describe(**(good | change))).result(HANG_S)
     finally:
         client.close()
 

@@ -24,7 +24,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.curve import read_client_key
 from tests.cli.command import keygen
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import Depot, StartDepot, clear, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, clear, eventually
 from tests.core.shelf import keys
 from tests.kv_events.desk import Believed, Desk
 from tests.server.process import kill, run_serve
@@ -119,7 +119,7 @@ class Subscriber:
 
     def close(self) -> None:
         self.stopping = True
-        self.thread.join(10)
+        self.thread.join(HANG_S)
         self.context.destroy(linger=0)
         assert self.failure is None, self.failure
 
@@ -496,7 +496,7 @@ def test_a_server_tells_what_is_stored_evicted_forgotten_and_that_it_ends(
     from kvdepot.client import MessageQueueClient
 
     client = MessageQueueClient(server.url, server.context)
-    client.ask(wire.Forget("", b"")).result(10.0)
+    client.ask(wire.Forget("", b"")).result(HANG_S)
     router.wait(lambda: not router.believed)
     other = Engine(server, block_bytes=16384)
     other.store([7] * CHUNK, [0, 1, 2, 3])

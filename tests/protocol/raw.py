@@ -13,7 +13,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import handshake, wire
-from tests.conftest import Depot
+from tests.conftest import HANG_S, Depot
 
 
 class Raw:
@@ -32,7 +32,7 @@ class Raw:
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
-    def receive(self, timeout_s: float = 10.0) -> tuple[int, Any]:
+    def receive(self, timeout_s: float = HANG_S) -> tuple[int, Any]:
         """Number and value (or error) of the next reply."""
         assert self._socket.poll(int(timeout_s * 1000)), "no reply"
         frames = self._socket.recv_multipart()

@@ -19,7 +19,7 @@ from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient,
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, is_sealed
-from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.protocol.raw import Raw
 
@@ -110,7 +110,7 @@ def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
     client = MessageQueueClient(url, context)
     try:
         with pytest.raises(Unavailable) as error:
-            client.ask(LOOKUP).result(20.0)
+            client.ask(LOOKUP).result(HANG_S)
         assert impostor.heard and not any(client.liveness.secret in frame for frame in impostor.heard)
         assert {type(wire.decode_request(frame)[1]) for frame in impostor.heard} == {wire.Hello}
         return str(error.value)
@@ -145,7 +145,7 @@ def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
     impostor = start_impostor(url, answer)
     client = MessageQueueClient(url, context)
     with pytest.raises(KVDepotError):
-        client.ask(LOOKUP, deadline_s=1.0).result(20.0)
+        client.ask(LOOKUP, deadline_s=1.0).result(HANG_S)
     assert impostor.heard
     client.close()
 
@@ -211,7 +211,7 @@ class Relay:
         return self.alter_reply(frame, self.hear(identity))
 
     def hear(self, identity: bytes) -> bytes:
-        assert self._sockets[identity].poll(10_000)
+        assert self._sockets[identity].poll(1000 * HANG_S)
         return self._sockets[identity].recv()
 
     def again(self, frame: bytes) -> Any:
@@ -232,7 +232,7 @@ def test_who_passes_the_hello_on_to_a_real_server_cannot_alter_what_it_answers(
     url = open_urls()["tcp"]
     start_impostor(url, relay)
     client = MessageQueueClient(url, context)
-    assert client.ask(LOOKUP).result(10.0) == 0, "passed on as it is, it is answered"
+    assert client.ask(LOOKUP).result(HANG_S) == 0, "passed on as it is, it is answered"
     for lies in (
         lambda frame, reply: wire.encode_answer(frame[:8], reply[8:16], 64) if is_sealed(frame) else reply,
         lambda frame, reply: reply[:-1] + b"\x40" if is_sealed(frame) else reply,
@@ -242,9 +242,9 @@ def test_who_passes_the_hello_on_to_a_real_server_cannot_alter_what_it_answers(
     ):
         relay.alter_reply = lies
         with pytest.raises(KVDepotError):
-            client.ask(LOOKUP, deadline_s=0.5).result(10.0)
+            client.ask(LOOKUP, deadline_s=0.5).result(HANG_S)
     relay.alter_reply = lambda _, reply: reply
-    assert client.ask(LOOKUP).result(10.0) == 0
+    assert client.ask(LOOKUP).result(HANG_S) == 0
     client.close()
 
 
@@ -254,13 +254,13 @@ def test_who_stands_in_between_can_neither_repeat_nor_alter_nor_make_up_requests
     url = open_urls()["abstract"]
     start_impostor(url, relay)
     client = MessageQueueClient(url, context)
-    client.ask(LOOKUP).result(10.0)
+    client.ask(LOOKUP).result(HANG_S)
     *_, sent = relay.requests
     assert is_sealed(sent)
     counter = (int.from_bytes(sent[9:17], "little") + 1).to_bytes(8, "little")
     for frame in (sent, sent[:9] + counter + sent[17:], sent[:-1] + b"\1", wire.encode_request(9, wire.Clear())):
         assert type(relay.again(frame)) is UnknownClient
-    assert client.ask(LOOKUP).result(10.0) == 0
+    assert client.ask(LOOKUP).result(HANG_S) == 0
     client.close()
 
 
@@ -278,7 +278,7 @@ def test_who_takes_a_dead_servers_address_over_is_not_believed_by_who_knew_that_
 ) -> None:
     depot = start_depot(url=url, arena_mib=8)
     client = MessageQueueClient(url, depot.context)
-    assert client.ask(LOOKUP).result(10.0) == 0
+    assert client.ask(LOOKUP).result(HANG_S) == 0
     boot = bytes.fromhex(depot.status()["boot"])
     depot.process.kill()
     depot.process.wait()
@@ -296,13 +296,13 @@ def test_who_takes_a_dead_servers_address_over_is_not_believed_by_who_knew_that_
     impostor.close()
     again = start_depot(url=url, name=depot.name, arena_mib=8)
     client = MessageQueueClient(url, again.context)
-    assert client.ask(LOOKUP).result(10.0) == 0
+    assert client.ask(LOOKUP).result(HANG_S) == 0
     client.close()
 
 
 def _is_refused(client: MessageQueueClient) -> bool:
     with pytest.raises(KVDepotError):
-        client.ask(LOOKUP, deadline_s=0.5).result(10.0)
+        client.ask(LOOKUP, deadline_s=0.5).result(HANG_S)
     return True
 
 
@@ -312,7 +312,7 @@ def test_a_client_whose_messages_are_sealed_comes_back_to_a_server_that_restarte
 ) -> None:
     depot = start_depot(url=url, arena_mib=8)
     client = MessageQueueClient(url, depot.context)
-    assert client.ask(LOOKUP).result(10.0) == 0
+    assert client.ask(LOOKUP).result(HANG_S) == 0
     depot.process.kill()
     depot.process.wait()
     start_depot(url=url, name=depot.name, arena_mib=8)
@@ -322,7 +322,7 @@ def test_a_client_whose_messages_are_sealed_comes_back_to_a_server_that_restarte
 
 def _answer(client: MessageQueueClient) -> int | None:
     try:
-        return int(client.ask(LOOKUP, deadline_s=1.0).result(10.0))
+        return int(client.ask(LOOKUP, deadline_s=1.0).result(HANG_S))
     except KVDepotError:
         return None
 
@@ -358,7 +358,7 @@ def test_a_client_of_this_version_is_told_so_by_a_server_of_the_last(
     impostor = start_impostor(url, answer)
     client = MessageQueueClient(url, context)
     with pytest.raises(VersionMismatch, match=f"speaks {wire.VERSION}"):
-        client.ask(LOOKUP).result(10.0)
+        client.ask(LOOKUP).result(HANG_S)
     assert impostor.heard and not any(client.liveness.secret in frame for frame in impostor.heard)
     client.close()
 

@@ -364,7 +364,7 @@ def test_a_refused_registration_leaves_nothing_behind_and_can_be_unregistered(
     assert type(value) is errors.BadRequest
     assert known.ask(wire.Status())["instances"] == before
     known.send(wire.encode_request(99, wire.Unregister(1)))
-    assert known.receive(timeout_s=1.0) == (99, None)
+    assert known.receive() == (99, None)
 
 
 def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
@@ -377,7 +377,7 @@ def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
     assert mapped() == 1
     assert type(known.ask(wire.Register(1, layout(memory), "m", 1, 5, 2))) is errors.BadRequest
     known.send(wire.encode_request(99, wire.Unregister(1)))
-    assert known.receive(timeout_s=1.0) == (99, None)
+    assert known.receive() == (99, None)
     eventually(lambda: mapped() == 0)
 
 
@@ -556,7 +556,7 @@ def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held
         sent = data.draw(st.lists(_requests(memory), max_size=12))
         for number, request in enumerate(sent, 1000):  # all at once, so that they overlap
             client.send(wire.encode_request(number, request))
-        answers = dict(client.receive(timeout_s=2.0) for _ in sent)
+        answers = dict(client.receive() for _ in sent)
         assert sorted(answers) == list(range(1000, 1000 + len(sent)))
         assert not [value for value in answers.values() if isinstance(value, errors.InternalError)], (sent, answers)
         for request in ("", "a", "b"):

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import Depot
+from tests.conftest import HANG_S, Depot
 
 
 def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -19,4 +19,4 @@ def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def kill(depot: Depot) -> None:
     depot.process.kill()
-    depot.process.wait(10)
+    depot.process.wait(HANG_S)

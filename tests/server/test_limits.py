@@ -274,7 +274,7 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
     server = start_depot(arena_mib=8, url=url, files=64)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
     living = MessageQueueClient(server.url, server.context)
-    assert living.ask(wire.Noop()).result(10.0) == "ok"
+    assert living.ask(wire.Noop()).result(HANG_S) == "ok"
     for _ in range(3):
         crowd = subprocess.Popen(
             [sys.executable, "-c", _COMING_AND_GOING, server.url],
@@ -285,9 +285,9 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
             served, refused = map(int, crowd.stdout.readline().split())
             assert served + refused == 100
             assert server.process.poll() is None, server.logged()
-            assert served > 0, (living.ask(wire.Status()).result(10.0), server.logged())
+            assert served > 0, (living.ask(wire.Status()).result(HANG_S), server.logged())
             assert refused > 0
-            assert living.ask(wire.Noop()).result(10.0) == "ok"
+            assert living.ask(wire.Noop()).result(HANG_S) == "ok"
         assert crowd.returncode == 0
 
         def another_is_served() -> bool:
@@ -300,7 +300,7 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
                 client.close()
 
         eventually(another_is_served)
-        eventually(lambda: living.ask(wire.Status()).result(10.0)["clients"] == 1)
+        eventually(lambda: living.ask(wire.Status()).result(HANG_S)["clients"] == 1)
     before = cpu_s(server.process.pid)
     living.wait(lambda: False, 2.0)
     assert cpu_s(server.process.pid) - before < 0.5, "an idle server spins"
@@ -408,7 +408,7 @@ def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered
     try:
         welcomes = [client.ask(wire.ChunkSize(), deadline_s=60.0) for client in clients]
         for future in welcomes:
-            assert future.result(60.0) == 256
+            assert future.result(HANG_S) == 256
         resident = resident_mib(server)
         server.process.send_signal(signal.SIGSTOP)  # so that all are in flight at once
         futures: list[Any] = [
@@ -416,7 +416,7 @@ def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered
         ]
         server.process.send_signal(signal.SIGCONT)
         for future in futures:
-            assert future.result(60.0) == 0
+            assert future.result(HANG_S) == 0
         assert resident_mib(server) - resident < 128
         assert counters(server)["lookups"] == 10_000
     finally:

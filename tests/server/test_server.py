@@ -159,7 +159,7 @@ def test_a_process_that_may_have_too_little_is_told_what_to_raise(limit: str, mo
             sys.executable, "-c", lower + "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])",
             f"RLIMIT_{limit}", str(most), "-m", "kvdepot.cli", "serve", "--arena-gib", "0.1",
         ],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     assert ended.stderr.startswith("kvdepot: ") and says in ended.stderr and ended.stderr.count("\n") == 1
@@ -177,7 +177,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
             "except Exception as exc:\n print(type(exc).__name__, exc)",
             name,
         ],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert said.stdout.startswith("ArenaError an arena of 0.06 GiB cannot be mapped"), said.stderr
     assert not (SHM / name).exists()
@@ -222,7 +222,7 @@ def test_the_log_has_one_line_when_an_engine_comes_and_one_when_it_is_gone(start
     scheduler.shutdown()
     worker.shutdown()
     asking = MessageQueueClient(depot.url, depot.context)  # one for all, or each would be a client that has to go
-    eventually(lambda: asking.ask(wire.Status()).result(10.0)["clients"] == 1)
+    eventually(lambda: asking.ask(wire.Status()).result(HANG_S)["clients"] == 1)
     asking.close()
     depot.stop()
     (came, gone) = re.findall(r"INFO engine (\S+) (.+)", depot.logged())
@@ -379,7 +379,7 @@ def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: Star
     engine.store(list(range(CHUNK)), [0, 1, 2, 3])
     assert all(path.exists() for path in files(server))
     server.process.send_signal(number)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(HANG_S) == 0
     assert not any(path.exists() for path in files(server))
     assert "stopped" in server.logged()
     assert "Traceback" not in server.logged()
@@ -401,14 +401,14 @@ def test_a_server_that_is_to_outlive_its_terminal_does_so(start_depot: StartDepo
 def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone(start_depot: StartDepot) -> None:
     server = start_depot(arena_mib=4)
     client = MessageQueueClient(server.url, server.context)
-    client.learn_chunk_size(10.0)
+    client.learn_chunk_size(HANG_S)
     path = SHM / server.name
     path.unlink()
-    eventually(lambda: client.ask(wire.Status()).result(10.0)["unreachable"])
-    assert client.ask(wire.Noop()).result(10.0) == "ok", "who is connected goes on"
+    eventually(lambda: client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    assert client.ask(wire.Noop()).result(HANG_S) == "ok", "who is connected goes on"
     other = MessageQueueClient(server.url, server.context)
     with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*restart the server"):
-        other.learn_chunk_size(10.0)
+        other.learn_chunk_size(HANG_S)
     path.write_text("somebody else's")
     eventually(lambda: f"was removed or replaced ({path})" in server.logged())
     assert server.logged().count("ERROR") == 1
@@ -422,12 +422,12 @@ def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone
 def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepot) -> None:
     server = start_depot(arena_mib=4)
     client = MessageQueueClient(server.url, server.context)
-    client.learn_chunk_size(10.0)
+    client.learn_chunk_size(HANG_S)
     for _ in range(2):
         socket_path(server).unlink()
         eventually(socket_path(server).exists)
         other = MessageQueueClient(server.url, server.context)
-        assert other.learn_chunk_size(10.0) == client.ask(wire.ChunkSize()).result(10.0)
+        assert other.learn_chunk_size(HANG_S) == client.ask(wire.ChunkSize()).result(HANG_S)
         other.close()
     eventually(lambda: "was removed: listening there again" in server.logged())
     client.close()
@@ -438,11 +438,11 @@ def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepo
 def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:
     server = start_depot(arena_mib=4)
     client = MessageQueueClient(server.url, server.context)
-    client.learn_chunk_size(10.0)
+    client.learn_chunk_size(HANG_S)
     other = socket_path(server).with_suffix(".other")
     other.write_text("somebody else's")
     other.rename(socket_path(server))
-    eventually(lambda: "socket" in client.ask(wire.Status()).result(10.0)["unreachable"])
+    eventually(lambda: "socket" in client.ask(wire.Status()).result(HANG_S)["unreachable"])
     eventually(lambda: "another file has replaced the unix socket" in server.logged())
     client.close()
     server.process.kill()
@@ -457,7 +457,7 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
     done: set[str] = set()
     names = {f"r{number}" for number in range(50)}
     eventually(lambda: done.update(engine.worker.get_finished(names)[0] or ()) or done == names)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(HANG_S) == 0
     engine.close()
 
 
@@ -478,7 +478,7 @@ class Hanging(Mapped):
 
     def hang(self) -> None:
         self.began.set()
-        self.let_go.wait(60)
+        self.let_go.wait(2 * HANG_S)
 
     def close(self) -> None:
         pass
@@ -500,7 +500,7 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
     watch = Watch(name, server.boot)
     ending = threading.Thread(target=server.close)
     ending.start()
-    ending.join(10)
+    ending.join(HANG_S)
     try:
         assert not ending.is_alive(), "it waits for the driver"
         assert not watch.is_gone(), "clients would hand out blocks that the copy may yet write"
@@ -519,7 +519,7 @@ def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> Non
     for one in hanging:
         copier.submit(Call("device", one.hang, "devices"))
     copier.submit(Call("processor", lambda: 7))
-    assert outcomes.get(timeout=10) == ("processor", 7)
+    assert outcomes.get(timeout=HANG_S) == ("processor", 7)
     assert not copier.stop(0.01)
     for one in hanging:
         one.let_go.set()
@@ -601,7 +601,7 @@ def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDe
     engine, tokens = Engine(first), list(range(CHUNK))
     engine.store(tokens, [0, 1, 2, 3])
     first.process.send_signal(number)
-    assert first.process.wait(60) == 0
+    assert first.process.wait(HANG_S) == 0
     assert [path.exists() for path in files(first)] == [False, False, True]
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
     assert second.status()["chunks"] == 1
@@ -671,15 +671,15 @@ def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobo
     client = MessageQueueClient(server.url, server.context)
     layout = Layout([Mapping(file.name, MIB)], [Segment(0, 0, 4096, 4096)], 256, bytes(32))
     try:
-        assert client.ask(wire.Register(1, layout)).result(10.0) is None
+        assert client.ask(wire.Register(1, layout)).result(HANG_S) is None
         blocks = np.array([254, 255], "<u4").tobytes()
         parts = [wire.Shards("r", "cut", 1, 0, b"", 0, bytes([n]) * 32, blocks) for n in (1, 2)]
-        assert client.ask(wire.Store(1, 1, parts[:1])).result(10.0) is True
+        assert client.ask(wire.Store(1, 1, parts[:1])).result(HANG_S) is True
         os.truncate(file, MIB // 2)
-        assert client.ask(wire.Store(1, 2, parts[1:])).result(10.0) is False
-        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [False]
+        assert client.ask(wire.Store(1, 2, parts[1:])).result(HANG_S) is False
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(HANG_S) == [False]
         os.truncate(file, MIB)
-        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [True]
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(HANG_S) == [True]
         assert works(server)
     finally:
         file.unlink()
@@ -693,7 +693,7 @@ def connect(server: Depot) -> MessageQueueClient | None:
     """A connected client; None if the server refuses it."""
     client = MessageQueueClient(server.url, server.context)
     try:
-        client.submit_request(RequestType.NOOP, []).result(10.0)
+        client.submit_request(RequestType.NOOP, []).result(HANG_S)
     except Busy:
         client.close()
         return None
@@ -706,7 +706,7 @@ def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_l
     assert connect(server) is None
     first.close()
     third = eventually(lambda: connect(server))
-    assert second.submit_request(RequestType.NOOP, []).result(10.0) == "ok"
+    assert second.submit_request(RequestType.NOOP, []).result(HANG_S) == "ok"
     second.close()
     third.close()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_S
+
 TOOL = Path(__file__).parents[2] / "tools" / "boundaries.py"
 PROMPTS = [
     [0, 1, 2, 3, 4, 5, 6, 7, 100],
@@ -21,7 +23,7 @@ PROMPTS = [
 
 def table(path: Path, *options: str) -> list[list[str]]:
     done = subprocess.run(
-        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     return [line.split() for line in done.stdout.splitlines()[2:]]
 
@@ -53,6 +55,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     done = subprocess.run(
-        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode > 0 and done.stderr.startswith(said.format(path=path))

@@ -25,6 +25,7 @@ from kvdepot.install import advice
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing.traces import WORKLOADS, merge, phases, write_mooncake
+from tests.conftest import HANG_S
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1024, "output_length": 52, "hash_ids": [0, 1]}
@@ -323,7 +324,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 def simulate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", "simulate", *arguments],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=HANG_S, check=False, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -456,5 +457,5 @@ def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
     ) as process:
         with path.open("w"):  # opens once the command reads
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, out, err) == (130, "", "")

@@ -100,7 +100,7 @@ def redis_cluster(directory: Path, nodes: int = 3) -> list[RedisServer]:
         servers.append(RedisServer(directory, *flags, "--cluster-port", port, "--cluster-config-file", f"{port}.conf"))
     addresses = [f"127.0.0.1:{server.port}" for server in servers]
     create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
-    made = subprocess.run(create, capture_output=True, text=True, timeout=60)
+    made = subprocess.run(create, capture_output=True, text=True, timeout=HANG_S)
     assert made.returncode == 0, made.stdout + made.stderr
     for server in servers:
         eventually(lambda server=server: "cluster_state:ok" in server.cli("cluster", "info"))

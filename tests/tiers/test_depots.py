@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvdepot.keys import ChunkChain
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
@@ -67,7 +67,7 @@ def saved(depot: Depot, number: int = 0) -> int:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvdepot.cli", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "kvdepot.cli", *words], capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("kind", ["redis", "object", "file"])

@@ -21,7 +21,7 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import MIB, content, name_of, together
 from kvdepot.tiers import Blob, parse
 from kvdepot.tiers.disk import Disk
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
 from tests.tiers.disk_child import SIZES, stamped
 
 GIB = 1 << 30
@@ -511,8 +511,8 @@ class _Child:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(20)
-        self._listener.join(20)
+        self._process.wait(HANG_S)
+        self._listener.join(HANG_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -569,7 +569,7 @@ class _Mount:
         """A command inside; what it said when it failed. `.` is the mount."""
         inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
         words = [self._folder if word == "." else word for word in command]
-        ended = subprocess.run([*inside, *words], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([*inside, *words], capture_output=True, text=True, timeout=HANG_S)
         return ended.stderr if ended.returncode else ""
 
     def fill(self) -> None:
@@ -586,7 +586,7 @@ class _Mount:
 
     def close(self) -> None:
         self._holder.kill()
-        self._holder.wait(20)
+        self._holder.wait(HANG_S)
         assert self._holder.stdout is not None and self._holder.stderr is not None
         self._holder.stdout.close()
         self._holder.stderr.close()

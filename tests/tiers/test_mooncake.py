@@ -438,7 +438,7 @@ def test_the_library_is_loaded_by_open_alone_and_says_little(pool: Master) -> No
         "print(tier.find(['0' * 32 + '/' + '0' * 32 + '/0.0']), 'mooncake' in sys.modules)\n"
         "tier.close()"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert said.stdout.split("\n")[:2] == ["False", "[False] True"], said
     assert [line[0] for line in said.stderr.splitlines() if not line.startswith("WARNING: Logging before")] == ["E"]
 

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import ends, eventually
+from tests.conftest import HANG_S, ends, eventually
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, S3Server, need
 
@@ -221,10 +221,10 @@ def test_reads_under_way_when_the_server_dies_end_as_errors_or_whole(own_server:
     for thread in threads:
         thread.start()
     for _ in range(9):
-        assert begun.acquire(timeout=20)
+        assert begun.acquire(timeout=HANG_S)
     own_server.kill()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert not wrong
 
@@ -249,7 +249,7 @@ class Unwilling:
                 self.end_headers()
                 self.wfile.write(body)
                 if hang:
-                    outer.ended.wait(30)
+                    outer.ended.wait(HANG_S)
                 self.close_connection = True
 
             do_GET = do_PUT = do_HEAD = do_POST = answer

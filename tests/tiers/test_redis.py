@@ -15,7 +15,7 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import ends, eventually
+from tests.conftest import HANG_S, ends, eventually
 from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
@@ -374,10 +374,10 @@ def test_reads_and_writes_under_way_when_the_server_dies_end_as_errors_or_whole(
     for thread in threads:
         thread.start()
     for _ in range(12):
-        assert begun.acquire(timeout=20)
+        assert begun.acquire(timeout=HANG_S)
     server.kill()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert not wrong
 

@@ -24,6 +24,7 @@ from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
 from kvdepot.tiers.urls import redact, shown
 from kvdepot.tiers.worker import Probe, TierWorker
+from tests.conftest import HANG_S
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
@@ -204,7 +205,7 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
         outcomes: SimpleQueue[object] = SimpleQueue()
         tier_worker = TierWorker(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
         tier_worker.submit(Probe(None, 0))
-        outcome = outcomes.get(timeout=20)
+        outcome = outcomes.get(timeout=HANG_S)
         tier_worker.stop(5.0)
         assert isinstance(outcome, TierError) and "unknown command" in str(outcome)
         said += [*traceback.format_exception(outcome), caplog.text]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
 NEEDED = ("litestar", "uvicorn", "prometheus_client")
 
@@ -63,7 +63,7 @@ class Web:
     def ask(
         self, method: str, path: str, body: Any = None, token: str = "", headers: Mapping[str, str] | None = None
     ) -> Answer:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=HANG_S)
         try:
             said = {**({"Authorization": f"Bearer {token}"} if token else {}), **(headers or {})}
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -96,16 +96,19 @@ class Web:
     @staticmethod
     def child_of(depot: Depot) -> int:
         """Pid of the web process; 0 if there is none."""
-        pids = [
-            int(pid)
-            for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
-            for pid in (task / "children").read_text().split()
-        ]
-        for pid in pids:
+        for pid in children(depot.process.pid):
             with contextlib.suppress(OSError):  # gone meanwhile
                 if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def lives(pid: int) -> bool:

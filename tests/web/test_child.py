@@ -25,7 +25,7 @@ from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 from tests.ports import free_port
 from tests.server.process import run_serve
-from tests.web.conftest import NEEDED, StartWeb, Web, lives, need
+from tests.web.conftest import NEEDED, StartWeb, Web, children, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -88,7 +88,7 @@ def test_a_server_without_standard_error_has_its_web_process_all_the_same(
 
     def answers() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=HANG_S) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -191,9 +191,7 @@ def test_with_http_off_there_is_no_process_and_no_token(start_depot: StartDepot)
     depot = start_depot("--http", "off")
     assert works(depot)
     assert not Path(depot.url.removeprefix("ipc://") + ".token").exists()
-    assert all(
-        not (task / "children").read_text().split() for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
-    )
+    assert children(depot.process.pid) == []
 
 
 def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
@@ -212,7 +210,7 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
     assert web.get("/v1/status", token=web.token).value["counters"].get("keys_refused", 0) == 0
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
-        assert client.ask(wire.Noop()).result(10.0) == "ok"
+        assert client.ask(wire.Noop()).result(HANG_S) == "ok"
     finally:
         client.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.protocol import curve
 from kvdepot.web.poll import Poll
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.web.conftest import NEEDED, StartWeb, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -45,7 +45,7 @@ def public() -> Iterator[Web]:
 
 def raw(web: Web, request: bytes) -> bytes:
     """Everything that is answered to these bytes until the connection ends."""
-    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+    with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
@@ -181,7 +181,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_comes(web: Web) -> None:
 
 def test_a_body_of_unknown_length_is_cut_off_when_it_has_become_too_large(web: Web) -> None:
     head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % web.token.encode()
-    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+    with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(ConnectionError):
             for _ in range(200):
@@ -198,7 +198,7 @@ def test_headers_without_end_are_cut_off(web: Web) -> None:
     "request_", [b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
 )
 def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
-    with socket.create_connection((web.host, web.port), timeout=5) as connection:
+    with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection:
         connection.sendall(request_ + b"\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1 << 16)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
@@ -212,7 +212,7 @@ def test_bodies_that_break_off_into_nonsense_are_no_errors_of_ours(web: Web) -> 
     with contextlib.ExitStack() as asked:  # all at once: some are waited for
         connections = []
         for body, is_late, line in itertools.product(bodies, (False, True), what):
-            connection = asked.enter_context(socket.create_connection((web.host, web.port), timeout=20))
+            connection = asked.enter_context(socket.create_connection((web.host, web.port), timeout=HANG_S))
             connections.append(connection)
             head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (line, web.token.encode())
             connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
@@ -256,7 +256,7 @@ def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
         if draw.random() < 0.3:
             at = draw.randrange(len(message))
             message = message[:at] + draw.randbytes(1) + message[at + 1 :]
-        with socket.create_connection((web.host, web.port), timeout=5) as connection, contextlib.suppress(OSError):
+        with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection, contextlib.suppress(OSError):
             connection.sendall(message)
             if draw.random() < 0.5:
                 connection.shutdown(socket.SHUT_WR)

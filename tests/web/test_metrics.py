@@ -15,7 +15,7 @@ from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
-from tests.conftest import SHM, eventually
+from tests.conftest import HANG_S, SHM, eventually
 from tests.devices.engines import Engine as GpuEngine
 from tests.devices.engines import tokens_of
 from tests.standin.machine import Machine
@@ -77,7 +77,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
                     asked = wire.Lookup(engine.model, 1, 0, f"held {kept}", 1, pinned.hashes, True)
                     holder = MessageQueueClient(depot.url, depot.context)
                     holders.append(holder)
-                    assert holder.ask(asked).result(10.0) == 1
+                    assert holder.ask(asked).result(HANG_S) == 1
                 kept += 1
         told = fresh(web)
         assert told["chunks"] == told["held_chunks"] == told["stored_shards_total"] == kept > 3
@@ -115,17 +115,17 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
 
         # What is asked wrongly, too often, or not at all in our words.
         with pytest.raises(BadRequest):
-            person.ask(wire.EndSession("r", -1)).result(10.0)
+            person.ask(wire.EndSession("r", -1)).result(HANG_S)
         there = admin.make_prompt(person, prompt(0, 1), b"", engine.model, "").hashes
         for number in range(2):
-            assert person.ask(wire.Lookup(engine.model, 1, 0, f"r{number}", 1, there, True)).result(10.0) == 1
+            assert person.ask(wire.Lookup(engine.model, 1, 0, f"r{number}", 1, there, True)).result(HANG_S) == 1
         with pytest.raises(Busy):
-            person.ask(wire.Lookup(engine.model, 1, 0, "r2", 1, there, True)).result(10.0)
+            person.ask(wire.Lookup(engine.model, 1, 0, "r2", 1, there, True)).result(HANG_S)
         stranger = depot.context.socket(zmq.DEALER)
         try:
             stranger.connect(depot.url)
             stranger.send(b"no message of ours")
-            assert stranger.poll(10_000)
+            assert stranger.poll(1000 * HANG_S)
             stranger.recv()
         finally:
             stranger.close(linger=0)
@@ -141,7 +141,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
 
         # And what people and clients remove.
         for number in range(2):
-            person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(10.0)
+            person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(HANG_S)
             admin.unpin(person, f"pin {number}")
         before = fresh(web)
         assert (before["reused_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
@@ -149,7 +149,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         engine.worker.mq_client.liveness.close()
         other = Engine(depot, BLOCK_BYTES)
         other.store(prompt(1), BLOCKS)
-        person.ask(wire.Clear(other.model)).result(10.0)
+        person.ask(wire.Clear(other.model)).result(HANG_S)
         other.close()
         told = fresh(web)
         assert told["forgotten_chunks_total"] == before["chunks"] - 1 > 0  # the damaged one was nobody's any more
@@ -176,7 +176,7 @@ def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_w
     try:
         engine.store(prompt(1), BLOCKS)
         eventually(lambda: web.depot.status()["tiers"][0]["objects"] == 2)
-        person.ask(wire.Clear()).result(10.0)
+        person.ask(wire.Clear()).result(HANG_S)
         assert engine.lookup(prompt(1)) == 2 * CHUNK
         told = fresh(web)
         assert (told["tier_hit_chunks_total"], told["hit_chunks_total"], told["lookup_chunks_total"]) == (2, 2, 2)
@@ -193,7 +193,7 @@ def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_w
             assert labelled(web, idle) == {(tier,): 0}
         assert labelled(web, "tier_up") == {(tier,): 1}
         shutil.rmtree(tmp_path / "kv")
-        person.ask(wire.Clear()).result(10.0)
+        person.ask(wire.Clear()).result(HANG_S)
         eventually(lambda: engine.lookup(prompt(2)) == 0 and labelled(web, "tier_up") == {(tier,): 0})
         assert labelled(web, "tier_left_alone_total")[tier,] >= 1
     finally:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.conftest import StartDepot, eventually, suspend
+from tests.conftest import HANG_S, StartDepot, eventually, suspend
 from tests.web.conftest import NEEDED, Answer, StartWeb, Web, need
 from tests.web.sockets import connect, open_connections
 
@@ -212,6 +212,6 @@ def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: Start
             eventually(lambda: not server.server_state.connections and not server.server_state.tasks)
         finally:
             ended.set()
-            serving.join(10.0)
+            serving.join(HANG_S)
             poll.close()
     assert not serving.is_alive()

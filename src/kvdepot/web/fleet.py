@@ -77,6 +77,11 @@ class _Told(Status, frozen=True, kw_only=True):
     health: Health | None = None
 
 
+# Made once, at import: msgspec crashes if two threads are the first to decode a type at the same time.
+_TOLD = msgspec.json.Decoder(_Told)
+_REFUSAL = msgspec.json.Decoder(dict[str, str])
+
+
 class Fleet:
     """Asks the depots at `urls`. token: sent to all of them; empty: none."""
 
@@ -165,9 +170,9 @@ def _ask(url: str, token: str) -> Depot:
         return Depot(url, "bad", "Refused: it has a different token")
     try:
         if status != 200:
-            said = msgspec.json.decode(body, type=dict[str, str])
+            said = _REFUSAL.decode(body)
             return Depot(url, "bad", f"Not answering: {said.get('message', status)}"[:_MOST_REASON])
-        told = msgspec.json.decode(body, type=_Told)
+        told = _TOLD.decode(body)
         return _depot(url, told, told.health or judge(told, told.trouble))
     except (msgspec.DecodeError, ValueError, RecursionError, ArithmeticError):
         # Also what is not UTF-8, is nested without end, or has numbers that no depot can have.
