@@ -71,6 +71,27 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
         client.close()
 
 
+def test_a_prompt_of_any_length_is_inspected(depot: Depot, tensors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = MessageQueueClient(depot.url, depot.context)
+    try:
+        model = f"model@{secrets.token_hex(4)}"
+        hashes = fill(client, tensors, model, 1)
+        asked = secrets.token_bytes(wire.MAX_CHUNKS * HASH_BYTES) + hashes  # more than one request may name
+        told = admin.inspect(client, model, asked)
+        assert b"".join(bytes.fromhex(each.hash) for each in told) == hashes
+        end = hashes[-HASH_BYTES:]
+        assert admin.inspect(client, model, end=end) == told
+        for most in (2, 3, 4, 5, 6):
+            monkeypatch.setattr(admin, "_PAGE", most)
+            for named in (end, end[:8]):
+                assert [each.position for each in admin.inspect(client, model, end=named)] == [1, 2, 3, 4, 5]
+        assert admin.inspect(client, model, end=bytes(HASH_BYTES)) == []
+        with pytest.raises(BadRequest, match="give either"):
+            admin.inspect(client, model)
+    finally:
+        client.close()
+
+
 def test_to_reset_says_where_a_tier_cannot_be_told(
     start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -357,12 +357,42 @@ def test_an_answer_of_too_many_chunks_is_refused(desk: Desk, monkeypatch: pytest
 
     def asked(chunks: int, model: str = "") -> Any:
         hashes = bytes(stored.hashes[: 32 * chunks])
-        asked = {"end": hashes[-32:]} if by_end else {"hashes": hashes}
-        return desk.ask(b"one", wire.Inspect(model, **asked))
+        options: dict[str, Any] = {"end": hashes[-32:]} if by_end else {"hashes": hashes}
+        return desk.ask(b"one", wire.Inspect(model, **options))
 
     assert len(asked(3)) == len(asked(6, "m")) == 6
     for refused in (asked(4), asked(7), asked(7, "m")):
         assert isinstance(refused, BadRequest) and "give a model or fewer hashes" in str(refused)
+
+
+def test_the_end_of_a_prompt_is_told_without_its_beginning(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspecting, "MOST_CHUNKS", 6)
+    stored = chain("a", *range(9))
+    desk.ask(b"one", store(stored))
+    end = bytes(stored.hashes[-32:])
+    assert [each.position for each in inspect(desk, end=end, most=4)] == [6, 7, 8, 9]
+    assert [each.position for each in inspect(desk, end=bytes(stored.hashes[32:40]), most=6)] == [1, 2]
+    assert isinstance(desk.ask(b"one", wire.Inspect(end=end)), BadRequest)
+    for refused in (wire.Inspect(end=end, most=-1), wire.Inspect(hashes=end, most=1)):
+        assert isinstance(desk.ask(b"one", refused), BadRequest)
+
+
+def test_the_beginning_of_a_hash_is_not_searched_among_too_many_chunks(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be listed in one step, which delays others."""
+    monkeypatch.setattr(inspecting, "MOST_SEARCHED", 3)
+    desk.register(b"one", 2, fingerprint=b"g" * 32)
+    stored = chain("a", *range(4))
+    desk.ask(b"one", store(stored, end=3))
+    desk.ask(b"one", store(stored, 2, end=3, model="other"))
+    end = bytes(stored.hashes[64:96])
+    assert len(inspect(desk, end=end[:8])) == 6, "no model has more"
+    desk.ask(b"one", store(stored, 2, first=3, model="other", ticket=9))
+    refused = desk.ask(b"one", wire.Inspect(end=end[:8]))
+    assert isinstance(refused, BadRequest) and "give the whole hash, as `kvdepot ls --long` shows it" in str(refused)
+    assert len(inspect(desk, end=end)) == 6
+    assert len(inspect(desk, model="m", end=end[:8])) == 3
 
 
 def test_a_whole_hash_is_found_without_a_search(desk: Desk) -> None:

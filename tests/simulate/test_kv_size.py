@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import ConfigError
-from kvdepot.simulate.kv_size import kv_size
+from kvdepot.simulate.kv_size import DEFAULTS, kv_size
 
 LLAMA_8B = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -66,6 +66,172 @@ def test_the_kv_of_a_token_follows_from_the_shape(
     assert (found.token_bytes, dict(found.windows), found.states) == (token_bytes, windows, states)
 
 
+QWEN_25_7B = {
+    "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "hidden_size": 3584, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+MISTRAL_7B = {
+    "model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "sliding_window": None, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_4_SCOUT = {
+    "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "head_dim": 128, "hidden_size": 5120, "attention_chunk_size": 8192, "no_rope_layers": [],
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+GEMMA_4_31B = {
+    "model_type": "gemma4_text", "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+    "hidden_size": 5376, "sliding_window": 1024, "attention_k_eq_v": True, "num_global_key_value_heads": 4,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+}  # fmt: skip
+
+
+def in_text_config(config: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """The configuration of a model with images, which has this one for its text."""
+    return {"model_type": model_type, "torch_dtype": "bfloat16", "text_config": config}
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes", "windows"),
+    [  # K and V x layers x KV heads x head size x 2 bytes
+        pytest.param(LLAMA_8B, 2 * 32 * 8 * 128 * 2, {}, id="Llama 3.1 8B"),
+        pytest.param(
+            {
+                "model_type": "llama", "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "head_dim": 64, "hidden_size": 2048,
+            },
+            2 * 16 * 8 * 64 * 2, {}, id="Llama 3.2 1B",
+        ),
+        pytest.param(in_text_config({"model_type": "llama"}, "llava"), 2 * 32 * 32 * 128 * 2, {}, id="LLaVA 1.5 7B"),
+        pytest.param(QWEN_25_7B, 2 * 28 * 4 * 128 * 2, {}, id="Qwen 2.5 7B"),
+        pytest.param(
+            {
+                "model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                "head_dim": 128, "hidden_size": 4096, "max_window_layers": 36, "sliding_window": None,
+                "use_sliding_window": False,
+            },
+            2 * 36 * 8 * 128 * 2, {}, id="Qwen 3 8B",
+        ),
+        pytest.param(
+            {
+                "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "head_dim": 128, "hidden_size": 2048, "sliding_window": None,
+            },
+            2 * 48 * 4 * 128 * 2, {}, id="Qwen 3 30B-A3B",
+        ),
+        pytest.param(MISTRAL_7B, 2 * 32 * 8 * 128 * 2, {}, id="Mistral 7B v0.3"),
+        pytest.param({**MISTRAL_7B, "sliding_window": 4096}, 0, {4096: 2 * 32 * 8 * 128 * 2}, id="Mistral 7B v0.1"),
+        pytest.param({**MISTRAL_7B, "model_type": "mixtral"}, 2 * 32 * 8 * 128 * 2, {}, id="Mixtral 8x7B"),
+        pytest.param(
+            {
+                "model_type": "gemma2", "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+                "head_dim": 256, "hidden_size": 3584, "sliding_window": 4096,
+            },
+            2 * 21 * 8 * 256 * 2, {4096: 2 * 21 * 8 * 256 * 2}, id="Gemma 2 9B",
+        ),
+        pytest.param(
+            {
+                "model_type": "gemma3_text", "num_hidden_layers": 26, "num_attention_heads": 4,
+                "num_key_value_heads": 1, "head_dim": 256, "hidden_size": 1152, "sliding_window": 512,
+                "sliding_window_pattern": 6,
+            },
+            2 * 4 * 256 * 2, {512: 2 * 22 * 256 * 2}, id="Gemma 3 1B",
+        ),
+        pytest.param(
+            in_text_config(
+                {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
+                "gemma3",
+            ),
+            2 * 5 * 4 * 256 * 2, {1024: 2 * 29 * 4 * 256 * 2}, id="Gemma 3 4B",
+        ),
+        pytest.param(
+            in_text_config(
+                {
+                    "model_type": "gemma3_text", "hidden_size": 3840, "num_attention_heads": 16,
+                    "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024,
+                },
+                "gemma3",
+            ),
+            2 * 8 * 8 * 256 * 2, {1024: 2 * 40 * 8 * 256 * 2}, id="Gemma 3 12B",
+        ),
+        pytest.param(
+            in_text_config(
+                {
+                    "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376, "num_attention_heads": 32,
+                    "num_hidden_layers": 62, "num_key_value_heads": 16, "sliding_window": 1024,
+                },
+                "gemma3",
+            ),
+            2 * 10 * 16 * 128 * 2, {1024: 2 * 52 * 16 * 128 * 2}, id="Gemma 3 27B",
+        ),
+        pytest.param(  # the heads of layers with full attention are fewer and larger
+            in_text_config(GEMMA_4_31B, "gemma4"),
+            2 * 10 * 4 * 512 * 2, {1024: 2 * 50 * 16 * 256 * 2}, id="Gemma 4 31B",
+        ),
+        pytest.param(
+            in_text_config(LLAMA_4_SCOUT, "llama4"),
+            2 * 12 * 8 * 128 * 2, {8192: 2 * 36 * 8 * 128 * 2}, id="Llama 4 Scout",
+        ),
+        pytest.param(
+            in_text_config({**LLAMA_4_SCOUT, "no_rope_layers": [1, 1, 1, 0] * 12}, "llama4"),
+            2 * 12 * 8 * 128 * 2, {8192: 2 * 36 * 8 * 128 * 2}, id="Llama 4 Scout, with a list",
+        ),
+        pytest.param(
+            {
+                "model_type": "deepseek_v2", "num_hidden_layers": 27, "num_attention_heads": 16,
+                "num_key_value_heads": 16, "hidden_size": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64, "v_head_dim": 128,
+            },
+            27 * (512 + 64) * 2, {}, id="DeepSeek V2 Lite",
+        ),
+        pytest.param(
+            {
+                "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128,
+                "num_key_value_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64, "v_head_dim": 128,
+            },
+            61 * (512 + 64) * 2, {}, id="DeepSeek V3",
+        ),
+        pytest.param(GPT_OSS_20B, 2 * 12 * 8 * 64 * 2, {128: 2 * 12 * 8 * 64 * 2}, id="GPT-OSS 20B"),
+        pytest.param(
+            {key: GPT_OSS_20B[key] for key in ("model_type", "num_hidden_layers")},
+            2 * 12 * 8 * 64 * 2, {128: 2 * 12 * 8 * 64 * 2}, id="GPT-OSS 20B, without what is the default",
+        ),
+        pytest.param(
+            {
+                "model_type": "phi3", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+                "hidden_size": 3072, "sliding_window": 2047,
+            },
+            0, {2047: 2 * 32 * 32 * 96 * 2}, id="Phi-3 mini 4k",
+        ),
+        pytest.param(
+            {
+                "model_type": "phi3", "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
+                "hidden_size": 5120, "sliding_window": None,
+            },
+            2 * 40 * 10 * 128 * 2, {}, id="Phi-4",
+        ),
+    ],
+)  # fmt: skip
+def test_the_kv_of_published_models(config: dict[str, Any], token_bytes: int, windows: dict[int, int]) -> None:
+    found = kv_size(config)
+    assert (found.token_bytes, dict(found.windows), found.states) == (token_bytes, windows, 0)
+
+
+@pytest.mark.parametrize("model_type", sorted(DEFAULTS))
+def test_the_defaults_are_those_of_transformers(model_type: str) -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    theirs = CONFIG_MAPPING[model_type]().get_text_config()
+    whole = theirs.to_dict()
+    assert kv_size({"model_type": theirs.model_type}) == kv_size({**whole, "model_type": theirs.model_type})
+    for key, value in DEFAULTS[model_type].items():
+        if whole.get(key) is not None:
+            assert whole[key] == value, key
+
+
 @pytest.mark.parametrize(("dtype", "size"), [("fp8", 64), ("bf16", 128), ("fp32", 256), ("auto", 128)])
 def test_the_type_of_the_kv_can_be_given(dtype: str, size: int) -> None:
     assert kv_size(LLAMA_8B, dtype).token_bytes == size << 10
@@ -95,6 +261,8 @@ def test_windows_are_stored_at_boundaries() -> None:
         ({**DBRX, "attn_config": {"kv_n_heads": 8, "sliding_window_size": 4096}}, "has 'sliding_window_size'"),
         ({**MPT, "attn_config": {"attn_type": "oracle_attention"}}, "attn_type is 'oracle_attention'"),
         ({**MPT, "attn_config": {"attn_type": "grouped_query_attention"}}, "no kv_n_heads"),
+        ({**LLAMA_4_SCOUT, "no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers has 4 layers of 48"),
+        ({**LLAMA_4_SCOUT, "no_rope_layers": 4}, "no_rope_layers is 4"),
         ({**LLAMA_8B, "is_encoder_decoder": True}, "an encoder and a decoder"),
         ({**LLAMA_8B, "torch_dtype": "int3"}, "give --kv-dtype"),
     ],

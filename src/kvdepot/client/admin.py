@@ -24,7 +24,7 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
-from kvdepot.protocol.prefixes import ChunkStatus, Prefix
+from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 
@@ -54,6 +54,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
+_PAGE = MOST_CHUNKS // wire.MAX_GROUPS
+"""Chunks in one request to inspect: an answer has room for their parts in all KV cache groups of a model."""
 T = TypeVar("T")
 
 
@@ -242,10 +244,46 @@ def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20
 def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
     """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
 
-    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
-    Busy if too many ask at once; ProtocolError if the answer is not of this version.
+    It asks for some chunks at a time, so a prompt may be of any length, and the answer mixes what was there meanwhile.
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, if several chunks' hashes begin with `end`, or
+    if there are too many models or chunks to look at; Busy if too many ask at once; ProtocolError if the answer is not
+    of this version.
     """
-    return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus], "chunks")
+    if bool(hashes) == bool(end) or len(hashes) % HASH_BYTES:
+        return _page(client, wire.Inspect(model, hashes, end))  # the server says what is wrong
+    pages = _pages_up_to(client, model, end) if end else _pages_of(client, model, hashes)
+    namespaces: dict[tuple[object, ...], list[ChunkStatus]] = {}
+    for each in (each for page in pages for each in page):
+        kind = each.tenant, each.model, each.world_size, each.group, each.reach, each.chunk_tokens
+        namespaces.setdefault(kind, []).append(each)
+    return [each for parts in namespaces.values() for each in parts]
+
+
+def _pages_of(client: Client, model: str, hashes: bytes) -> Iterator[list[ChunkStatus]]:
+    keys = list(dict.fromkeys(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)))
+    for at in range(0, len(keys), _PAGE):
+        yield _page(client, wire.Inspect(model, b"".join(keys[at : at + _PAGE])))
+
+
+def _pages_up_to(client: Client, model: str, end: bytes) -> list[list[ChunkStatus]]:
+    """The pages of one chain, in its order; they are asked for from its end."""
+    pages: list[list[ChunkStatus]] = []
+    seen: set[str] = set()
+    while True:
+        told = _page(client, wire.Inspect(model, b"", end, _PAGE))
+        page = [each for each in told if each.hash not in seen]  # it tells the first chunk of the page before again
+        if not page:
+            return pages[::-1]
+        pages.append(page)
+        seen.update(each.hash for each in page)
+        first = min((each for each in page if each.position), key=lambda each: each.position, default=None)
+        if first is None or first.position == 1:
+            return pages[::-1]
+        end = bytes.fromhex(first.hash)
+
+
+def _page(client: Client, request: wire.Inspect) -> list[ChunkStatus]:
+    return _answer(client, request, list[ChunkStatus], "chunks")
 
 
 def _answer(client: Client, request: wire.Request, kind: type[T], what: str) -> T:

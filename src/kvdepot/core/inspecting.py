@@ -9,13 +9,14 @@ from kvdepot.core.index.index import Index
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.prefixes import ChunkStatus
+from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus
 from kvdepot.protocol.status import MOST_NAME
 
-__all__ = ["MOST_CHUNKS", "inspect"]
+__all__ = ["MOST_SEARCHED", "inspect"]
 
-MOST_CHUNKS = 16384
-"""Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
+MOST_SEARCHED = 1 << 16
+"""Chunks of a namespace among which the beginning of a hash is looked for: they are listed in one step, which takes
+some milliseconds for so many."""
 _PER_STEP = 16
 """A chunk that is described counts as this many chunks that are only looked at."""
 
@@ -25,11 +26,11 @@ def inspect(
 ) -> Generator[None, None, list[ChunkStatus]]:
     """The chunks in these namespaces that the request asks for. tiers: their names. wall: seconds since 1970.
 
-    Pauses after `step` chunks. Raises BadRequest if `request.end` begins the hashes of several chunks, or if there are
-    more than `MOST_CHUNKS`.
+    Pauses after `step` chunks. Raises BadRequest if `request.end` begins the hashes of several chunks, or of one among
+    more than `MOST_SEARCHED`, or if more than `MOST_CHUNKS` would be listed.
     """
     if request.end:
-        hashes = yield from _chain_to(namespaces, request.end, step)
+        hashes = yield from _chain_to(namespaces, request.end, request.most, step)
     else:
         given = (request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES))
         hashes = list(dict.fromkeys(given))
@@ -54,14 +55,22 @@ def _check_number(chunks: int) -> None:
         raise BadRequest(f"the answer would list more than {MOST_CHUNKS} chunks: give a model or fewer hashes")
 
 
-def _chain_to(namespaces: Iterable[Namespace], end: bytes, step: int) -> Generator[None, None, list[bytes]]:
-    """The hashes of the one chunk whose hash begins with `end` and of those before it; none if there is none."""
+def _chain_to(namespaces: Iterable[Namespace], end: bytes, most: int, step: int) -> Generator[None, None, list[bytes]]:
+    """The hashes of the one chunk whose hash begins with `end` and of those before it; none if there is none.
+
+    most: only so many, the last ones; 0: all.
+    """
     last: Chunk | None = None
     for namespace in namespaces:
         if len(end) == HASH_BYTES:
             chunks = [namespace.chunks[end]] if end in namespace.chunks else []
+        elif len(namespace.chunks) > MOST_SEARCHED:
+            raise BadRequest(
+                f"a model has {len(namespace.chunks)} chunks in memory, and the beginning of a hash is not looked for "
+                f"among more than {MOST_SEARCHED}: give the whole hash, as `kvdepot ls --long` shows it"
+            )
         else:
-            chunks = list(namespace.chunks.values())  # some ten milliseconds for a million
+            chunks = list(namespace.chunks.values())
         for start in range(0, len(chunks), step):
             for chunk in chunks[start : start + step]:
                 if not chunk.key.startswith(end) or chunk.gone:
@@ -72,7 +81,7 @@ def _chain_to(namespaces: Iterable[Namespace], end: bytes, step: int) -> Generat
                     last = chunk
             yield
     hashes: list[bytes] = []
-    while last is not None and not last.gone:
+    while last is not None and not last.gone and (not most or len(hashes) < most):
         _check_number(len(hashes) + 1)
         hashes.append(last.key)
         before = last.parent

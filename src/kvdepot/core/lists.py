@@ -15,13 +15,13 @@ from kvdepot.core.admission import check_names
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.inspecting import MOST_CHUNKS, inspect
+from kvdepot.core.inspecting import inspect
 from kvdepot.core.prefixes import prefixes
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
+from kvdepot.protocol.prefixes import LEAST_HASH, MOST_CHUNKS, MOST_PREFIXES, SORTS
 
 __all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "Lists"]
 
@@ -68,7 +68,8 @@ class Lists:
                 items = sum(len(each.families) for each in namespaces if each.is_lead)
             case wire.Inspect():
                 stored = sum(len(each.chunks) for each in namespaces)
-                hashes = min(stored, MOST_CHUNKS) if request.end else len(request.hashes) // HASH_BYTES
+                most = max(0, request.most) or MOST_CHUNKS
+                hashes = min(stored, most) if request.end else len(request.hashes) // HASH_BYTES
                 searched = stored if len(request.end) < HASH_BYTES and request.end else 0
                 items = hashes * len(namespaces) + searched
         return 4 + items // _ITEMS_OF_ONE
@@ -88,6 +89,8 @@ class Lists:
         hashes, end = request.hashes, request.end
         if bool(hashes) == bool(end) or len(hashes) % HASH_BYTES:
             raise BadRequest(f"give either `end`, or `hashes` of {HASH_BYTES} bytes each")
+        if request.most < 0 or (request.most and not end):
+            raise BadRequest("`most` is a number of chunks up to `end`, or 0")
         if end and not LEAST_HASH <= len(end) <= HASH_BYTES:
             raise BadRequest(f"{len(end)} bytes of a hash were given; {LEAST_HASH} to {HASH_BYTES} are needed")
         answer = inspect(self._index, namespaces, request, self._tiering.names, wall, self._step)

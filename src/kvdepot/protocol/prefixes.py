@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["LEAST_HASH", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
+__all__ = ["LEAST_HASH", "MOST_CHUNKS", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
 
 SORTS = ("hits", "bytes", "tokens", "idle")
 """What families can be sorted by, the highest first; idle: those that were not found for longest."""
 MOST_PREFIXES = 1000
 """Families in one answer."""
+MOST_CHUNKS = 16384
+"""Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
 LEAST_HASH = 3
 """Bytes of a hash by which a chunk can be found."""
 

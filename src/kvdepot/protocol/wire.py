@@ -355,14 +355,17 @@ class Prefixes(_Message, frozen=True):
 class Inspect(_Message, frozen=True):
     """Ask where chunks are: those with these hashes, or the one whose hash begins with `end` and all before it.
 
+    most: of those up to `end`, only so many, the last ones; 0: all.
+
     Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
     has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
-    BadRequest beyond 16,384 of them.
+    BadRequest beyond 16,384 of them, or if `end` is not a whole hash and a namespace has more than 65,536 chunks.
     """
 
     model: str = ""
     hashes: bytes = b""
     end: bytes = b""
+    most: int = 0
 
 
 class Describe(_Message, frozen=True):

@@ -3,6 +3,9 @@
 The formula of docs/memory.md: per layer and token, 2 x KV heads x head size x bytes per element, or with MLA (latent +
 rotary size) x bytes per element. Tensor and pipeline parallelism divide it among ranks, whose bytes all come to the
 host's depot, so they do not matter. Layers with a window or a state need no KV of all tokens.
+
+A published configuration may leave out what transformers fills in by model_type, above all inside text_config, whose
+defaults it does not write. `DEFAULTS` has those that decide about KV. A field that is null is not filled in.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["KvSize", "kv_size"]
+__all__ = ["DEFAULTS", "KvSize", "kv_size"]
 
 KV_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes per element."""
@@ -22,7 +25,62 @@ _BOUNDARY_CHUNKS = 16
 """Chunks between two boundaries at which the vLLM connector stores windows, by default; at least four windows."""
 _MOST = 1 << 20  # of any number in a configuration
 
-_FULL = ("full_attention", "attention", "*", "global_attention")
+_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+
+
+def _shape(layers: int, heads: int, kv_heads: int, head: int, **others: object) -> dict[str, object]:
+    return {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head,
+        **others,
+    }  # fmt: skip
+
+
+def _shape_of(layers: int, heads: int, kv_heads: int, hidden: int, **others: object) -> dict[str, object]:
+    """Of a model whose heads divide the hidden size."""
+    return {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
+        **({"num_key_value_heads": kv_heads} if kv_heads != heads else {}), **others,
+    }  # fmt: skip
+
+
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "llama": _shape_of(32, 32, 32, 4096),
+    "llama4": _shape(48, 40, 8, 128, attention_chunk_size=8192, no_rope_layer_interval=4),
+    "mistral": _shape_of(32, 32, 8, 4096, sliding_window=4096),
+    "ministral3": _shape(34, 32, 8, 128),
+    "mixtral": _shape_of(32, 32, 8, 4096),
+    "qwen2": _shape_of(32, 32, 32, 4096, **_QWEN),
+    "qwen2_moe": _shape_of(24, 16, 16, 2048, **_QWEN),
+    "qwen2_vl": _shape_of(80, 64, 8, 8192, use_sliding_window=False),
+    "qwen2_5_vl": _shape_of(80, 64, 8, 8192, use_sliding_window=False),
+    "qwen3": _shape(32, 32, 32, 128, **_QWEN),
+    "qwen3_moe": _shape_of(24, 32, 4, 2048, use_sliding_window=False),
+    "qwen3_vl": _shape(32, 32, 32, 128),
+    "qwen3_next": _shape(48, 16, 2, 256, full_attention_interval=4),
+    "qwen3_5": _shape(32, 16, 4, 256, full_attention_interval=4),
+    "qwen3_5_moe": _shape(40, 16, 2, 256, full_attention_interval=4),
+    "gemma": _shape(28, 16, 16, 256),
+    "gemma2": _shape(26, 8, 4, 256, sliding_window=4096, sliding_window_pattern=2),
+    "gemma3": _shape(26, 8, 4, 256, sliding_window=4096, sliding_window_pattern=6),
+    "gemma3n": _shape(35, 8, 2, 256, sliding_window=512, sliding_window_pattern=5, num_kv_shared_layers=15),
+    "gemma4": _shape(30, 8, 4, 256, sliding_window=512, sliding_window_pattern=6, global_head_dim=512),
+    "cohere2": _shape_of(40, 64, 64, 8192, sliding_window=4096, sliding_window_pattern=4),
+    "deepseek_v2": {"num_hidden_layers": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v32": {
+        "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
+    },
+    "gpt_oss": _shape(36, 64, 8, 64, sliding_window=128, sliding_window_pattern=2),
+    "phi": _shape_of(24, 32, 32, 2048),
+    "phi3": _shape_of(32, 32, 32, 3072),
+    "phi4_multimodal": _shape_of(32, 32, 8, 3072),
+}  # fmt: skip
+"""By model_type, without `_text` at its end: what transformers 5.19 takes for fields that a configuration leaves out
+(the configuration_*.py of each model; a test compares them where transformers is installed)."""
+
+_FULL = (
+    "full_attention", "attention", "*", "global_attention", "indexed_attention", "deepseek_sparse_attention",
+)  # fmt: skip
 _WINDOWS = ("sliding_attention", "chunked_attention")
 _STATES = ("linear_attention", "mamba", "mamba2", "conv", "M", "recurrent")
 _NO_KV = ("mlp", "moe", "-", "E")
@@ -58,8 +116,10 @@ def kv_size(config: Mapping[str, Any], dtype: str = "auto") -> KvSize:
 
     Raises ConfigError if its KV is not known from that.
     """
-    whole, config = config, _text_of(config)
-    name = str(whole.get("model_type") or config.get("model_type") or "model")[:80]
+    whole, given = config, _text_of(config)
+    name = str(whole.get("model_type") or given.get("model_type") or "model")[:80]
+    model_type = str(given.get("model_type") or name).removesuffix("_text")
+    config = {**DEFAULTS.get(model_type, {}), **given}
     if config.get("is_encoder_decoder"):
         raise _unknown(name, "it is an encoder and a decoder")
     layers = _number(config, name, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -68,12 +128,13 @@ def kv_size(config: Mapping[str, Any], dtype: str = "auto") -> KvSize:
     kinds = kinds[: max(0, layers - shared)]  # the last ones use the KV of layers before them
     called, element = _element(whole, config, name, dtype)
     layer_bytes = _layer_bytes(config, name, element) if any(kind != "state" for kind in kinds) else 0
+    full_bytes = _layer_bytes(_global_heads(config), name, element) if "full" in kinds else 0
     counts = Counter(kinds)
     windows: Counter[int] = Counter()
     for kind in kinds:
         if isinstance(kind, int):
             windows[kind] += layer_bytes
-    return KvSize(name, layers, called, counts["full"] * layer_bytes, dict(windows), counts["state"])
+    return KvSize(name, layers, called, counts["full"] * full_bytes, dict(windows), counts["state"])
 
 
 def _unknown(name: str, why: str) -> ConfigError:
@@ -118,13 +179,38 @@ def _kinds(config: Mapping[str, Any], name: str, layers: int) -> list[str | int]
         return ["full" if number % every == offset % every else "state" for number in range(layers)]
     if any(key.startswith(("mamba_", "ssm_", "linear_num_", "attn_type_list")) for key in config):
         raise _unknown(name, "it has layers with states, and no layer_types")
-    every = _number(config, name, "sliding_window_pattern", default=2 if name == "gemma2" else 0)
+    if window and config.get("attention_chunk_size") == window and (wide := _no_rope(config, name, layers)):
+        return ["full" if is_wide else window for is_wide in wide]
+    every = _number(config, name, "sliding_window_pattern", default=0)
     if window and every:
         return ["full" if number % every == every - 1 else window for number in range(layers)]
     if window and "max_window_layers" in config:
         first = _number(config, name, "max_window_layers", least=0)
         return ["full" if number < first else window for number in range(layers)]
     return [window or "full"] * layers
+
+
+def _no_rope(config: Mapping[str, Any], name: str, layers: int) -> list[bool]:
+    """Whether each layer has no rotary embedding, and so full attention (Llama 4); empty if that is not said."""
+    listed = config.get("no_rope_layers")
+    if listed:  # 0: has none
+        if not isinstance(listed, list):
+            raise _unknown(name, f"no_rope_layers is {str(listed)[:40]}")
+        if len(listed) < layers:
+            raise _unknown(name, f"no_rope_layers has {len(listed)} layers of {layers}")
+        return [not has_rope for has_rope in listed[:layers]]
+    every = _number(config, name, "no_rope_layer_interval", default=0)
+    return [number % every == every - 1 for number in range(layers)] if every else []
+
+
+def _global_heads(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with the heads of its layers with full attention, where they differ (Gemma 4)."""
+    changed: dict[str, Any] = {}
+    if config.get("global_head_dim") is not None:
+        changed["head_dim"] = config["global_head_dim"]
+    if config.get("num_global_key_value_heads") is not None and config.get("attention_k_eq_v"):
+        changed["num_key_value_heads"] = config["num_global_key_value_heads"]
+    return {**config, **changed} if changed else config
 
 
 def _kind(kind: object, name: str, window: int) -> str | int:
