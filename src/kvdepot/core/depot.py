@@ -338,13 +338,17 @@ class Depot:
         # The bound is everybody's: a client takes from it no more than its own lookups have added.
         self.ceiling.subtract(min(asked.own, client.unreported))
         client.unreported -= min(asked.own + asked.found, client.unreported)
-        if asked.tokens or request.saved_tokens:
+        # Nobody is saved more than what was found for it; nor the time for what is above that.
+        tokens = min(request.saved_tokens, client.unsaved)
+        saved_s = request.saved_s * tokens / request.saved_tokens if request.saved_tokens else 0.0
+        client.unsaved -= tokens
+        if asked.tokens or tokens:
             model = request.model or client.model
-            self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
-        self.saved_tokens += request.saved_tokens
-        self.saved_s += request.saved_s
-        if request.saved_s:
-            self.usages.saved_s.count(request.saved_s)
+            self.usages.count(client.tenant, model, asked.tokens, asked.found, tokens)
+        self.saved_tokens += tokens
+        self.saved_s += saved_s
+        if saved_s:
+            self.usages.saved_s.count(saved_s)
         self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
         return None
 
