@@ -85,6 +85,9 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
         (found,) = web.get("/v1/prefixes?most=5&sort=bytes").value
         assert (found["model"], found["prompts"], found["hits"]) == (engine.model, 2, 1)
         assert (found["shared_tokens"], found["tokens"], found["hit_tokens"]) == (2 * CHUNK, 4 * CHUNK, 3 * CHUNK)
+        pinned = web.change("/v1/pin", {"prefix": found["hash"], "model": found["model"], "name": "listed"})
+        assert pinned.value == {"chunks": 2, "of_chunks": 2}, pinned.body
+        assert [(each["name"], each["chunks"]) for each in web.depot.status()["leases"]] == [("listed", 2)]
         assert web.get("/v1/prefixes?model=another").value == []
         assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
     finally:
@@ -317,8 +320,11 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/forget", b"{", "truncated"),
         ("/v1/forget", b"\xff\xfe", ""),
         ("/v1/forget", b"", ""),
-        ("/v1/warm", {}, "give exactly one of `tokens` and `hashes`"),
-        ("/v1/warm", {"tokens": [1], "hashes": ["0" * 64]}, "give exactly one of `tokens` and `hashes`"),
+        ("/v1/warm", {}, "give exactly one of `tokens`, `hashes` and `prefix`"),
+        ("/v1/warm", {"tokens": [1], "hashes": ["0" * 64]}, "give exactly one of `tokens`, `hashes` and `prefix`"),
+        ("/v1/pin", {"prefix": "0" * 63, "name": "a"}, "prefix"),
+        ("/v1/pin", {"prefix": "0" * 64, "name": "a"}, "no whole prompt up to the chunk 0000"),
+        ("/v1/release", {"name": "a", "prefix": "0" * 64}, "either the `name`"),
         ("/v1/warm", {"keys": ["0" * 64]}, "keys"),
         ("/v1/warm", {"tokens": [-1]}, "tokens"),
         ("/v1/warm", {"tokens": [1 << 32]}, "tokens"),

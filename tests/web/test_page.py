@@ -8,6 +8,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -966,6 +967,22 @@ def test_a_prompt_is_pinned_by_its_tokens_or_its_hashes(
     assert operated.changes == [("/v1/pin", {"name": "system", "ttl_s": 3600, "model": model, "salt": "", **sent})]
 
 
+def test_a_prefix_is_pinned_from_its_row(operated: Site, open_page: OpenPage) -> None:
+    operated.prefixes = example_prefixes()
+    operated.prefixes[2]["tenant"] = "blue"
+    page = open_page(f"{operated.url}#token=s3cret")
+    page.locator("#prefixes tbody tr").nth(2).wait_for()
+    assert page.locator("#prefixes button").count() == 2, "only its own clients can pin what a tenant has"
+    page.get_by_role("button", name="Pin 3c3c3c3c").click()
+    assert text(page, "#action-title") == "Pin the prefix 3c3c3c3c"
+    assert "12.3K tokens that its prompts share, of Qwen/Qwen3-32B, are not evicted" in text(page, "#action-what")
+    page.get_by_label("Name", exact=True).fill("system")
+    page.get_by_role("button", name="Pin", exact=True).click()
+    shows(page, "#action-effect", "2 of 3 chunks are pinned.")
+    sent = {"name": "system", "ttl_s": 0, "model": "Qwen/Qwen3-32B", "prefix": "3c" * 32}
+    assert operated.changes == [("/v1/pin", sent)]
+
+
 def test_a_lease_is_ended_from_its_row_after_the_page_said_what_happens_to_its_chunks(
     operated: Site, open_page: OpenPage
 ) -> None:
@@ -1028,6 +1045,12 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["id"][:8] for each in status["engines"])
     page.locator("#prefixes tbody tr").first.wait_for()
     assert rows(page, "prefixes")[0][2:5] == ["1", "512", "512"]
+    page.locator("#prefixes button").first.click()
+    page.get_by_label("Name", exact=True).fill("listed")
+    page.locator("#action-token input").fill(Path(f"{depot.url.removeprefix('ipc://')}.token").read_text().strip())
+    page.get_by_role("button", name="Pin", exact=True).click()
+    shows(page, "#action-effect", "2 of 2 chunks are pinned.")
+    page.get_by_role("button", name="Close").click()
     times = {row[0]: row[1] for row in rows(page, "latencies")}
     assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
     assert "Noop" not in times, "no engine waits for it"

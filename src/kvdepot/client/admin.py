@@ -31,6 +31,7 @@ from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 __all__ = [
     "Preview",
     "Prompt",
+    "chain_to",
     "connect",
     "drop",
     "end_lease",
@@ -280,6 +281,17 @@ def _pages_up_to(client: Client, model: str, end: bytes) -> list[list[ChunkStatu
         if first is None or first.position == 1:
             return pages[::-1]
         end = bytes.fromhex(first.hash)
+
+
+def chain_to(client: Client, model: str, end: bytes) -> bytes:
+    """The hashes of a chunk in memory and of all before it in its prompt. Raises BadRequest if memory lacks any."""
+    found = {each.position: each.hash for each in inspect(client, model, end=end) if each.position}
+    hashes = [found[at] for at in sorted(found)]
+    if not hashes or hashes[-1] != end.hex() or sorted(found) != list(range(1, len(found) + 1)):
+        raise BadRequest(
+            f"no whole prompt up to the chunk {end.hex()} is in memory; it may have been evicted meanwhile"
+        )
+    return b"".join(map(bytes.fromhex, hashes))
 
 
 def _page(client: Client, request: wire.Inspect) -> list[ChunkStatus]:

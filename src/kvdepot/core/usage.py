@@ -128,12 +128,14 @@ class Usages:
         # The bound is everybody's: a client takes from it no more than its own lookups have added.
         self._infinite_cache.subtract(min(asked.own, client.unreported))
         client.unreported -= min(asked.own + asked.found, client.unreported)
-        if asked.tokens or request.saved_tokens:
-            model = request.model or client.model
-            self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
-        self._saved_tokens += request.saved_tokens
-        if request.saved_s:
-            self.saved_s.count(request.saved_s)
+        # Nobody is saved more than what was found for it; nor the time for what is above that.
+        saved = min(request.saved_tokens, client.unsaved)
+        client.unsaved -= saved
+        if asked.tokens or saved:
+            self.count(client.tenant, request.model or client.model, asked.tokens, asked.found, saved)
+        self._saved_tokens += saved
+        if saved and request.saved_s:
+            self.saved_s.count(request.saved_s * saved / request.saved_tokens)
 
     def tick(self, now: float) -> None:
         """Called once a second."""

@@ -100,10 +100,12 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt: exactly one of token ids and chunk hashes in hex; and its model, by name or a unique prefix."""
+    """A prompt, and its model, by name or a unique prefix. The prompt: exactly one of token ids, chunk hashes in hex,
+    and `prefix`, the hash of its last chunk, as `/v1/prefixes` lists it, if memory has all of it."""
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
     hashes: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
+    prefix: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
 
@@ -338,9 +340,11 @@ def _change(state: State) -> Iterator[None]:
 
 
 def _prompt(poll: Poll, data: Prompt) -> admin.Prompt:
-    if bool(data.tokens) == bool(data.hashes):
-        raise BadRequest("give exactly one of `tokens` and `hashes`")
+    if sum(map(bool, (data.tokens, data.hashes, data.prefix))) != 1:
+        raise BadRequest("give exactly one of `tokens`, `hashes` and `prefix`")
     hashes = b"".join(map(bytes.fromhex, data.hashes))
+    if data.prefix:
+        hashes = admin.chain_to(poll.client, data.model, bytes.fromhex(data.prefix))
     return admin.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
 
 
@@ -383,8 +387,8 @@ def lease(state: State, data: JSONBody[LeaseRequest]) -> Leased:
 @post("/v1/release", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def release(state: State, data: JSONBody[ReleaseRequest]) -> Released:
     """End a lease and remove its chunks, or remove a prompt's: from its end to the first chunk that others use."""
-    if bool(data.name) == bool(data.tokens or data.hashes):
-        raise BadRequest("give either the `name` of a lease, or a prompt as `tokens` or `hashes`")
+    if bool(data.name) == bool(data.tokens or data.hashes or data.prefix):
+        raise BadRequest("give either the `name` of a lease, or a prompt as `tokens`, `hashes` or `prefix`")
     with _change(state):
         client = _poll(state).client
         if data.name:

@@ -15,10 +15,16 @@ const idCell = (id) => (cell, item) => {
 };
 
 /** A cell with a button for an action on this row; main.js listens. */
-const actionCell = (action, label, about) => (cell, item) => {
+const actionCell = (action, label, about, of = about) => (cell, item) => {
   const button = child(cell, () => make("button", { type: "button", class: "small-button", "data-action": action }, `${label}…`));
   set(button, "aria-label", `${label} ${about(item)}`);
-  set(button, "data-of", about(item));
+  set(button, "data-of", of(item));
+};
+
+/** The same for a prefix: what actions.js needs to know of it. A tenant's can be pinned by its own clients alone. */
+const pinCell = (cell, prefix) => {
+  const { model, hash, shared_tokens } = prefix;
+  if (!prefix.tenant) actionCell("pinPrefix", "Pin", () => short(hash), () => JSON.stringify({ model, hash, shared_tokens }))(cell, prefix);
 };
 
 export function showFleet({ depots, total }, name) {
@@ -127,6 +133,7 @@ export function showPrefixes(prefixes) {
     ["num", (prefix) => bytes(prefix.bytes), (prefix) => `${exact(prefix.prompts)} prompts`],
     ["num", (prefix) => rough(Math.floor(prefix.age_s))],
     ["num more", (prefix) => rough(Math.floor(prefix.idle_s))],
+    ["action", null, null, pinCell],
   ]);
 }
 
