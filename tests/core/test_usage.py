@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvdepot.core.usage import Usages
 from kvdepot.protocol import wire
-from kvdepot.status import OTHERS, NamespaceStatus, Usage
+from kvdepot.status import OTHERS, NamespaceStatus, Saved, Usage
 from tests.core.desk import Desk, prompt, store
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
@@ -206,9 +206,9 @@ def test_an_engine_is_saved_no_more_than_its_lookups_found() -> None:
     desk.ask(b"one", store(prompt("a", 4)))
     assert desk.ask(b"one", look(4, "r1")) == 4
     desk.ask(b"two", wire.EndSession("r1", 1000, 8.0, "m"))
-    assert (desk.depot.tokens.reused, desk.depot.saved_tokens, desk.depot.saved_s) == (0, 0, 0.0), "it found nothing"
+    assert (desk.depot.usages.tokens.reused, desk.depot.status().saved) == (0, Saved(0, 0.0)), "it found nothing"
     desk.ask(b"one", wire.EndSession("r1", 3, 0.75, "m"))
     desk.ask(b"one", wire.EndSession("r1", 4, 4.0, "m"))
-    assert (desk.depot.tokens.reused, desk.depot.saved_tokens, desk.depot.saved_s) == (4, 4, 1.75)
+    assert (desk.depot.usages.token_s, desk.depot.status().saved) == (1.75 / 4, Saved(4, 1.75))
     desk.ask(b"one", wire.EndSession("r1", 0, 9.0, "m"))
-    assert desk.depot.saved_s == 1.75, "no token took no time"
+    assert desk.depot.usages.saved_s.sum == 1.75, "no token took no time"
