@@ -26,8 +26,8 @@ PER_CHUNK = CHUNK // BLOCK
 class Engine:
     """A scheduler and a worker with tensors of `block_bytes` a block."""
 
-    def __init__(self, depot: Depot, block_bytes: int = 256, blocks: int = 16) -> None:
-        self.model = f"model-{uuid.uuid4().hex[:8]}"
+    def __init__(self, depot: Depot, block_bytes: int = 256, blocks: int = 16, model: str = "") -> None:
+        self.model = model or f"model-{uuid.uuid4().hex[:8]}"
         shape = (depot.url, depot.context, self.model, 1, 0, BLOCK)
         self.scheduler, self.worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
         self.cache = torch.randint(0, 256, (blocks, BLOCK, block_bytes // BLOCK), dtype=torch.uint8)

@@ -56,9 +56,6 @@ def test_a_lease_has_saved_nothing_while_nothing_would_have_been_evicted() -> No
 
 def test_tokens_of_spared_chunks_are_credited_once_with_the_time_that_engines_report() -> None:
     desk, blue = new_desk()
-    engine = desk.depot.client(blue)
-    assert engine is not None
-    engine.unsaved = 1000  # as if its lookups had found so many
     desk.ask(blue, wire.EndSession("x", 1000, 4.0))
     chain = prompt("a", 4)
     desk.ask(blue, store(chain))

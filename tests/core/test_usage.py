@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvdepot.core.usage import Usages
 from kvdepot.protocol import wire
-from kvdepot.status import OTHERS, NamespaceStatus, Saved, Usage
+from kvdepot.status import OTHERS, NamespaceStatus, Usage
 from tests.core.desk import Desk, prompt, store
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
@@ -79,10 +79,8 @@ def test_one_tenant_cannot_take_all_entries_of_models() -> None:
 
 def test_made_up_models_have_no_entries() -> None:
     desk = Desk()
-    red = desk.depot.client(desk.hello(b"red", "red"))
+    desk.hello(b"red", "red")
     desk.hello(b"blue", "blue")
-    assert red is not None
-    red.unsaved = 200  # as if its lookups had found so many
     for number in range(200):
         desk.ask(b"red", look(1, "r", f"made up {number}"))
         desk.ask(b"red", wire.EndSession("r", 1, 0.0, f"made up too {number}"))
@@ -196,19 +194,3 @@ def test_namespaces_beyond_those_that_are_listed_are_told_as_a_sum() -> None:
     assert sum(each.bytes for each in everything) == status.used_bytes
     assert sums(everything) == sums(status.model_usage) == (206, 203, 0)
     assert status.model_usage[-1] == Usage(OTHERS, 106, 106, 0, OTHERS)  # beyond the first 50
-
-
-def test_an_engine_is_saved_no_more_than_its_lookups_found() -> None:
-    desk = Desk(pages=8)
-    for client in (b"one", b"two"):
-        desk.hello(client)
-    desk.register(b"one")
-    desk.ask(b"one", store(prompt("a", 4)))
-    assert desk.ask(b"one", look(4, "r1")) == 4
-    desk.ask(b"two", wire.EndSession("r1", 1000, 8.0, "m"))
-    assert (desk.depot.usages.tokens.reused, desk.depot.status().saved) == (0, Saved(0, 0.0)), "it found nothing"
-    desk.ask(b"one", wire.EndSession("r1", 3, 0.75, "m"))
-    desk.ask(b"one", wire.EndSession("r1", 4, 4.0, "m"))
-    assert (desk.depot.usages.token_s, desk.depot.status().saved) == (1.75 / 4, Saved(4, 1.75))
-    desk.ask(b"one", wire.EndSession("r1", 0, 9.0, "m"))
-    assert desk.depot.usages.saved_s.sum == 1.75, "no token took no time"

@@ -88,6 +88,13 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
         pinned = web.change("/v1/pin", {"prefix": found["hash"], "model": found["model"], "name": "listed"})
         assert pinned.value == {"chunks": 2, "of_chunks": 2}, pinned.body
         assert [(each["name"], each["chunks"]) for each in web.depot.status()["leases"]] == [("listed", 2)]
+        large = Engine(web.depot, model=f"{engine.model}-large")
+        large.store([7] * CHUNK, list(range(PER_CHUNK)))
+        (other,) = web.get(f"/v1/prefixes?model={large.model}").value
+        refused = web.change("/v1/pin", {"prefix": other["hash"], "model": engine.model, "name": "listed"})
+        assert refused.status == 400 and "no whole prompt" in refused.value["message"], "it is another model's"
+        assert [(each["name"], each["chunks"]) for each in web.depot.status()["leases"]] == [("listed", 2)]
+        large.close()
         assert web.get("/v1/prefixes?model=another").value == []
         assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
     finally:
@@ -323,7 +330,7 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/warm", {}, "give exactly one of `tokens`, `hashes` and `prefix`"),
         ("/v1/warm", {"tokens": [1], "hashes": ["0" * 64]}, "give exactly one of `tokens`, `hashes` and `prefix`"),
         ("/v1/pin", {"prefix": "0" * 63, "name": "a"}, "prefix"),
-        ("/v1/pin", {"prefix": "0" * 64, "name": "a"}, "no whole prompt up to the chunk 0000"),
+        ("/v1/pin", {"prefix": "0" * 64, "name": "a"}, "no engine has registered yet"),
         ("/v1/release", {"name": "a", "prefix": "0" * 64}, "either the `name`"),
         ("/v1/warm", {"keys": ["0" * 64]}, "keys"),
         ("/v1/warm", {"tokens": [-1]}, "tokens"),

@@ -576,6 +576,13 @@ def test_points_that_got_lost_on_their_way_are_asked_for_again(site: Site, open_
     assert not site.cut_off
 
 
+def test_a_page_without_the_servers_history_shows_what_it_has(site: Site, open_page: OpenPage) -> None:
+    site.cut_off = "/v1/history"
+    page = open_page()
+    shows(page, "#verdict", "version 0.1.0, since")
+    eventually(lambda: site.asked.count("/v1/history") == 2)
+
+
 def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: OpenPage) -> None:
     now, site.ticks = site.status.wall_s, False
     site.history = {"times_s": [now - 60, now - 59], "series": {"used_bytes": [3 * 2**30, 3 * 2**30]}}

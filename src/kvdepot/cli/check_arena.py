@@ -71,9 +71,11 @@ def check(name: str, fix: bool = False, progress: Callable[[int, int], None] = l
             f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url or "
             "--arena-name selects another arena"
         ) from exc
-    # Do not lock it only to read: clients would take us for the server that died.
-    in_use = not locks.lock(fd) if fix else locks.is_locked(fd)
+    is_ours = False
     try:
+        # Do not lock it only to read: clients would take us for the server that died.
+        is_ours = fix and locks.lock(fd)
+        in_use = not is_ours and locks.is_locked(fd)
         if in_use and fix:
             raise ArenaError(f"{path} is in use by a server: stop it with --on-stop keep before fixing")
         try:
@@ -88,7 +90,7 @@ def check(name: str, fix: bool = False, progress: Callable[[int, int], None] = l
             _check(fd, header, report, progress)
         return report
     finally:
-        if fix and not in_use:
+        if is_ours:
             locks.unlock(fd)  # the mapping in `_restore` has a descriptor of its own
         os.close(fd)
 

@@ -31,7 +31,6 @@ from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 __all__ = [
     "Preview",
     "Prompt",
-    "chain_to",
     "connect",
     "drop",
     "end_lease",
@@ -58,6 +57,9 @@ _ANSWER_S = 30.0
 _PAGE = MOST_CHUNKS // wire.MAX_GROUPS
 """Chunks in one request to inspect: an answer has room for their parts in all KV cache groups of a model."""
 T = TypeVar("T")
+
+for _kind in (list[ChunkStatus], list[Prefix]):
+    msgspec.convert([], _kind)  # at import, since msgspec crashes if two threads are the first to decode a type
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,22 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
 
 
 def make_prompt(
-    client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
+    client: Client,
+    ids: Sequence[int],
+    hashes: bytes,
+    model: str,
+    salt: str,
+    what: str = "the prompt",
+    end: bytes = b"",
 ) -> Prompt:
-    """The chunks of these token ids, or those with these hashes. model: see `read_prompt`. what: the prompt's name in
-    errors. Raises ConfigError.
+    """The chunks of these token ids, or with these hashes, or in memory up to the chunk with the hash `end`.
+
+    model: see `read_prompt`. what: the prompt's name in errors. Blocks until the server has answered. Raises
+    ConfigError; BadRequest if memory lacks a chunk up to `end`.
     """
     name, world_size, blocks_in_chunk, chunk_tokens = _shape_named(client, model)
+    if end:
+        hashes = _chain_to(client, name, end)
     if not hashes:
         chain = ChunkChain(chunk_tokens, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
@@ -144,6 +156,10 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
         if not shapes:
             raise ConfigError(f"no model of this server matches {model!r}; models: {names}{more}")
+        if is_whole:
+            raise ConfigError(
+                f"model {model!r} is registered in {len(shapes)} shapes: only its engines can name a prompt"
+            )
         what = f"{model!r} matches {len(shapes)} models" if model else f"the server has {len(shapes)} models"
         raise ConfigError(f"{what}; give the full name of one: {names}{more}")
     (shape,) = shapes
@@ -283,11 +299,16 @@ def _pages_up_to(client: Client, model: str, end: bytes) -> list[list[ChunkStatu
         end = bytes.fromhex(first.hash)
 
 
-def chain_to(client: Client, model: str, end: bytes) -> bytes:
-    """The hashes of a chunk in memory and of all before it in its prompt. Raises BadRequest if memory lacks any."""
-    found = {each.position: each.hash for each in inspect(client, model, end=end) if each.position}
-    hashes = [found[at] for at in sorted(found)]
-    if not hashes or hashes[-1] != end.hex() or sorted(found) != list(range(1, len(found) + 1)):
+def _chain_to(client: Client, model: str, end: bytes) -> bytes:
+    """The hashes of a chunk in memory and of all before it in its prompt, of a client without a tenant.
+
+    model: its whole name. Raises BadRequest if memory lacks any.
+    """
+    told = inspect(client, model, end=end)
+    # Chunks of tenants, and of models whose names only begin so, are listed too, but a lease would not hold them.
+    found = {each.position: each for each in told if each.position and (each.tenant, each.model) == ("", model)}
+    hashes = [found[at].hash for at in sorted(found) if found[at].state == "ready"]
+    if not hashes or hashes[-1] != end.hex() or len(hashes) != max(found):
         raise BadRequest(
             f"no whole prompt up to the chunk {end.hex()} is in memory; it may have been evicted meanwhile"
         )

@@ -132,7 +132,6 @@ class Client:
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     unreported: int = 0  # tokens of its lookups with `reports` that no EndSession has reported as found or its own
-    unsaved: int = 0  # tokens that its lookups found and no EndSession has reported as saved
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for stores or tiers, by request

@@ -66,8 +66,9 @@ def _chain_to(namespaces: Iterable[Namespace], end: bytes, most: int, step: int)
             chunks = [namespace.chunks[end]] if end in namespace.chunks else []
         elif len(namespace.chunks) > MOST_SEARCHED:
             raise BadRequest(
-                f"a model has {len(namespace.chunks)} chunks in memory, and the beginning of a hash is not looked for "
-                f"among more than {MOST_SEARCHED}: give the whole hash, as `kvdepot ls --long` shows it"
+                f"model {namespace.model[:MOST_NAME]} has {len(namespace.chunks)} chunks in memory, and the beginning "
+                f"of a hash is not looked for among more than {MOST_SEARCHED}: give the whole hash, as `kvdepot ls "
+                "--long` shows it, or another model"
             )
         else:
             chunks = list(namespace.chunks.values())

@@ -258,7 +258,6 @@ class Sessions:
             tokens = matched * self._tokens(request)
             session = Session(client, request.request, request.model, chunks, parts, tokens, parts * readers, readers)
             client.pins += parts
-            client.unsaved += tokens
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
         return matched

@@ -9,7 +9,8 @@ another entry only while it has fewer than are left: alone it can take half of t
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted. The
-lookups of clients that report nothing count in full.
+lookups of clients that report nothing count in full. What an engine reports as saved is believed: it may come from a
+lookup that another run of the server answered, and a false report is wrong only in its own tenant's figures.
 
 Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
 where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
@@ -128,14 +129,12 @@ class Usages:
         # The bound is everybody's: a client takes from it no more than its own lookups have added.
         self._infinite_cache.subtract(min(asked.own, client.unreported))
         client.unreported -= min(asked.own + asked.found, client.unreported)
-        # Nobody is saved more than what was found for it; nor the time for what is above that.
-        saved = min(request.saved_tokens, client.unsaved)
-        client.unsaved -= saved
-        if asked.tokens or saved:
-            self.count(client.tenant, request.model or client.model, asked.tokens, asked.found, saved)
-        self._saved_tokens += saved
-        if saved and request.saved_s:
-            self.saved_s.count(request.saved_s * saved / request.saved_tokens)
+        if asked.tokens or request.saved_tokens:
+            model = request.model or client.model
+            self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
+        self._saved_tokens += request.saved_tokens
+        if request.saved_s:
+            self.saved_s.count(request.saved_s)
 
     def tick(self, now: float) -> None:
         """Called once a second."""

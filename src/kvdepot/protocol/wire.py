@@ -242,7 +242,7 @@ class EndSession(_Message, frozen=True):
     """Release what `request` still pins. Answer: None.
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
-    does not know, or the server takes them from its retrieves. They count up to what the client's lookups found.
+    does not know, or the server takes them from its retrieves.
     model: whose tokens they are; empty: the model of the client's last lookup. asked: since the last EndSession.
     """
 

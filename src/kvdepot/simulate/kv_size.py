@@ -25,7 +25,7 @@ _BOUNDARY_CHUNKS = 16
 """Chunks between two boundaries at which the vLLM connector stores windows, by default; at least four windows."""
 _MOST = 1 << 20  # of any number in a configuration
 
-_QWEN = {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 
 def _shape(layers: int, heads: int, kv_heads: int, head: int, **others: object) -> dict[str, object]:
@@ -50,7 +50,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "ministral3": _shape(34, 32, 8, 128),
     "mixtral": _shape_of(32, 32, 8, 4096),
     "qwen2": _shape_of(32, 32, 32, 4096, **_QWEN),
-    "qwen2_moe": _shape_of(24, 16, 16, 2048, **_QWEN),
+    "qwen2_moe": _shape_of(24, 16, 16, 2048, use_sliding_window=False, max_window_layers=28),
     "qwen2_vl": _shape_of(80, 64, 8, 8192, use_sliding_window=False),
     "qwen2_5_vl": _shape_of(80, 64, 8, 8192, use_sliding_window=False),
     "qwen3": _shape(32, 32, 32, 128, **_QWEN),

@@ -343,9 +343,9 @@ def _prompt(poll: Poll, data: Prompt) -> admin.Prompt:
     if sum(map(bool, (data.tokens, data.hashes, data.prefix))) != 1:
         raise BadRequest("give exactly one of `tokens`, `hashes` and `prefix`")
     hashes = b"".join(map(bytes.fromhex, data.hashes))
-    if data.prefix:
-        hashes = admin.chain_to(poll.client, data.model, bytes.fromhex(data.prefix))
-    return admin.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
+    return admin.make_prompt(
+        poll.client, data.tokens, hashes, data.model, data.salt, end=bytes.fromhex(data.prefix or "")
+    )
 
 
 @post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)

@@ -24,6 +24,7 @@ let gains = null;
 let uses = null;
 let status = null; // the latest one
 let began_s = 0; // start of the server, by the clock of its history
+let lacksHistory = false; // the last request for it got no response
 let range_s = 900;
 let seen = null; // the number of its turn, even if it could not be shown
 let asking = new AbortController(); // of the current request
@@ -56,19 +57,18 @@ async function turn() {
 
 /** Whether charts may connect the latest status with this one. */
 function follows(next) {
-  if (status?.boot !== next.boot || Math.abs(began_s + next.uptime_s - next.wall_s) >= GAP_S) return false;
+  if (lacksHistory || status?.boot !== next.boot || Math.abs(began_s + next.uptime_s - next.wall_s) >= GAP_S) return false;
   return next.uptime_s >= status.uptime_s && next.uptime_s - status.uptime_s < GAP_S;
 }
 
-/**
- * Get the server's history. If the server refuses it, charts continue with the points they have. Throws what `ask` does
- * without a response; the next turn then requests it again.
- */
+/** Get the server's history. Without it, charts continue with the points they have; if it got lost, it is requested again. */
 async function recall(next, stop) {
+  lacksHistory = false;
   try {
     history.join(await ask("v1/history", stop), next.wall_s);
   } catch (problem) {
-    if (!(problem instanceof Refusal) || problem.status === 401) throw problem;
+    if (problem instanceof Refusal && problem.status === 401) throw problem;
+    lacksHistory = !(problem instanceof Refusal);
   }
   // Its points have exact times, the status has that of the last tick; the next point must be later than both.
   const isRecent = Math.abs(history.end_s - next.wall_s) < GAP_S;
