@@ -72,6 +72,6 @@ def look(address: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1])))

@@ -63,8 +63,8 @@ def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:
     assert desk.ask(b"admin", wire.SetQuota("blue", None)) is None
     assert told(desk) == {}
     assert [event.text for event in desk.depot.status().events if event.kind == "quota"] == [
-        f"blue: floor {16 * PAGE} bytes, cap {20 * PAGE} bytes, weight 2, expires after 60 s",
-        "blue: no quota",
+        f"quota of blue: floor {16 * PAGE} bytes, cap {20 * PAGE} bytes, weight 2, expires after 60 s",
+        "quota of blue: none",
     ]
 
 
@@ -368,7 +368,7 @@ def test_a_salt_has_a_quota_of_its_own_which_its_tenant_sees_by_its_tag(desk: De
     assert of_salts(desk)["blue", tag.hex()[:16]].quota == pages(cap=5)
     assert of_salts(desk, "blue").keys() == {("blue", tag.hex()[:16])} and of_salts(desk, "red") == {}
     (event,) = [event.text for event in desk.depot.status().events if event.kind == "quota"]
-    assert event.startswith(f"salt {tag.hex()[:16]} of blue: ") and "alice" not in event
+    assert event.startswith(f"quota of salt {tag.hex()[:16]} of blue: ") and "alice" not in event
     assert desk.ask(b"admin", wire.SetQuota("blue", None, tag)) is None
     assert of_salts(desk) == {}
     desk.index.validate()

@@ -150,7 +150,7 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
     assert said == "of 18.3M prompt tokens; 72.4% found here; upper bound (infinite cache) 81.1%"
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#gain-facts") == (
-        "Not recomputed 198.7M tokens Prefill time saved 11 h 27 min TTFT saved per request 642 ms"
+        "Total not recomputed 198.7M tokens Total prefill time saved 11 h 27 min TTFT saved per request 642 ms"
     )
     open_part(page, "detail")
     assert [row[2:] for row in rows(page, "windows")] == [
@@ -312,7 +312,7 @@ def test_a_server_that_has_just_started_shows_no_figures_that_it_does_not_have(s
     site.status = empty_status()
     page = open_page()
     assert text(page, "#hit-rate") == NONE
-    assert "Nothing has been looked up yet" in text(page, "#hit-ceiling")
+    assert "No engine has looked anything up yet" in text(page, "#hit-ceiling")
     assert "No engine is connected" in text(page, "#engines-none")
     assert page.is_hidden("#engines")
     assert not re.search(r"NaN|undefined|Infinity|null", page.inner_text("body"))
@@ -324,7 +324,7 @@ def test_the_next_status_is_shown_a_second_later(site: Site, open_page: OpenPage
         site.status, wall_s=site.status.wall_s + 1, saved=Saved(1234, 61.0), engines=site.status.engines[:1]
     )
     shows(page, "#gain-facts", "1,234 tokens")
-    assert "Prefill time saved 1 min 1 s" in text(page, "#gain-facts")
+    assert "Total prefill time saved 1 min 1 s" in text(page, "#gain-facts")
     assert [row[1] for row in rows(page, "engines")] == ["9f31c2aa"]
 
 

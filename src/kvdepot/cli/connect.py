@@ -41,7 +41,7 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
         raise ConfigError(
             f"key: {exc}; give --key or KVDEPOT_KEY a client's key file created by `kvdepot keygen`"
         ) from exc
-    message = f"kvdepot: waiting for a server at {place}"
+    message = f"kvdepot: waiting for a server at {place}; Ctrl-C stops"
     waiting = threading.Timer(_PATIENCE_S, print, [message], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if sys.stderr.isatty():

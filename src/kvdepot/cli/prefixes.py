@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,8 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
 
     out = console()
     out.print(view.prefixes(found, is_long).table(out.width))
+    if len(found) == most < MOST_PREFIXES:
+        print(f"kvdepot: the first {most}; -n shows more", file=sys.stderr)
     return 0
 
 

@@ -113,7 +113,8 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
     if now.holds_s is not None:
-        lines.append(("", Text(f"holds about {_about(now.holds_s)} of traffic: chunks unused for longer are evicted")))
+        held = f"holds about {_about(now.holds_s)} of traffic: half of the evicted chunks were unused for longer"
+        lines.append(("", Text(held)))
     lines += _reused(now) + _found(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
@@ -143,7 +144,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
     if not counted:
         asked = now.tokens.asked
         if not asked:
-            return [("reused", Text("no lookup yet"))]
+            return [("reused", Text("no lookup by an engine yet"))]
         rate = min(now.tokens.reused / asked, 1.0)
         return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
     longest = max(len(_window(each.window_s)) for each in counted)

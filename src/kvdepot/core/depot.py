@@ -269,7 +269,7 @@ class Depot:
         if client.tenant:
             raise BadRequest("only a client without a tenant may set quotas")
         if quota is not None and not (self._is_tenant(tenant) or (tag and not tenant)):
-            raise BadRequest(f"no client's key is bound to the tenant {tenant[:SHOWN]!r}")
+            raise BadRequest(f"no key is bound to the tenant {tenant[:SHOWN]!r}: see `kvdepot keygen --tenant`")
         if quota is not None and (fault := self.tiering.fault(tenant, tenant_salt(tenant, tag), quota)):
             raise BadRequest(fault)
         self.index.set_quota(tenant, quota, tag)
@@ -277,7 +277,7 @@ class Depot:
         self.leases.quota_changed(self.now)
         self._is_behind = True
         whose = name_of(tenant[:SHOWN], tag)
-        self.report.note("quota", f"{whose}: {'no quota' if quota is None else quota.words}")
+        self.report.note("quota", f"quota of {whose}: {'none' if quota is None else quota.words}")
 
     def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
         ended = self.leases.end(client.tenant, request.name, self.now)

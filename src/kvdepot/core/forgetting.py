@@ -30,6 +30,7 @@ from kvdepot.errors import Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import tenant_salt
+from kvdepot.values import plural
 
 __all__ = ["STEP_CHUNKS", "Removal", "RemovalRequests", "Removals"]
 
@@ -213,7 +214,7 @@ class RemovalRequests:
             case wire.Forget(model, salt):
                 self._counters["forgotten_chunks"] += chunks
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
-                self._report.note("forget", f"{what}: {chunks} chunks")
+                self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
                 assert asked.forgetting is not None
                 is_last = self._tiering.forgotten_here(asked.forgetting, chunks)
                 return self.answer(asked.forgetting) if is_last else []

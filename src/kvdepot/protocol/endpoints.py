@@ -7,6 +7,7 @@ program is removed. (ZeroMQ itself removes whatever file is at the path it binds
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -43,7 +44,8 @@ def listen(listener: zmq.Socket[bytes], url: str) -> None:
     try:
         listener.bind(url)
     except zmq.ZMQError as exc:
-        raise Unavailable(f"cannot listen on {url}: {exc.strerror}") from exc
+        why = "the folder of the socket does not exist" if exc.errno == errno.ENOENT else exc.strerror
+        raise Unavailable(f"cannot listen on {url}: {why}") from exc
     finally:
         os.umask(old)
 

@@ -176,7 +176,9 @@ class Child:
                 return socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as exc:
                 if not is_logged:
-                    log.warning("cannot bind HTTP to %s (%s); retrying", self._config.http, exc.strerror)
+                    why = os.strerror(exc.errno) if exc.errno else exc  # `strerror` may have the address once more
+                    place = self._config.http
+                    log.warning("cannot bind HTTP to %s (%s); retrying, or choose another --http", place, why)
                 is_logged = True
             self._stopping.wait(_LISTEN_S)
         return None

@@ -50,9 +50,9 @@ _TOKENS = {
 _BOUND = "Of the tokens asked for, those that an infinite cache would have had (estimated)."
 _HISTOGRAMS = {
     "hit_tokens": "Tokens that a lookup found, if any.",
-    "eviction_age_seconds": "Since evicted chunks were computed. One eviction in 16 is counted.",
-    "eviction_idle_seconds": "Since evicted chunks were last used. One eviction in 16 is counted.",
-    "reuse_after_seconds": "Since the last use of a prompt's last chunk, when it is used again.",
+    "eviction_age_seconds": "Age of evicted chunks: time since they were computed. One eviction in 16 is counted.",
+    "eviction_idle_seconds": "Idle time of evicted chunks: since they were last used. One eviction in 16 is counted.",
+    "reuse_after_seconds": "Time from one use of a prompt's last chunk to the next.",
     "saved_seconds": "Prefill time that a request saved, if any.",
     "load_seconds": "Duration of a call that loads up to 16 shards from a tier.",
     "save_seconds": "Duration of a call that saves up to 16 shards in a tier.",
@@ -193,8 +193,8 @@ def _by_field(kind: type[_Labelled], of: str, labels: Sequence[str], helps: Mapp
 def _namespaces(status: Status) -> Iterator[Metric]:
     labels = ["tenant", "model", "world_size", "blocks_in_chunk"]
     helps = {
-        "chunks": "Chunks in memory.",
-        "bytes": "Bytes in memory.",
+        "chunks": "Chunks in memory of a tenant, model and shape.",
+        "bytes": "Bytes in memory of a tenant, model and shape.",
         "engines": "Workers registered in the namespace.",
     }
     gauges = _by_field(GaugeMetricFamily, "namespace", labels, helps)

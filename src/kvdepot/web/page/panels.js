@@ -71,14 +71,14 @@ export function showGain(status) {
   const parts = [`of ${count(headline.asked_tokens)} prompt tokens`];
   if (headline.found_tokens) parts.push(`${share(shareOf(headline, headline.found_tokens))} found here`);
   if (most !== null) parts.push(`upper bound (infinite cache) ${share(most)}`);
-  say($("hit-ceiling"), headline.asked_tokens ? parts.join("; ") : "Nothing has been looked up yet.");
+  say($("hit-ceiling"), headline.asked_tokens ? parts.join("; ") : "No engine has looked anything up yet.");
 
   const saved = histogram(status, "saved_seconds");
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);
   const hasSpeed = !status.saved.tokens || status.saved.prefill_s > 0;
   fillFacts($("gain-facts"), [
-    ["Not recomputed", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
-    ["Prefill time saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
+    ["Total not recomputed", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
+    ["Total prefill time saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
     ["TTFT saved per request", saved ? duration(mean) : none, "Mean of requests that reused tokens"],
   ]);
 }
@@ -121,7 +121,7 @@ export function showStores(status) {
 
 function lifetimeText(status) {
   if (status.holds_s) return `Holds about ${rough(status.holds_s)} of traffic: half of the evicted chunks were unused for longer.`;
-  return status.evicted_chunks ? "" : "Nothing has been evicted: it holds all traffic so far.";
+  return status.evicted_chunks ? "" : "No chunk has been evicted yet.";
 }
 
 function both(tier, name) {
