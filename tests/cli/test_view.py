@@ -391,6 +391,8 @@ def test_rows_are_sorted_scrolled_and_filtered(screen: Screen) -> None:
     assert keyed(screen, "s")[4].startswith("model-00")
     assert keyed(screen, "s", "s")[4].startswith("model-00")
     assert "sort: name" in keyed(screen)[-1]
+    assert keyed(screen, "r")[4].startswith("model-29") and "sort: name, reversed" in keyed(screen)[-1]
+    keyed(screen, "r")
     assert keyed(screen, "down", "down")[4].startswith("model-02")
     assert keyed(screen, "up")[4].startswith("model-01")
     lines = keyed(screen, *["page down"] * 9)
@@ -401,6 +403,14 @@ def test_rows_are_sorted_scrolled_and_filtered(screen: Screen) -> None:
     assert "/ filter: L-" in keyed(screen, "backspace", "enter")[-1]
     assert "no models match 'q'" in keyed(screen, "/", "q")[3], "q is a letter here"
     assert keyed(screen, "escape")[4].startswith("model-00")
+
+
+def test_the_keys_are_listed_until_they_are_not_wanted(screen: Screen) -> None:
+    assert "? keys" in keyed(screen, "7")[-1]
+    lines = keyed(screen, "?")
+    assert [line.split()[0] for line in lines[:-1] if "sort by" in line or "quit" in line] == ["s,", "q"]
+    assert "latest first" in " ".join(keyed(screen, "?"))
+    assert "sort by" in " ".join(keyed(screen, "h")) and "sort by" not in " ".join(keyed(screen, "1"))
 
 
 def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:

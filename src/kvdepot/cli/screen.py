@@ -50,7 +50,6 @@ _SORTS: dict[str, _Sorts] = {
         "end": lambda each: each.ends_s if each.ends_s is not None else float("inf"),
         "name": lambda each: each.name,
     },
-    "events": {"latest": lambda each: -each.wall_s},
 }
 _HISTORY = 60  # statuses
 _SPARK_CELLS = 14
@@ -58,6 +57,15 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SPARKS = "_.-=+*#@"
 _PAGE = 10
 """Lines that a page key moves."""
+_KEYS = (
+    ("1-7, tab, left, right", "choose what to show"),
+    ("up, down, k, j, page up, page down", "scroll"),
+    ("s, r", "sort by the next column, in reverse order"),
+    ("/", "show only rows with a text; esc shows all"),
+    ("p, space", "pause"),
+    ("?, h", "show or hide this list"),
+    ("q", "quit"),
+)
 _WIDE = 78
 """Columns that all tabs' names need; in narrower terminals, only the chosen one's is written out."""
 _SHORT_TAB = 3
@@ -80,6 +88,8 @@ class Screen:
         self._trouble = ""
         self._silent_s = 0  # how long the server has not answered
         self._sort = dict.fromkeys(_SORTS, 0)
+        self._reversed = dict.fromkeys(_SORTS, False)
+        self._shows_keys = False
         self._top = 0  # rows that are scrolled away
         self._filter = ""
         self._is_typing = False  # the filter
@@ -143,6 +153,11 @@ class Screen:
             case "s" if self.tab in _SORTS:
                 self._sort[self.tab] = (self._sort[self.tab] + 1) % len(_SORTS[self.tab])
                 self._top = 0
+            case "r" if self.tab in _SORTS:
+                self._reversed[self.tab] = not self._reversed[self.tab]
+                self._top = 0
+            case "?" | "h":
+                self._shows_keys = not self._shows_keys
             case "p" | " ":
                 self.is_paused = not self.is_paused
             case "/":
@@ -162,7 +177,7 @@ class Screen:
         return False
 
     def _turn_to(self, tab: str) -> None:
-        self.tab, self._top = tab, 0
+        self.tab, self._top, self._shows_keys = tab, 0, False
 
     def _type(self, key: str) -> None:
         match key:
@@ -183,8 +198,10 @@ class Screen:
     def draw(self, console: Console) -> Layout:
         """The whole screen: the tabs, what the chosen one shows, as far as it fits, and the keys."""
         width, height = console.size
-        if self._status is None:
-            body: RenderableType = Group(Text(clean(self._trouble) or "waiting for the server"))
+        if self._shows_keys:
+            body: RenderableType = Listing(("keys", ""), [*_KEYS]).table(width, height - 2)
+        elif self._status is None:
+            body = Group(Text(clean(self._trouble) or "waiting for the server"))
         elif self.tab == TABS[0]:
             head = Group(view.summary(self._status, self._place, self._speeds), self._sparks(console))
             taken = len(console.render_lines(head, pad=False))
@@ -215,9 +232,10 @@ class Screen:
         else:
             parts = [f"paused at {self._clock}, p resumes" if self.is_paused else self._clock, "q quits"]
             if self.tab in _SORTS:
-                parts.append(f"s sort: {self._sorted_by()}")
+                order = ", reversed" if self._reversed[self.tab] else ""
+                parts.append(f"s sort: {self._sorted_by()}{order}")
             parts.append(f"/ filter{f': {self._filter}' if self._filter else ''}")
-            parts += ["tab 1-7", *([] if self.is_paused else ["p pause"])]
+            parts += ["tab 1-7", *([] if self.is_paused else ["p pause"]), "? keys"]
             text, style = "  ".join(parts), "yellow reverse" if self.is_paused else "reverse"
         foot = Text(text, style)
         foot.truncate(width, overflow="ellipsis", pad=True)
@@ -280,7 +298,7 @@ class Screen:
             case "models":
                 return view.models(self._in_order(now.namespaces), now.other_namespaces)
             case "prefixes":
-                return view.prefixes(self._prefixes or [])
+                return view.prefixes(self._in_order(self._prefixes or []))
             case "engines":
                 return view.engines(self._in_order(now.engines))
             case "tiers":
@@ -290,7 +308,8 @@ class Screen:
         return view.events(now.events, len(now.events))
 
     def _in_order(self, rows: Iterable[_Row]) -> Sequence[_Row]:
-        return sorted(rows, key=_SORTS[self.tab][self._sorted_by()])
+        ordered = sorted(rows, key=_SORTS[self.tab][self._sorted_by()])
+        return ordered[::-1] if self._reversed[self.tab] else ordered
 
     def _filtered(self, listing: Listing) -> Listing:
         """The rows that contain the filter's text, in either case."""

@@ -252,6 +252,9 @@ def _time(latency: Latency, part: float) -> str:
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
+_ID_CELLS = 8
+
+
 def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
     return engine.models, engine.ranks, engine.id
 
@@ -261,13 +264,14 @@ def engines(shown: Sequence[Engine]) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
+            engine.id[:_ID_CELLS],
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
         for engine in shown
     ]  # fmt: skip
-    return Listing(("engines", "role", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
+    return Listing(("engines", "id", "role", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
 def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = None) -> Listing:
