@@ -133,9 +133,8 @@ def test_windows_longer_than_the_servers_life_are_left_out() -> None:
     reuse = [Reuse(window, 256_000, 64_000, 0.25, 128_000, 192_000) for window in (60.0, 600.0, 3600.0)]
     text = shown(a_status(reuse=reuse, uptime_s=90.0))
     assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "25.0 % in 1 min  of 256,000 prompt tokens not in engines' caches" in text
-    assert "50.0 % in 1 min, upper bound (infinite cache) 75.0 %" in text
-    assert "50.0 % in 10 min, upper bound 75.0 %" in text
+    assert "25.0 % in 1 min  of 256,000 tokens; found 50.0 %, upper bound 75.0 %" in text
+    assert "25.0 % in 10 min of 256,000 tokens; found 50.0 %, upper bound 75.0 %" in text
     assert "in 1 h" in shown(a_status(reuse=reuse, uptime_s=700.0))
     unbounded = [replace(reuse[0], bound_tokens=None)]
     assert "upper bound" not in shown(a_status(reuse=unbounded, uptime_s=90.0))

@@ -113,9 +113,9 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
     if now.holds_s is not None:
-        held = f"holds about {_about(now.holds_s)} of traffic: half of the evicted chunks were unused for longer"
+        held = f"holds about {_about(now.holds_s)} of traffic: the median idle time of evicted chunks"
         lines.append(("", Text(held)))
-    lines += _reused(now) + _found(now)
+    lines += _reused(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
         saved += f", {duration(now.saved.prefill_s)} of prefill"
@@ -139,7 +139,7 @@ def _about(seconds: float) -> str:
 
 
 def _reused(now: Status) -> list[tuple[str, Text]]:
-    """The share of prompt tokens that engines loaded."""
+    """The share of prompt tokens that engines loaded; of the same tokens, what was found and could have been."""
     counted = _windows(now)
     if not counted:
         asked = now.tokens.asked
@@ -148,30 +148,13 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
         rate = min(now.tokens.reused / asked, 1.0)
         return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
     longest = max(len(_window(each.window_s)) for each in counted)
-    return [
-        (
-            "" if number else "reused",
-            Text.assemble(
-                (f"{share(each.rate):>7} ", "bold"),
-                f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} prompt tokens",
-                "" if number else " not in engines' caches",
-            ),
-        )
-        for number, each in enumerate(counted)
-    ]
-
-
-def _found(now: Status) -> list[tuple[str, Text]]:
-    """The share of the same tokens that was in the depot, and its upper bound, an infinite cache."""
-    counted = _windows(now)
     lines = []
     for number, each in enumerate(counted):
         found = min(each.found_tokens / each.asked_tokens, 1.0)
-        text = f"{share(found):>7} in {_window(each.window_s)}"
+        text = f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} tokens; found {share(found)}"
         if each.bound_tokens is not None:
-            bound = min(max(each.bound_tokens / each.asked_tokens, found), 1.0)
-            text += f", upper bound{'' if number else ' (infinite cache)'} {share(bound)}"
-        lines.append(("" if number else "in depot", Text(text)))
+            text += f", upper bound {share(min(max(each.bound_tokens / each.asked_tokens, found), 1.0))}"
+        lines.append(("" if number else "reused", Text.assemble((f"{share(each.rate):>7} ", "bold"), text)))
     return lines
 
 
