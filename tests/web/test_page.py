@@ -138,7 +138,7 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     assert page.title() == "gpu-node-7:7077 · kvdepot"
     assert re.fullmatch(r"version 0\.1\.0, since \d+ \w+, [\d:]+ \(3 d 4 h\)", text(page, "#since"))
     facts = text(page, "#facts")
-    assert facts == "Engines 5 Requests 9 Tokens in memory 8.1M"
+    assert facts == "Engine processes 5 Requests 9 Tokens in memory 8.1M"
 
 
 def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_saved(
@@ -150,7 +150,7 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
     assert said == "of 18.3M prompt tokens; 72.4% found here; upper bound (infinite cache) 81.1%"
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#gain-facts") == (
-        "Total not recomputed 198.7M tokens Total prefill time saved 11 h 27 min TTFT saved per request 642 ms"
+        "Total saved 198.7M tokens Total prefill saved 11 h 27 min TTFT saved per request 642 ms"
     )
     open_part(page, "detail")
     assert [row[2:] for row in rows(page, "windows")] == [
@@ -324,7 +324,7 @@ def test_the_next_status_is_shown_a_second_later(site: Site, open_page: OpenPage
         site.status, wall_s=site.status.wall_s + 1, saved=Saved(1234, 61.0), engines=site.status.engines[:1]
     )
     shows(page, "#gain-facts", "1,234 tokens")
-    assert "Total prefill time saved 1 min 1 s" in text(page, "#gain-facts")
+    assert "Total prefill saved 1 min 1 s" in text(page, "#gain-facts")
     assert [row[1] for row in rows(page, "engines")] == ["9f31c2aa"]
 
 

@@ -37,7 +37,7 @@ export function showHost(status) {
 
 export function showFacts(status) {
   fillFacts($("facts"), [
-    ["Engines", count(status.engine_count), "Processes: schedulers and workers"],
+    ["Engine processes", count(status.engine_count), "Schedulers and workers"],
     ["Requests", count(status.sessions), "In progress"],
     ["Tokens in memory", count(status.cached_tokens), exact(status.cached_tokens)],
   ]);
@@ -77,8 +77,8 @@ export function showGain(status) {
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);
   const hasSpeed = !status.saved.tokens || status.saved.prefill_s > 0;
   fillFacts($("gain-facts"), [
-    ["Total not recomputed", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
-    ["Total prefill time saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
+    ["Total saved", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
+    ["Total prefill saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
     ["TTFT saved per request", saved ? duration(mean) : none, "Mean of requests that reused tokens"],
   ]);
 }
