@@ -1,11 +1,14 @@
-"""Tables of the site that are made from the code, so that they cannot be wrong. Called by mkdocs for each page.
+"""Tables of the documentation that are made from the code, and links of the site. Called by mkdocs for each page.
 
-*Table of settings...*               every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
-*Table of counters...*               what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
-*Table of versions...*               of the protocol and of what is stored
-*What `kvdepot --help` prints...*    that
+    python docs/hooks.py       writes the tables of all pages anew; a test fails if one of them is not up to date
 
-Each is a paragraph of its own; whoever reads the page elsewhere is told by it where to look.
+<!-- table: settings --> begins one, and <!-- end of table --> ends it:
+
+settings                             every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
+counters                             what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
+versions                             of the protocol and of what is stored
+
+*What `kvdepot --help` prints...*    that; a paragraph of its own
 
 --8<-- "SECURITY.md"                 a page that lies in the repository's root; a line of its own, too
 
@@ -25,6 +28,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 _ROOT = Path(__file__).parents[1]
+_TABLE = re.compile(r"^(<!-- table: (\w+) -->)$.*?^(<!-- end of table -->)$", re.M | re.S)
 _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
 
@@ -34,8 +38,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta.setdefault("search", {"boost": 0.2})  # whoever searches for a word wants to use it first
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
     markdown = re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
-    markdown = re.sub(r"^\*Table of (\w+).*\*$", lambda found: _table(found[1]), markdown, flags=re.M)
     return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
+
+
+def fill(markdown: str) -> str:
+    """A page with its tables as the code has them."""
+    return _TABLE.sub(lambda found: f"{found[1]}\n\n{_table(found[2])}\n\n{found[3]}", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -139,3 +147,8 @@ def _help() -> str:
         [sys.executable, "-m", "kvdepot.cli", "--help"], env=environ, capture_output=True, text=True, check=True
     )
     return f"```text\n{done.stdout.strip()}\n```"
+
+
+if __name__ == "__main__":
+    for path in (_ROOT / "docs").glob("*.md"):
+        path.write_text(fill(path.read_text()))

@@ -166,6 +166,22 @@ VLLM_PAGES = list(
 )
 
 
+# -- tables
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- table: " in page.read_text()], ids=lambda page: page.name
+)
+def test_tables_made_from_the_code_are_up_to_date(page: Path) -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    text = page.read_text()
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->")
+    assert hooks.fill(text) == text, "run python docs/hooks.py"
+
+
 # -- blocks
 
 
