@@ -54,7 +54,7 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
     return done.returncode, found
 
 
-def _heed_signals() -> None:
+def heed_signals() -> None:
     """What a shell starts in the background ignores interrupts, what nohup starts hangups, and both hand that on."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -73,7 +73,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvdepot.cli", *words], stdin=inner, stdout=inner, stderr=inner,
             env={**known, "TERM": "xterm-256color", **environ}, start_new_session=True,
-            preexec_fn=_heed_signals,
+            preexec_fn=heed_signals,
         )  # fmt: skip
         self.inner = inner
         self._reader = threading.Thread(target=self._read, daemon=True)

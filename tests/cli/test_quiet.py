@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
-from tests.cli.command import run
+from tests.cli.command import heed_signals, run
 from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
@@ -69,6 +70,20 @@ def engine(served: Depot) -> Iterator[Engine]:
     """An engine that has stored one chunk."""
     with engine_with_a_chunk(served) as engine:
         yield engine
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_a_signal_ends_is_no_client_that_died(served: Depot, others: Others, number: int) -> None:
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "kvdepot.cli", "status", "--watch", "0.1", "--url", served.url], stdout=subprocess.PIPE,
+        preexec_fn=heed_signals,
+    )  # fmt: skip
+    assert watching.stdout is not None and watching.stdout.readline()
+    watching.send_signal(number)
+    watching.communicate(timeout=HANG_S)
+    assert watching.returncode == 130
+    eventually(lambda: others() == 0)
+    assert served.status()["counters"].get("clients_died", 0) == 0
 
 
 def test_one_shot_commands_leave_no_line(served: Depot, others: Others, engine: Engine, tmp_path: Path) -> None:

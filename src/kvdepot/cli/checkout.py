@@ -6,12 +6,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,15 +151,14 @@ def _bench_server(
         model = MODEL + secrets.token_hex(8)
         plan = Plan(client.server_url, key, model, each, per_client, chunks, chunk)
         found: list[Result] = []
-        with _interrupted_by_signals():
-            try:
-                with progress() as update:
-                    for result in measure(plan, clients, update):
-                        if not as_json:
-                            print(*([] if found else [_HEAD]), _line(result), sep="\n", flush=True)
-                        found.append(result)
-            finally:
-                left = admin.not_forgotten(admin.forget(client, model, ""))
+        try:
+            with progress() as update:
+                for result in measure(plan, clients, update):
+                    if not as_json:
+                        print(*([] if found else [_HEAD]), _line(result), sep="\n", flush=True)
+                    found.append(result)
+        finally:
+            left = admin.not_forgotten(admin.forget(client, model, ""))
     for line in left:
         print(f"kvdepot: chunks of {model} may remain: {clean(line)}", file=sys.stderr)
     if as_json:
@@ -170,25 +167,6 @@ def _bench_server(
     if failed:
         print(f"kvdepot: {failed} requests failed or missed stored chunks", file=sys.stderr)
     return 1 if failed or left else 0
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, once; more of them change nothing."""
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)  # so that cleaning up goes on
-        raise KeyboardInterrupt
-
-    for each in numbers:  # not those that nohup ignores
-        signal.signal(each, interrupt)
-    try:
-        yield
-    finally:
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
 
 
 def _row(kind: str, requests: str, rate: str, moved: str, p50: str, p99: str) -> str:

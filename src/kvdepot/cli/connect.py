@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,9 +28,10 @@ def endpoint(url: str | None) -> str:
 
 @contextmanager
 def connect(url: str | None, key: str | None) -> Iterator[Client]:
-    """A connected client. On a terminal, prints a message if it takes long. Raises ConfigError, Unavailable."""
-    import threading
+    """A connected client, which says goodbye when a signal ends the command, too; else the server counts it as dead.
 
+    On a terminal, prints a message if it takes long. Raises ConfigError, Unavailable.
+    """
     from kvdepot.client import admin
     from kvdepot.protocol.curve import read_client_key
 
@@ -46,9 +49,31 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()
-    try:
-        with admin.connect(place, key) as client:
+    with _interrupted_by_signals():
+        try:
+            with admin.connect(place, key) as client:
+                waiting.cancel()
+                yield client
+        finally:
             waiting.cancel()
-            yield client
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, once; more of them change nothing."""
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread may handle signals
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # so that cleaning up goes on
+        raise KeyboardInterrupt
+
+    for each in numbers:  # not those that nohup ignores
+        signal.signal(each, interrupt)
+    try:
+        yield
     finally:
-        waiting.cancel()
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
