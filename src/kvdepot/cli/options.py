@@ -110,7 +110,7 @@ def settings(command: Decorated) -> Decorated:
             *(["-u"] if field.name == "url" else []),
             _flag(field.name),
             field.name,
-            metavar="URL..." if many else "SIZE" if is_size(field.name) else kind.__name__.upper(),
+            metavar=_metavar(field.name, kind),
             multiple=many,
             help=f"{meta.description} (default: {default})",
             shell_complete=_words,
@@ -118,7 +118,17 @@ def settings(command: Decorated) -> Decorated:
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
 
 
+def _metavar(name: str, kind: type) -> str:
+    if words := words_of(name):
+        return f"[{'|'.join(words)}]"
+    return _METAVARS.get(name) or ("SIZE" if is_size(name) else "TEXT" if kind is str else "N")
+
+
 _MANY = ("tiers", "fleet")
+_METAVARS = {
+    "tiers": "URL...", "fleet": "URL...", "url": "URL", "kv_events": "URL", "keys": "DIR", "arena_name": "NAME",
+    "http": "HOST:PORT", "http_token_file": "FILE",
+}  # fmt: skip
 
 TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),

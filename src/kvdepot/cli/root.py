@@ -153,9 +153,12 @@ def run(words: Sequence[str]) -> int:
             return root.invoke(context) or 0
     except click.exceptions.Exit as exc:
         return exc.exit_code
-    except click.UsageError as exc:
-        exc.ctx = exc.ctx or _context(words)
+    except click.exceptions.NoArgsIsHelpError as exc:
         exc.show()
+        return 2
+    except click.UsageError as exc:
+        where = (exc.ctx or _context(words)).command_path
+        print(f"kvdepot: {exc.format_message().rstrip('.')} (see `{where} --help`)", file=sys.stderr)
         return 2
     except ConfigError as exc:
         return _failed(exc, 2)
@@ -179,7 +182,7 @@ def _unwritten() -> int:
 
 
 def _context(words: Sequence[str]) -> click.Context:
-    """The context whose usage to show if click's error has none: its option parser does not know the command."""
+    """The context whose help to name if click's error has none: its option parser does not know the command."""
     whole = click.Context(root, info_name="kvdepot")
     command = root.get_command(whole, words[0]) if words else None
     return whole if command is None else click.Context(command, whole, words[0])
