@@ -98,7 +98,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--colour", "red"], ["serve", "--chunk-size"], ["serve", "x"]])
 def test_wrong_usage_exits_2_and_says_why(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     assert cli.main(argv) == 2
-    assert "see `kvdepot serve --help`" in capsys.readouterr().err
+    assert "--help" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
