@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -119,6 +120,11 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         web.status()
         told = read(web)
         assert told["kvdepot_up"] == 1
+        stat = Path(f"/proc/{web.depot.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.M)
+        assert booted is not None
+        began = int(booted[1]) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
+        assert told["process_start_time_seconds"] == pytest.approx(began, abs=0.02), "the server's, not the page's"
         assert told["kvdepot_chunks"] == 3
         assert told["kvdepot_stored_shards_total"] == 3
         assert told["kvdepot_known_shards_total"] == 1

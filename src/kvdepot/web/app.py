@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import mimetypes
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.params import FromPath, JSONBody, Parameter
 from msgspec import Meta
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from kvdepot import __version__
@@ -516,6 +517,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     """The application. settings: shown to clients, without secrets. address: HOST:PORT that we listen at."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
+    ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
     app = Litestar(
         [
