@@ -26,6 +26,15 @@ def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
     assert re.search(r"^ok +server +", text, re.MULTILINE)
 
 
+@pytest.mark.faults
+def test_doctor_checks_the_arena_of_the_server_that_runs_not_that_of_a_next_one(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=16)
+    _, found = doctor("--url", depot.url, KVDEPOT_ARENA_GIB="100000")
+    (arena, *_) = found["shared memory"]
+    assert arena["state"] != "fail" and re.search(r"the running server's arena takes 1[56](\.\d+)? MiB", arena["text"])
+    assert found["memory"][0]["state"] == "ok"
+
+
 def test_doctor_says_what_keeps_a_depot_from_working(tmp_path: Path) -> None:
     code, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_ARENA_GIB="100000")
     assert code == 1

@@ -23,7 +23,9 @@ from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import TABS, Screen
 from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.protocol.leases import Receipt
 from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.status import GroupStatus
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Saved, Status, TierStatus, Usage
 from kvdepot.status import Engine as EngineStatus
 from tests.cli.command import CONTROL, run, terminal
@@ -360,6 +362,17 @@ def keyed(screen: Screen, *keys: str, width: int = 100, height: int = 20, **opti
     return lines
 
 
+def chosen(screen: Screen) -> str:
+    """The first word of the row that is highlighted."""
+    from rich.console import Console
+
+    console = Console(width=100, height=20, color_system="standard", force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen.draw(console), end="")
+    (row,) = [line for line in captured.get().splitlines()[3:-1] if line.startswith("\x1b[7m")]
+    return CONTROL.sub("", row).split()[0]
+
+
 @pytest.fixture
 def screen() -> Screen:
     made = Screen("ipc:///x")
@@ -392,16 +405,75 @@ def test_rows_are_sorted_scrolled_and_filtered(screen: Screen) -> None:
     assert "sort: name" in keyed(screen)[-1]
     assert keyed(screen, "r")[4].startswith("model-29") and "sort: name, reversed" in keyed(screen)[-1]
     keyed(screen, "r")
-    assert keyed(screen, "down", "down")[4].startswith("model-02")
-    assert keyed(screen, "up")[4].startswith("model-01")
+    assert keyed(screen, "down", "down")[4].startswith("model-00") and chosen(screen) == "model-02"
+    lines = keyed(screen, *["down"] * 20)
+    assert lines[4].startswith("model-09") and chosen(screen) == "model-22", "the rows follow the chosen one"
+    assert lines[-2] == "... 7 more", "and the last line never hides it"
+    assert keyed(screen, "up")[4].startswith("model-09") and chosen(screen) == "model-21"
     lines = keyed(screen, *["page down"] * 9)
-    assert lines[-2].startswith("model-29"), "no further than the end"
+    assert lines[-2].startswith("model-29") and chosen(screen) == "model-29", "no further than the end"
+    assert keyed(screen, *["page up"] * 9)[4].startswith("model-00") and chosen(screen) == "model-00"
     lines = keyed(screen, "/", *"L-1")
     assert lines[-1].startswith("filter: L-1_") and lines[4].startswith("model-10") and lines[13].startswith("model-19")
     assert lines[14] == ""
     assert "/ filter: L-" in keyed(screen, "backspace", "enter")[-1]
     assert "no models match 'q'" in keyed(screen, "/", "q")[3], "q is a letter here"
     assert keyed(screen, "escape")[4].startswith("model-00")
+
+
+def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
+    screen = Screen("ipc:///x")
+    groups = [GroupStatus(0, 40, 3 << 20), GroupStatus(2, 8, 1 << 20)]
+    model = NamespaceStatus("acme", "m", 2, 4, 40, 4 << 20, 1, chunk_tokens=256, groups=groups)
+    engine = EngineStatus("e" * 32, 75.0, 5.0, ["m"], [1], "", "acme", 3, 2, 1)
+    times = [0] * (len(BOUNDS_S) + 1)
+    times[5] = 9
+    tier = TierStatus(
+        "disk:///kv", "through", "up", 7, 1 << 20, None, 0, 2, {"failures": 3, "late": 0}, loads=1, free_bytes=5 << 30,
+        histograms=[Histogram("load_seconds", "s", [*BOUNDS_S], times, 0.1)],
+    )  # fmt: skip
+    lease = Receipt("nightly", "acme", "retain", "m", 50, 4, 1 << 20, 61.0, None, 0.0, 0, 0, 0.0)
+    event = Event(1.0, "tier", "disk:///kv failed")
+    screen.show(
+        a_status(namespaces=[model], engines=[engine], tiers=[tier], leases=[lease], events=[event]), 1.0
+    )  # fmt: skip
+    screen.show_prefixes([Prefix("", "m" * 50, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+
+    def opened(tab: str) -> dict[str, str]:
+        keyed(screen, tab)
+        lines = keyed(screen, "enter", width=160, height=30)
+        assert "esc back" in lines[-1]
+        return dict(re.split("  +", line, maxsplit=1) for line in lines[3:-1] if line)
+
+    shown = opened("2")
+    assert shown["model"] == "acme: m" and shown["tokens per chunk"] == "256" and shown["ranks"] == "2"
+    assert shown["KV cache group 1"] == "8 chunks, 1 MiB; needed to resume a prompt: last 2 chunks"
+    assert "models " in keyed(screen, "escape")[3], "the table again"
+    assert opened("3")["prefix"] == "ab" * 32 and opened("3")["model"] == "m" * 50
+    assert opened("3")["its chunks"] == f"kvdepot inspect {'ab' * 32}"
+    assert opened("4")["id"] == "e" * 32 and opened("4")["connected for"] == "1 min 15 s"
+    shown = opened("5")
+    assert (shown["in progress"], shown["failures"]) == ("1 loads, 2 saves", "3") and "late" not in shown
+    assert shown["free on its disk"] == "5 GiB" and shown["load"].startswith("9 calls, p50 ")
+    assert opened("6")["lease"] == "nightly" and opened("6")["age"] == "1 min 1 s"
+    shown = opened("7")
+    assert shown["event"].endswith("disk:///kv failed") and shown["kind"] == "tier"
+
+
+def test_details_stay_with_their_row_and_say_when_it_is_gone(screen: Screen) -> None:
+    keyed(screen, "2", "s", "down")
+    assert keyed(screen, "enter", "down")[3].split() == ["model", "model-01"]
+    names = NamespaceStatus("", "model-00", 1, 4, 1, 1, 1), NamespaceStatus("", "model-01", 1, 4, 999, 5 << 20, 1)
+    screen.show(a_status(namespaces=[*names]), 2.0)
+    lines = keyed(screen)
+    assert lines[3].split() == ["model", "model-01"] and "5 MiB" in "\n".join(lines), (
+        "now another row, with new figures"
+    )
+    screen.show(a_status(namespaces=[names[0]]), 3.0)
+    lines = keyed(screen)
+    assert lines[3].split() == ["model", "model-01"] and "the server does not list it any more" in "\n".join(lines)
+    assert keyed(screen, "escape")[4].startswith("model-00")
+    assert keyed(screen, "/", *"zzz", "enter", "enter")[3].startswith("no models match"), "there is nothing to open"
 
 
 def test_the_keys_are_listed_until_they_are_not_wanted(screen: Screen) -> None:

@@ -63,9 +63,13 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     if warning := odd_chunk_size(config.chunk_size):
         yield Finding("warn", "settings", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
-    yield _shared_memory(config)
+    looking("the server")
+    status = _ask(config.url, key)
+    is_here = isinstance(status, Status) and socket_path(config.url) is not None
+    arena_bytes = status.capacity_bytes if is_here and isinstance(status, Status) else config.arena_bytes
+    yield _shared_memory(config.arena, arena_bytes, is_here)
     yield from _left_arenas()
-    yield _memory(config)
+    yield _memory(0 if is_here else arena_bytes)  # a running server's arena is no longer available memory
     yield _huge_pages()
     yield _memlock(config)
     yield _files(config)
@@ -76,8 +80,6 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     looking("the NVIDIA driver")
     yield from _nvidia()
     yield _key(key)
-    looking("the server")
-    status = _ask(config.url, key)
     yield _server(config.url, status) if isinstance(status, Status) else status
     yield _web(config, status if isinstance(status, Status) else None)
 
@@ -107,13 +109,16 @@ def _variables() -> Iterator[Finding]:
         yield Finding("warn", "settings", f"environment variable {name} is not a setting", advice)
 
 
-def _shared_memory(config: Config) -> Finding:
+def _shared_memory(name: str, wanted: int, is_running: bool) -> Finding:
+    """name, wanted: of the arena, and its bytes. is_running: they are those of a server that runs on this host."""
     room = os.statvfs(shm.SHM)
     whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    wanted = config.arena_bytes
-    path = shm.SHM / config.arena
+    path = shm.SHM / name
     there = path.stat().st_blocks * 512 if path.exists() else 0  # already allocated to the arena
-    text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; the arena takes {size(wanted)}"
+    if is_running and not there:
+        there = wanted  # under a name that only the server knows
+    whose = "the running server's" if is_running else "the"
+    text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; {whose} arena takes {size(wanted)}"
     more = (
         "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
         "medium Memory), or make the arena smaller: --arena-gib"
@@ -153,14 +158,15 @@ def _left_bytes(path: Path) -> int:
         os.close(descriptor)
 
 
-def _memory(config: Config) -> Finding:
+def _memory(arena_bytes: int) -> Finding:
+    """arena_bytes: of an arena that is yet to be filled."""
     free = free_memory()
     limit = _memory_limit()
     text = f"{size(free)} of memory available"
     if limit is not None:
         text += f", limit of this container or unit {size(limit)}"
-    if config.arena_bytes > min(free, limit if limit is not None else free):
-        return Finding("warn", "memory", text, f"the arena alone takes {size(config.arena_bytes)}; lower --arena-gib")
+    if arena_bytes > min(free, limit if limit is not None else free):
+        return Finding("warn", "memory", text, f"the arena alone takes {size(arena_bytes)}; lower --arena-gib")
     return Finding("ok", "memory", text)
 
 

@@ -45,7 +45,8 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
     from kvdepot.client import admin
 
     with connect(url, key) as client:
-        found = admin.prefixes(client, model, sort, most)
+        found = admin.prefixes(client, model, sort, min(most + 1, MOST_PREFIXES))  # to know whether there are more
+    has_more, found = len(found) > most, found[:most]
     if as_json:
         print_json(msgspec.to_builtins(found))
         return 0
@@ -56,7 +57,7 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
 
     out = console()
     out.print(view.prefixes(found, is_long).table(out.width))
-    if len(found) == most < MOST_PREFIXES:
+    if has_more:
         print(f"kvdepot: the first {most}; -n shows more", file=sys.stderr)
     return 0
 
@@ -142,7 +143,7 @@ def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> N
 
 def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
     """A line for each KV cache group."""
-    from kvdepot.cli.view import Listing
+    from kvdepot.cli.view import Listing, needs
 
     groups: dict[int, list[ChunkStatus]] = {}
     for each in parts:
@@ -154,7 +155,7 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
         ages = [each.age_s for each in chunks if each.age_s is not None]
         rows.append(
             (
-                f"{group}: {_needs(chunks[0].reach)}",
+                f"{group}: {needs(chunks[0].reach)}",
                 ranges(sorted(numbers.get(each.hash, 0) for each in chunks)),
                 ", ".join(f"{count(number)} {state}" for state, number in sorted(states.items())),
                 size(sum(each.bytes for each in chunks)),
@@ -166,11 +167,6 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
         )
     heads = ("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
     return Listing(heads, [*rows])
-
-
-def _needs(reach: int) -> str:
-    """What resuming a prompt needs of a KV cache group."""
-    return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
 
 
 def _chunks(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:

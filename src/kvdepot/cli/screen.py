@@ -4,53 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
+from rich.table import Table as Grid
 from rich.text import Text
 
 from kvdepot.cli import view
 from kvdepot.cli.output import clean, duration, share, size
+from kvdepot.cli.tabs import TABLES, Table, fields, in_order
 from kvdepot.cli.view import Listing
-from kvdepot.protocol.prefixes import SORTS, Prefix
+from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import Status
 
 __all__ = ["TABS", "Screen"]
 
-TABS = ("overview", "models", "prefixes", "engines", "tiers", "leases", "events")
+TABS = ("overview", *TABLES)
 
-_Row = TypeVar("_Row")
-_Sorts = dict[str, Callable[[Any], Any]]
-"""Keys of rows by name; the lowest comes first."""
-
-_SORTS: dict[str, _Sorts] = {
-    "models": {
-        "bytes": lambda each: -each.bytes,
-        "chunks": lambda each: -each.chunks,
-        "found": lambda each: -each.found_tokens / each.asked_tokens if each.asked_tokens else 1,
-        "name": lambda each: (each.tenant, each.model),
-    },
-    "prefixes": {name: lambda each: 0 for name in SORTS},  # the server sorts them
-    "engines": {
-        "name": lambda each: (each.models, each.ranks, each.id),
-        "requests": lambda each: -each.sessions,
-        "pinned": lambda each: -each.pinned_chunks,
-        "last seen": lambda each: each.idle_s,
-    },
-    "tiers": {
-        "order": lambda each: 0,
-        "bytes": lambda each: -(each.bytes or 0),
-        "queued": lambda each: -each.queued_bytes,
-    },
-    "leases": {
-        "saved": lambda each: 0,  # as the server lists them
-        "bytes": lambda each: -each.bytes,
-        "end": lambda each: each.ends_s if each.ends_s is not None else float("inf"),
-        "name": lambda each: each.name,
-    },
-}
 _HISTORY = 60  # statuses
 _SPARK_CELLS = 14
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -59,9 +31,10 @@ _PAGE = 10
 """Lines that a page key moves."""
 _KEYS = (
     ("1-7, tab, left, right", "choose what to show"),
-    ("up, down, k, j, page up, page down", "scroll"),
+    ("up, down, k, j, page up, page down", "choose a row"),
+    ("enter", "show all that is known about the row; esc goes back"),
     ("s, r", "sort by the next column, in reverse order"),
-    ("/", "show only rows with a text; esc shows all"),
+    ("/", "show only rows with a text; esc shows all again"),
     ("p, space", "pause"),
     ("?, h", "show or hide this list"),
     ("q", "quit"),
@@ -87,10 +60,13 @@ class Screen:
         self._prefixes: list[Prefix] | None = None
         self._trouble = ""
         self._silent_s = 0  # how long the server has not answered
-        self._sort = dict.fromkeys(_SORTS, 0)
-        self._reversed = dict.fromkeys(_SORTS, False)
+        self._sort = dict.fromkeys(TABLES, 0)
+        self._reversed = dict.fromkeys(TABLES, False)
         self._shows_keys = False
+        self._row = 0  # the chosen one
         self._top = 0  # rows that are scrolled away
+        self._opens = False  # the details of that row, as soon as the rows are known
+        self._opened: Any = None  # the row whose details are shown, as it was last listed
         self._filter = ""
         self._is_typing = False  # the filter
 
@@ -150,34 +126,51 @@ class Screen:
                 self._turn_to(TABS[(TABS.index(self.tab) + 1) % len(TABS)])
             case "back tab" | "left":
                 self._turn_to(TABS[TABS.index(self.tab) - 1])
-            case "s" if self.tab in _SORTS:
-                self._sort[self.tab] = (self._sort[self.tab] + 1) % len(_SORTS[self.tab])
-                self._top = 0
-            case "r" if self.tab in _SORTS:
+            case "s" if self._sorts():
+                self._sort[self.tab] = (self._sort[self.tab] + 1) % len(self._sorts())
+                self._go_to(0)
+            case "r" if self._sorts():
                 self._reversed[self.tab] = not self._reversed[self.tab]
-                self._top = 0
+                self._go_to(0)
             case "?" | "h":
                 self._shows_keys = not self._shows_keys
             case "p" | " ":
                 self.is_paused = not self.is_paused
+            case "enter" if self.tab in TABLES:
+                self._opens = True
+            case "escape" if self._opens or self._opened is not None:
+                self._close()
             case "/":
-                self._is_typing, self._filter, self._top = True, "", 0
+                self._close()
+                self._is_typing, self._filter = True, ""
+                self._go_to(0)
             case "escape":
-                self._filter, self._top = "", 0
+                self._filter = ""
+                self._go_to(0)
             case "up" | "k":
-                self._top = max(0, self._top - 1)
+                self._go_to(self._row - 1)
             case "down" | "j":
-                self._top += 1  # no further than the last row; see _fitted
+                self._go_to(self._row + 1)
             case "page up":
-                self._top = max(0, self._top - _PAGE)
+                self._go_to(self._row - _PAGE)
             case "page down":
-                self._top += _PAGE
+                self._go_to(self._row + _PAGE)
             case _ if key.isascii() and key.isdigit() and 1 <= int(key) <= len(TABS):
                 self._turn_to(TABS[int(key) - 1])
         return False
 
     def _turn_to(self, tab: str) -> None:
-        self.tab, self._top, self._shows_keys = tab, 0, False
+        self.tab, self._shows_keys = tab, False
+        self._close()
+        self._go_to(0)
+
+    def _close(self) -> None:
+        self._opens, self._opened = False, None
+
+    def _go_to(self, row: int) -> None:
+        """Choose a row, unless details are shown; beyond the last one it is that, see `_one_table`."""
+        if self._opened is None and not self._opens:
+            self._row = max(0, row)
 
     def _type(self, key: str) -> None:
         match key:
@@ -190,8 +183,13 @@ class Screen:
             case _ if len(key) == 1 and key.isprintable():
                 self._filter += key
 
+    def _sorts(self) -> list[str]:
+        """The names of the orders that the chosen tab's rows can have."""
+        return list(TABLES[self.tab].sorts) if self.tab in TABLES else []
+
     def _sorted_by(self) -> str:
-        return list(_SORTS[self.tab])[self._sort[self.tab]]
+        sorts = self._sorts()
+        return sorts[self._sort[self.tab]] if sorts else ""
 
     # -- drawing
 
@@ -230,12 +228,16 @@ class Screen:
             data = [f"data from {self._clock}"] if self._clock else []
             text, style = "  ".join([*data, why, "q quits"]), "yellow reverse"
         else:
-            parts = [f"paused at {self._clock}, p resumes" if self.is_paused else self._clock, "q quits"]
-            if self.tab in _SORTS:
-                order = ", reversed" if self._reversed[self.tab] else ""
-                parts.append(f"s sort: {self._sorted_by()}{order}")
-            parts.append(f"/ filter{f': {self._filter}' if self._filter else ''}")
-            parts += ["tab 1-7", *([] if self.is_paused else ["p pause"]), "? keys"]
+            parts = [f"paused at {self._clock}, p resumes" if self.is_paused else self._clock, "q quits", "? keys"]
+            if self._opened is not None:
+                parts.append("esc back")
+            else:
+                if self._sorts():
+                    order = ", reversed" if self._reversed[self.tab] else ""
+                    parts.append(f"s sort: {self._sorted_by()}{order}")
+                parts.append(f"/ filter{f': {self._filter}' if self._filter else ''}")
+                parts += ["enter details"] * (self.tab in TABLES)
+            parts += ["tab 1-7", *([] if self.is_paused else ["p pause"])]
             text, style = "  ".join(parts), "yellow reverse" if self.is_paused else "reverse"
         foot = Text(text, style)
         foot.truncate(width, overflow="ellipsis", pad=True)
@@ -254,7 +256,7 @@ class Screen:
 
     def _overview(self, width: int, room: int) -> list[RenderableType]:
         assert self._status is not None
-        listings = [each for each in map(self._filtered, view.listings(self._status)) if each.rows]
+        listings = [each for each in map(self._matching, view.listings(self._status)) if each.rows]
         while listings and 3 * len(listings) > room:  # each needs at least a head and two lines
             listings.pop()
         lines = [min(len(listing.rows), 2) for listing in listings]
@@ -280,38 +282,44 @@ class Screen:
             f"  stores {size(self._speeds.stored_bytes)}/s  retrieves {size(self._speeds.retrieved_bytes)}/s",
         )
         line.truncate(width, overflow="ellipsis")
+        table = TABLES[self.tab]
         if self.tab == "prefixes" and self._prefixes is None:
             return [line, "", Text("waiting for the server's list", "dim")]
-        whole = self._listing(now)
-        listing = self._filtered(whole)
-        if not listing.rows:
-            hidden = f" match {clean(self._filter)!r}" if whole.rows else ""
-            return [line, "", Text(f"no {self.tab}{hidden}", "dim")]
-        lines = max(2, room - 3)  # without the line above, a blank one, and the head
-        self._top = min(self._top, max(0, len(listing.rows) - lines))
-        shown = Listing(listing.heads, listing.rows[self._top :])
-        return [line, "", shown.table(width, lines)]
+        rows = in_order(table, table.rows(now, self._prefixes or []), self._sorted_by(), self._reversed[self.tab])
+        if self._opened is None:
+            shown = [row for row in rows if self._matching(table.listing([row], False)).rows]
+            self._row = max(0, min(self._row, len(shown) - 1))
+            if not shown:
+                self._opens = False
+                hidden = f" match {clean(self._filter)!r}" if rows else ""
+                return [line, "", Text(f"no {self.tab}{hidden}", "dim")]
+            if not self._opens:
+                return [line, "", self._rows(table, shown, width, room - 3)]  # and the head
+            self._opens, self._opened = False, shown[self._row]
+        return [line, "", self._details(table, rows)]
 
-    def _listing(self, now: Status) -> Listing:
-        """The chosen tab's table, sorted."""
-        match self.tab:
-            case "models":
-                return view.models(self._in_order(now.namespaces), now.other_namespaces)
-            case "prefixes":
-                return view.prefixes(self._in_order(self._prefixes or []))
-            case "engines":
-                return view.engines(self._in_order(now.engines))
-            case "tiers":
-                return view.tiers(self._in_order(now.tiers))
-            case "leases":
-                return view.leases(self._in_order(now.leases))
-        return view.events(now.events, len(now.events))
+    def _rows(self, table: Table, shown: Sequence[Any], width: int, room: int) -> RenderableType:
+        """As many rows as fit, among them the chosen one."""
+        lines = max(2, room)
+        last = max(0, len(shown) - lines)
+        # If not all fit, the last line counts those below, so the chosen row must be above it.
+        self._top = max(min(self._row - lines + 2, last), min(self._top, self._row, last))
+        return table.listing(shown[self._top :], False).table(width, lines, self._row - self._top)
 
-    def _in_order(self, rows: Iterable[_Row]) -> Sequence[_Row]:
-        ordered = sorted(rows, key=_SORTS[self.tab][self._sorted_by()])
-        return ordered[::-1] if self._reversed[self.tab] else ordered
+    def _details(self, table: Table, rows: Sequence[Any]) -> RenderableType:
+        """All that is known about the row that was opened."""
+        now = next((row for row in rows if table.key(row) == table.key(self._opened)), None)
+        self._opened = self._opened if now is None else now
+        grid = Grid.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in fields(table, self._opened):
+            grid.add_row(name, Text(clean(value)))
+        if now is None:
+            grid.add_row("", Text("the server does not list it any more", "yellow"))
+        return grid
 
-    def _filtered(self, listing: Listing) -> Listing:
+    def _matching(self, listing: Listing) -> Listing:
         """The rows that contain the filter's text, in either case."""
         if not self._filter:
             return listing

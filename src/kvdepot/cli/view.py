@@ -29,11 +29,13 @@ __all__ = [
     "Speeds",
     "engines",
     "events",
+    "is_sum",
     "lease_sums",
     "leases",
     "listings",
     "models",
     "named",
+    "needs",
     "prefixes",
     "summary",
     "tenants",
@@ -64,10 +66,11 @@ class Listing:
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
 
-    def table(self, width: int, most: int | None = None) -> Table:
+    def table(self, width: int, most: int | None = None, chosen: int | None = None) -> Table:
         """The table; if it has more than `most` lines, the last one says how many are left out.
 
         Columns that do not fit into `width` are left out from the right: a number cut short is another number.
+        chosen: the number of a row to highlight.
         """
         cut = most is not None and len(self.rows) > most
         rows = self.rows[: most - 1] if most is not None and cut else self.rows
@@ -78,9 +81,9 @@ class Listing:
             table.add_column(
                 head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
             )
-        for row in rows:
+        for number, row in enumerate(rows):
             cells = (Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row[:columns])
-            table.add_row(*cells)
+            table.add_row(*cells, style="reverse" if number == chosen else None)
         if most is not None and cut:
             table.add_row(Text(f"... {len(self.rows) - most + 1} more", "dim", no_wrap=True))
         return table
@@ -204,10 +207,11 @@ def _warnings(now: Status) -> list[str]:
 
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
+    rest = [now.other_namespaces] if now.other_namespaces is not None else []
     made = [
         _requests(now), engines(sorted(now.engines, key=_in_stable_order)),
-        models(now.namespaces, now.other_namespaces), _usage(now), tenants(now.tenants), tiers(now.tiers),
-        _losses(now), _devices(now), leases(now.leases), events(now.events),
+        models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants), tiers(now.tiers),
+        _losses(now), _devices(now), leases(now.leases), events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -242,12 +246,12 @@ def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
     return engine.models, engine.ranks, engine.id
 
 
-def engines(shown: Sequence[Engine]) -> Listing:
-    """The table of engines."""
+def engines(shown: Sequence[Engine], is_long: bool = False) -> Listing:
+    """The table of engines. is_long: ids in full."""
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
-            engine.id[:_ID_CELLS],
+            engine.id if is_long else engine.id[:_ID_CELLS],
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
@@ -257,12 +261,12 @@ def engines(shown: Sequence[Engine]) -> Listing:
     return Listing(("engines", "id", "role", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
-def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = None) -> Listing:
-    """The table of models, shapes and layouts. others: all that are not shown, together."""
+def models(shown: Sequence[NamespaceStatus]) -> Listing:
+    """The table of models, shapes and layouts."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            f"{namespace.tenant}: {namespace.model}" if namespace.tenant else namespace.model,
-            str(namespace.world_size),
+            OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model, True),
+            str(namespace.world_size or "-"),
             count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
             *_tokens(namespace),
@@ -270,9 +274,12 @@ def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = No
         )
         for namespace in shown
     ]
-    if others is not None:
-        rows.append((OTHERS, "-", "-", size(others.bytes), *_tokens(others), str(others.engines)))
     return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
+
+
+def is_sum(namespace: NamespaceStatus) -> bool:
+    """Whether it is the sum of all that the server does not list."""
+    return not namespace.world_size
 
 
 _TOKEN_HEADS = (">asked", ">found", ">reused")
@@ -394,6 +401,11 @@ def _ends(lease: Receipt) -> str:
     return f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never"
 
 
+def needs(reach: int) -> str:
+    """What resuming a prompt needs of a KV cache group."""
+    return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
+
+
 _HASH_DIGITS = 12
 """Digits of a hash in tables: enough to name a chunk among billions."""
 _MODEL_CELLS = 32
@@ -422,10 +434,13 @@ def named(tenant: str, model: str, is_long: bool) -> str:
     return name if is_long else shorten(name, _MODEL_CELLS)
 
 
-def events(shown: Sequence[Event], most: int = 8) -> Listing:
-    """The table of events, of which the latest come first. most: how many."""
-    latest = shown[: -most - 1 : -1]
+_EVENTS = 8
+"""How many a status shows."""
+
+
+def events(shown: Sequence[Event]) -> Listing:
+    """The table of events, of which the latest come first."""
     rows: list[tuple[str | Text, ...]] = [
-        (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in latest
+        (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in shown
     ]
     return Listing(("events, latest first",), rows)
