@@ -315,6 +315,8 @@ def test_a_server_that_has_just_started_shows_no_figures_that_it_does_not_have(s
     assert "No engine has looked anything up yet" in text(page, "#hit-ceiling")
     assert "No engine is connected" in text(page, "#engines-none")
     assert page.is_hidden("#engines")
+    saved = page.locator("figure", has_text="TTFT saved per request").locator(".plot")
+    assert saved.inner_text().strip() == "No values yet"
     assert not re.search(r"NaN|undefined|Infinity|null", page.inner_text("body"))
 
 
@@ -504,6 +506,7 @@ def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Sit
         ".data.some(value => value))",
     )
     assert all(drawn)
+    assert page.locator(".plot > p:visible").count() == 0
     figure = page.locator("figure", has_text="Share of tokens reused")
     last = 0.613
     assert f"{100 * last:.1f}%" in " ".join(figure.locator(".legend").inner_text().split())

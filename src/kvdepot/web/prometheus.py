@@ -158,7 +158,9 @@ def _latencies(status: Status) -> Iterator[Metric]:
     took = HistogramMetricFamily(
         "kvdepot_request_duration_seconds", "Time from receiving a request to answering it.", labels=["request"]
     )
-    failed = CounterMetricFamily("kvdepot_request_errors", "Requests answered with an error.", labels=["request"])
+    failed = CounterMetricFamily(
+        "kvdepot_request_errors", "Requests answered with an error, by kind of request.", labels=["request"]
+    )
     for kind in status.latencies:
         took.add_metric([kind.request], _buckets(map(str, BOUNDS_S), kind.buckets), kind.sum_s)
         failed.add_metric([kind.request], kind.errors)

@@ -133,11 +133,14 @@ export class Chart {
   #spec;
   #plot = null;
   #data = [[]];
+  #most = 0; // the highest value that is shown
 
   constructor(uPlot, spec) {
     this.#uPlot = uPlot;
     this.#spec = spec;
     this.area = make("div", { class: "plot", role: "img", "aria-label": spec.title });
+    this.none = make("p", { class: "soft", hidden: true }, "No values yet");
+    this.area.append(this.none);
     this.legend = make("ul", { class: "legend" });
     this.table = make("table", {}, make("caption", { class: "unseen" }, spec.title), make("thead"), make("tbody"));
     this.details = make(
@@ -174,6 +177,7 @@ export class Chart {
         return slope(series[line.name], line.by === "time" ? times : series[line.by], boots);
       }),
     ];
+    this.none.hidden = !lines.every((line, i) => line.level || this.#data[i + 1].every((value) => value == null));
     if (this.#uPlot && times.length && this.area.clientWidth) {
       this.#plot ??= this.#draw();
       this.#plot.setData(this.#data, false);
@@ -222,6 +226,7 @@ export class Chart {
         }
       }
     });
+    this.#most = most;
     if (this.#spec.logarithmic) {
       if (!most) return { min: 0.0001, max: 1 };
       return { min: 10 ** Math.floor(Math.log10(least)), max: 10 ** Math.ceil(Math.log10(most * 1.01)) };
@@ -253,7 +258,8 @@ export class Chart {
           size: 64,
           space: 30,
           ...(steps ? { incrs: steps } : {}),
-          values: (_, values) => values.map((value) => (value === null ? "" : text(value))),
+          // Where there is nothing but zeros, an axis beyond them would be invented.
+          values: (_, values) => values.map((value) => (value === null || (value && !this.#most) ? "" : text(value))),
         },
       ],
       series: [
