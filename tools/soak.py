@@ -74,7 +74,7 @@ class Child:
     def __init__(self, script: str, *args: str) -> None:
         self.script = script
         self.mode = ""  # of an engine
-        self.leases: set[str] = set()
+        self.liveness_files: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.notes: list[str] = []
@@ -100,8 +100,8 @@ class Child:
                 said = json.loads(line)
             except ValueError:
                 continue  # cut off by a kill
-            if "lease" in said:
-                self.leases.add(said["lease"])
+            if "liveness_file" in said:
+                self.liveness_files.add(said["liveness_file"])
             if "note" in said:
                 self.notes.append(said["note"])
             if "counts" in said:
@@ -146,7 +146,7 @@ class Soak:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of all servers
         self.kills: Counter[str] = Counter()
         self.dead: Counter[str] = Counter()  # counts of engines that were killed
-        self.leases: set[str] = set()
+        self.liveness_files: set[str] = set()
         self.pids: set[int] = set()
         self.children: list[Child] = []
         self.server: subprocess.Popen[bytes] | None = None
@@ -181,7 +181,7 @@ class Soak:
     def stop_odd(self) -> None:
         if self.odd is not None:
             self.odd.kill()
-            self.leases |= self.odd.leases
+            self.liveness_files |= self.odd.liveness_files
             self.odd = None
 
     @property
@@ -202,13 +202,13 @@ class Soak:
     def files(self) -> dict[str, list[str]]:
         """Our shared-memory files, by kind."""
         for child in (*self.children, *([self.odd] if self.odd else ())):
-            self.leases |= child.leases
-        leases = [*sorted(self.leases), self.client.liveness.name]
+            self.liveness_files |= child.liveness_files
+        names = [*sorted(self.liveness_files), self.client.liveness.name]
         torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
         tensors = [name for name, found in torches if found and int(found[1]) in self.pids]
         return {
             "arenas": [path.name for path in SHM.glob(f"*{self.name}*")],
-            "leases": [name for name in leases if (SHM / name).exists() or (SHM / f".{name}").exists()],
+            "liveness_files": [name for name in names if (SHM / name).exists() or (SHM / f".{name}").exists()],
             "tensors": tensors,
         }
 
@@ -308,11 +308,12 @@ class Soak:
     def bury(self, child: Child) -> None:
         child.kill()
         self.children.remove(child)
-        self.leases |= child.leases
+        self.liveness_files |= child.liveness_files
         self.dead += child.counts
         self.faults_found += child.wrong
         if self.status():  # there is a server to notice it
-            self.until("an engine died", lambda: [name for name in child.leases if (SHM / name).exists()], RELEASED_S)
+            files = sorted(child.liveness_files)
+            self.until("an engine died", lambda: [name for name in files if (SHM / name).exists()], RELEASED_S)
 
     # -- the parts
 
@@ -401,8 +402,9 @@ class Soak:
         wrong = {name: value for name, value in expected.items() if status.get(name) != value}
         odd = [f"{name} is {status.get(name)}, not {value}" for name, value in wrong.items()]
         files = self.files()
-        if len(files["leases"]) != expected["clients"]:
-            odd.append(f"{len(files['leases'])} leases of {expected['clients']} clients: {files['leases']}")
+        if len(files["liveness_files"]) != expected["clients"]:
+            there = files["liveness_files"]
+            odd.append(f"{len(there)} liveness files of {expected['clients']} clients: {there}")
         living = {child.pid for child in self.children}
         odd += [f"{name} of a dead engine" for name in files["tensors"] if int(name.split("_")[1]) not in living]
         if len(files["arenas"]) > 1:
@@ -412,7 +414,8 @@ class Soak:
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Raise if something grew."""
         grown = []
-        for name in ("server_fds", "engine_fds", "server_threads", "engine_threads", "arenas", "leases", "tensors"):
+        kinds = "server_fds", "engine_fds", "server_threads", "engine_threads", "arenas", "liveness_files", "tensors"
+        for name in kinds:
             if after[name] > before[name]:
                 grown.append(f"{name} grew from {before[name]} to {after[name]}")
         for name, samples in self.memory.items():
@@ -456,14 +459,14 @@ class Soak:
         self.stop_odd()
         for child in self.children:
             child.kill()
-            self.leases |= child.leases
+            self.liveness_files |= child.liveness_files
         if self.server is not None and self.server.poll() is None:
             self.server.kill()
             self.server.wait()
         if hasattr(self, "client"):
             left = self.files()
             self.client.close()
-            for name in (*left["arenas"], *left["leases"], *left["tensors"]):
+            for name in (*left["arenas"], *left["liveness_files"], *left["tensors"]):
                 (SHM / name).unlink(missing_ok=True)
             self.context.term()
         self.folder.cleanup()

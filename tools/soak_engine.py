@@ -143,7 +143,7 @@ class Engine:
                 side = LMCacheMPSchedulerAdapter if rank < 0 else LMCacheMPWorkerAdapter
                 self.awaited.clear()
                 opened.append(side(self.url, self.context, self.model, self.world_size, max(rank, 0), BLOCK_TOKENS))
-                say(lease=opened[-1].mq_client.liveness.name)
+                say(liveness_file=opened[-1].mq_client.liveness.name)
             self.scheduler: LMCacheMPSchedulerAdapter = opened[0]
             self.workers: list[LMCacheMPWorkerAdapter] = opened[1:]
             for worker, memory in zip(self.workers, self.memories, strict=True):

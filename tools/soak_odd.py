@@ -2,8 +2,8 @@
 
     python soak_odd.py URL SEED
 
-soak.py starts and kills it. It prints the leases that it creates, one JSON line each. The server must refuse all of it,
-without any other effect.
+soak.py starts and kills it. It prints the liveness files that it creates, one JSON line each. The server must refuse
+all that it does, without any other effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Odd:
         self.socket.setsockopt(zmq.LINGER, self.random.choice((0, 50)))
         self.socket.setsockopt(zmq.SNDTIMEO, 200)
         self.socket.connect(url)
-        self.leases: list[LivenessFile] = []
+        self.liveness_files: list[LivenessFile] = []
         self.sent = 0
 
     def send(self, *frames: bytes) -> None:
@@ -53,10 +53,10 @@ class Odd:
         self.send(wire.encode_request(self.sent, request))
 
     def hello(self) -> None:
-        lease = LivenessFile()
-        print(json.dumps({"lease": lease.name}), flush=True)
-        self.leases.append(lease)
-        offer = Offer(lease.name, lease.secret, False)
+        file = LivenessFile()
+        print(json.dumps({"liveness_file": file.name}), flush=True)
+        self.liveness_files.append(file)
+        offer = Offer(file.name, file.secret, False)
         self.ask(offer.hello)
         deadline = time.monotonic() + 1.0
         while (left := deadline - time.monotonic()) > 0 and self.socket.poll(int(left * 1000) + 1):
@@ -73,8 +73,8 @@ class Odd:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
-        for lease in self.leases:
-            lease.close()
+        for file in self.liveness_files:
+            file.close()
 
     # -- what they do
 
@@ -114,8 +114,8 @@ class Odd:
     def stranger(self) -> None:
         """Sends requests without a hello, or with one that must be refused."""
         self.ask(wire.Hello(99, "x"))
-        for lease in ("../etc", "kvdepot-card-0", ""):
-            self.ask(wire.Hello(wire.VERSION, lease))
+        for name in ("../etc", "kvdepot-card-0", ""):
+            self.ask(wire.Hello(wire.VERSION, name))
         for _ in range(10):
             self.ask(self.any_request())
 
