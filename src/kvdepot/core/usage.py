@@ -10,7 +10,8 @@ another entry only while it has fewer than are left: alone it can take half of t
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted. The
 lookups of clients that report nothing count in full. What an engine reports as saved is believed: it may come from a
-lookup that another run of the server answered, and a false report is wrong only in its own tenant's figures.
+lookup that another run of the server answered. A false report makes the figures of its own tenant and model wrong, the
+totals, and the prefill time per token that receipts use; it changes nothing about which chunks are kept or found.
 
 Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
 where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
