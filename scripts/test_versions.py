@@ -48,7 +48,7 @@ def main() -> int:
             run([sys.executable, *INTERFACE], KVDEPOT_VLLM_SOURCES=str(folder))
             continue
         print(f"\n== vLLM {version}: its engine", flush=True)
-        run([str(python), *ENGINES])
+        run([str(python), "-n", "2", "--dist", "loadfile", *ENGINES])
         print(f"\n== vLLM {version}: an upgrade from it keeps its cache", flush=True)
         run([sys.executable, *UPGRADE], KVDEPOT_OLDER_VLLM=str(python))
     return 0
