@@ -399,7 +399,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "prepared nodes, secrets of one's own": {
         "shm": {"prepare": False}, "http": {"tokenSecret": "mine"}, "tiersSecret": "stores",
-        "serviceAccount": {"create": False},
+        "configSecret": "quotas", "serviceAccount": {"create": False},
     },
     "a network policy": {
         "networkPolicy": {
@@ -457,6 +457,13 @@ def restrictions(pod: dict[str, Any]) -> None:
         else:
             assert own["capabilities"] == {"drop": ["ALL"]}
             assert not {"runAsUser", "runAsNonRoot"} & set(own)
+
+
+def pod_of(values: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The specification of the depots' pods."""
+    (found,) = [each for each in rendered(values, tmp_path) if each["kind"] == "DaemonSet"]
+    pod: dict[str, Any] = found["spec"]["template"]["spec"]
+    return pod
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -525,10 +532,32 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
 
 
+def test_a_settings_file_comes_from_a_secret_and_values_of_the_chart_override_it(tmp_path: Path) -> None:
+    (plain,) = pod_of({}, tmp_path)["containers"]
+    assert plain["args"] == ["serve"]
+    pod = pod_of({"configSecret": "quotas", "settings": {"ttl_s": 60}}, tmp_path)
+    (server,) = pod["containers"]
+    serve, flag, path = server["args"]
+    assert (serve, flag, path) == ("serve", "--config", "/etc/kvdepot/kvdepot.toml")
+    (mount,) = [each for each in server["volumeMounts"] if each["mountPath"] == str(Path(path).parent)]
+    assert mount["readOnly"] is True
+    (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
+    assert volume["secret"]["secretName"] == "quotas"
+    # The Secret as the documentation shows it, mounted as Kubernetes would.
+    (given,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.S)
+    file = tmp_path / Path(path).name
+    file.write_text(given)
+    assert load(str(file), environ={}).ttl_s != 60
+    config = load(str(file), environ=environment(server))
+    assert config.salts and config.ttl_s == 60
+    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"user": 0}, "must not be root"),
+        ({"configSecret": "Not a name"}, "configSecret"),
         ({"settings": {"http": "off"}}, "settings.http: the chart sets this"),
         ({"networkPolicy": {"enabled": True}, "tiers": ["redis://cache"]}, "could not reach its tiers"),
         ({"networkPolicy": {"enabled": True}, "tiersSecret": "stores"}, "could not reach its tiers"),
