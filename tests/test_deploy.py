@@ -553,6 +553,15 @@ def test_a_settings_file_comes_from_a_secret_and_values_of_the_chart_override_it
     assert config.url == "ipc:///dev/shm/kvdepot.sock"
 
 
+def test_a_depot_that_uses_gpus_tolerates_the_taint_of_their_nodes(tmp_path: Path) -> None:
+    own = [{"key": "team", "operator": "Exists"}]
+    gpus = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert "tolerations" not in pod_of({}, tmp_path)
+    assert pod_of({"tolerations": own}, tmp_path)["tolerations"] == own
+    assert pod_of({"gpu": {"enabled": True}}, tmp_path)["tolerations"] == [gpus]
+    assert pod_of({"gpu": {"enabled": True}, "tolerations": own}, tmp_path)["tolerations"] == [gpus, *own]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
