@@ -103,6 +103,21 @@ def test_an_index_shows_the_readme_without_what_needs_the_repository(tmp_path: P
     assert "Description-Content-Type: text/markdown" in head
     assert "## With your vLLM" in readme and "](https://" in readme
     assert not re.findall(r"\]\((?!https:)|<[a-z!]+[ >-]", readme.replace("<http", ""))
+    # A table of names that link nowhere, and how to build the pages.
+    assert "## Read on" in (ROOT / "README.md").read_text()
+    assert "Read on" not in readme and "make site" not in readme
+    assert readme.endswith("Apache-2.0; the web page contains uPlot (MIT).\n")
+
+
+def test_the_wheel_names_the_license_of_all_that_it_contains(tmp_path: Path) -> None:
+    wheel = build(ROOT, tmp_path, "wheel")
+    said = metadata_of(wheel)
+    assert "\nLicense-Expression: Apache-2.0 AND MIT\n" in said
+    files = set(re.findall(r"^License-File: (.+)$", said, re.M))
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name.partition("/licenses/")[2] for name in archive.namelist() if ".dist-info/licenses/" in name}
+    vendored = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("LICENSE*")}
+    assert vendored and files == inside == {"LICENSE", *vendored}
 
 
 def metadata_of(wheel: Path) -> str:
