@@ -425,6 +425,15 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def files(values: dict[str, Any]) -> dict[str, str]:
+    """What Helm's library makes of the chart's templates, NOTES.txt too."""
+    module("helm_python")
+    said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
+    assert not said["lint"]["errors"], said["lint"]
+    found: dict[str, str] = said["files"]
+    return found
+
+
 def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
     """What Helm makes of the chart, as objects. By `helm`, or its library (in a process of its own: it is Go)."""
     yaml = module("yaml")
@@ -433,10 +442,7 @@ def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
         run("helm", "lint", "--strict", CHART, "--values", tmp_path / "values.json")
         texts = [run("helm", "template", "depot", CHART, "--namespace", "kv", "--values", tmp_path / "values.json")]
     else:
-        module("helm_python")
-        said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
-        assert not said["lint"]["errors"], said["lint"]
-        texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
+        texts = [text for name, text in files(values).items() if not name.endswith(".txt")]
     return [made for text in texts for made in yaml.safe_load_all(text) if made]
 
 
@@ -577,6 +583,24 @@ def test_a_depot_that_uses_gpus_tolerates_the_taint_of_their_nodes(tmp_path: Pat
     assert pod_of({"gpu": {"enabled": True}, "tolerations": own}, tmp_path)["tolerations"] == [gpus, *own]
 
 
+def test_a_setting_that_has_several_values_is_a_list(tmp_path: Path) -> None:
+    pages = ["http://kvdepot-a.example:7077", "https://depots.example/b"]
+    for given in (pages, " ".join(pages)):
+        (server,) = pod_of({"settings": {"fleet": given}}, tmp_path)["containers"]
+        assert settings(environment(server)).fleet == tuple(pages)
+
+
+def test_the_notes_say_how_to_reach_the_depot_of_a_node(tmp_path: Path) -> None:
+    (notes,) = [text for name, text in files({}).items() if name.endswith("NOTES.txt")]
+    assert "port-forward daemonset/depot-kvdepot" in notes and "one pod" in notes
+    (list_pods,) = re.findall(r"kubectl --namespace kv get pods .*", notes)
+    assert "--output wide" in list_pods
+    (selector,) = re.findall(r"--selector (\S+)", list_pods)
+    made = {each["kind"]: each for each in rendered({}, tmp_path)}["DaemonSet"]["spec"]["template"]
+    assert dict(each.split("=") for each in selector.split(",")).items() <= made["metadata"]["labels"].items()
+    assert re.search(r"kubectl --namespace kv port-forward pod/\S+ 7077:7077", notes)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -591,6 +615,8 @@ def test_a_depot_that_uses_gpus_tolerates_the_taint_of_their_nodes(tmp_path: Pat
         ({"user": "me"}, "user"),
         ({"settings": {"polcy": "lru"}}, "settings"),
         ({"settings": {"tenants": {}}}, "settings"),
+        ({"settings": {"policy": ["lru"]}}, "settings"),
+        ({"settings": {"fleet": ["kvdepot-a:7077"]}}, "fleet"),
         ({"tiers": "redis://cache"}, "tiers"),
         ({"tiers": ["cache:6379"]}, "tiers"),
         ({"shm": {"hostPath": "dev/shm"}}, "hostPath"),
@@ -660,8 +686,9 @@ def test_the_charts_schema_has_every_value_and_no_other() -> None:
         found: set[str] = set()
         assert part["additionalProperties"] is False, above
         for name, inner in part["properties"].items():
-            nested = "properties" in inner
-            found |= described(inner, f"{above}{name}.") if nested else {f"{above}{name}"}
+            path = f"{above}{name}"
+            nested = "properties" in inner and path not in _MAPS
+            found |= described(inner, f"{path}.") if nested else {path}
         return found
 
     assert described(schema) == set(leaves(values))
