@@ -725,6 +725,12 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
+            for probe in (container["startupProbe"], container["readinessProbe"]):
+                assert probe["httpGet"] == {"path": "/health", "port": container["ports"][0]["name"]}
+            patience_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+            (minutes,) = re.findall(r"--start-period=(\d+)m", (DEPLOY / "Dockerfile").read_text())
+            assert patience_s == int(minutes) * 60
+            assert set(container["resources"]["requests"]) == {"cpu", "memory"}
 
 
 @pytest.mark.faults
