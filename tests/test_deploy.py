@@ -103,6 +103,21 @@ def test_an_index_shows_the_readme_without_what_needs_the_repository(tmp_path: P
     assert "Description-Content-Type: text/markdown" in head
     assert "## With your vLLM" in readme and "](https://" in readme
     assert not re.findall(r"\]\((?!https:)|<[a-z!]+[ >-]", readme.replace("<http", ""))
+    # A table of names that link nowhere, and how to build the pages.
+    assert "## Read on" in (ROOT / "README.md").read_text()
+    assert "Read on" not in readme and "make site" not in readme
+    assert readme.endswith("Apache-2.0; the web page contains uPlot (MIT).\n")
+
+
+def test_the_wheel_names_the_license_of_all_that_it_contains(tmp_path: Path) -> None:
+    wheel = build(ROOT, tmp_path, "wheel")
+    said = metadata_of(wheel)
+    assert "\nLicense-Expression: Apache-2.0 AND MIT\n" in said
+    files = set(re.findall(r"^License-File: (.+)$", said, re.M))
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name.partition("/licenses/")[2] for name in archive.namelist() if ".dist-info/licenses/" in name}
+    vendored = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("LICENSE*")}
+    assert vendored and files == inside == {"LICENSE", *vendored}
 
 
 def metadata_of(wheel: Path) -> str:
@@ -399,7 +414,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "prepared nodes, secrets of one's own": {
         "shm": {"prepare": False}, "http": {"tokenSecret": "mine"}, "tiersSecret": "stores",
-        "serviceAccount": {"create": False},
+        "configSecret": "quotas", "serviceAccount": {"create": False},
     },
     "a network policy": {
         "networkPolicy": {
@@ -410,6 +425,15 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def files(values: dict[str, Any]) -> dict[str, str]:
+    """What Helm's library makes of the chart's templates, NOTES.txt too."""
+    module("helm_python")
+    said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
+    assert not said["lint"]["errors"], said["lint"]
+    found: dict[str, str] = said["files"]
+    return found
+
+
 def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
     """What Helm makes of the chart, as objects. By `helm`, or its library (in a process of its own: it is Go)."""
     yaml = module("yaml")
@@ -418,10 +442,7 @@ def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
         run("helm", "lint", "--strict", CHART, "--values", tmp_path / "values.json")
         texts = [run("helm", "template", "depot", CHART, "--namespace", "kv", "--values", tmp_path / "values.json")]
     else:
-        module("helm_python")
-        said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
-        assert not said["lint"]["errors"], said["lint"]
-        texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
+        texts = [text for name, text in files(values).items() if not name.endswith(".txt")]
     return [made for text in texts for made in yaml.safe_load_all(text) if made]
 
 
@@ -457,6 +478,13 @@ def restrictions(pod: dict[str, Any]) -> None:
         else:
             assert own["capabilities"] == {"drop": ["ALL"]}
             assert not {"runAsUser", "runAsNonRoot"} & set(own)
+
+
+def pod_of(values: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The specification of the depots' pods."""
+    (found,) = [each for each in rendered(values, tmp_path) if each["kind"] == "DaemonSet"]
+    pod: dict[str, Any] = found["spec"]["template"]["spec"]
+    return pod
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -525,10 +553,59 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
 
 
+def test_a_settings_file_comes_from_a_secret_and_values_of_the_chart_override_it(tmp_path: Path) -> None:
+    (plain,) = pod_of({}, tmp_path)["containers"]
+    assert plain["args"] == ["serve"]
+    pod = pod_of({"configSecret": "quotas", "settings": {"ttl_s": 60}}, tmp_path)
+    (server,) = pod["containers"]
+    serve, flag, path = server["args"]
+    assert (serve, flag, path) == ("serve", "--config", "/etc/kvdepot/kvdepot.toml")
+    (mount,) = [each for each in server["volumeMounts"] if each["mountPath"] == str(Path(path).parent)]
+    assert mount["readOnly"] is True
+    (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
+    assert volume["secret"]["secretName"] == "quotas"
+    # The Secret as the documentation shows it, mounted as Kubernetes would.
+    (given,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.S)
+    file = tmp_path / Path(path).name
+    file.write_text(given)
+    assert load(str(file), environ={}).ttl_s != 60
+    config = load(str(file), environ=environment(server))
+    assert config.salts and config.ttl_s == 60
+    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+
+
+def test_a_depot_that_uses_gpus_tolerates_the_taint_of_their_nodes(tmp_path: Path) -> None:
+    own = [{"key": "team", "operator": "Exists"}]
+    gpus = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert "tolerations" not in pod_of({}, tmp_path)
+    assert pod_of({"tolerations": own}, tmp_path)["tolerations"] == own
+    assert pod_of({"gpu": {"enabled": True}}, tmp_path)["tolerations"] == [gpus]
+    assert pod_of({"gpu": {"enabled": True}, "tolerations": own}, tmp_path)["tolerations"] == [gpus, *own]
+
+
+def test_a_setting_that_has_several_values_is_a_list(tmp_path: Path) -> None:
+    pages = ["http://kvdepot-a.example:7077", "https://depots.example/b"]
+    for given in (pages, " ".join(pages)):
+        (server,) = pod_of({"settings": {"fleet": given}}, tmp_path)["containers"]
+        assert settings(environment(server)).fleet == tuple(pages)
+
+
+def test_the_notes_say_how_to_reach_the_depot_of_a_node(tmp_path: Path) -> None:
+    (notes,) = [text for name, text in files({}).items() if name.endswith("NOTES.txt")]
+    assert "port-forward daemonset/depot-kvdepot" in notes and "one pod" in notes
+    (list_pods,) = re.findall(r"kubectl --namespace kv get pods .*", notes)
+    assert "--output wide" in list_pods
+    (selector,) = re.findall(r"--selector (\S+)", list_pods)
+    made = {each["kind"]: each for each in rendered({}, tmp_path)}["DaemonSet"]["spec"]["template"]
+    assert dict(each.split("=") for each in selector.split(",")).items() <= made["metadata"]["labels"].items()
+    assert re.search(r"kubectl --namespace kv port-forward pod/\S+ 7077:7077", notes)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"user": 0}, "must not be root"),
+        ({"configSecret": "Not a name"}, "configSecret"),
         ({"settings": {"http": "off"}}, "settings.http: the chart sets this"),
         ({"networkPolicy": {"enabled": True}, "tiers": ["redis://cache"]}, "could not reach its tiers"),
         ({"networkPolicy": {"enabled": True}, "tiersSecret": "stores"}, "could not reach its tiers"),
@@ -538,6 +615,8 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
         ({"user": "me"}, "user"),
         ({"settings": {"polcy": "lru"}}, "settings"),
         ({"settings": {"tenants": {}}}, "settings"),
+        ({"settings": {"policy": ["lru"]}}, "settings"),
+        ({"settings": {"fleet": ["kvdepot-a:7077"]}}, "fleet"),
         ({"tiers": "redis://cache"}, "tiers"),
         ({"tiers": ["cache:6379"]}, "tiers"),
         ({"shm": {"hostPath": "dev/shm"}}, "hostPath"),
@@ -607,8 +686,9 @@ def test_the_charts_schema_has_every_value_and_no_other() -> None:
         found: set[str] = set()
         assert part["additionalProperties"] is False, above
         for name, inner in part["properties"].items():
-            nested = "properties" in inner
-            found |= described(inner, f"{above}{name}.") if nested else {f"{above}{name}"}
+            path = f"{above}{name}"
+            nested = "properties" in inner and path not in _MAPS
+            found |= described(inner, f"{path}.") if nested else {path}
         return found
 
     assert described(schema) == set(leaves(values))
@@ -645,6 +725,12 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
+            for probe in (container["startupProbe"], container["readinessProbe"]):
+                assert probe["httpGet"] == {"path": "/health", "port": container["ports"][0]["name"]}
+            patience_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+            (minutes,) = re.findall(r"--start-period=(\d+)m", (DEPLOY / "Dockerfile").read_text())
+            assert patience_s == int(minutes) * 60
+            assert set(container["resources"]["requests"]) == {"cpu", "memory"}
 
 
 @pytest.mark.faults

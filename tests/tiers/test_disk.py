@@ -314,8 +314,21 @@ def test_a_directory_that_others_could_enter_is_closed_to_them_and_the_log_says_
     assert f"{root} had mode 0777" in caplog.text
 
 
+def test_the_log_tells_of_no_removal_if_nothing_was_removed(
+    root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    root.mkdir()
+    root.chmod(0o755)
+    start()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{root} had mode 0755; changed it to 0700"
+    ]
+
+
 @as_root
-def test_what_another_user_put_into_an_open_directory_is_never_read(root: Path, start: Callable[..., Disk]) -> None:
+def test_what_another_user_put_into_an_open_directory_is_never_read(
+    root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
+) -> None:
     tier = start()
     assert write(tier, 1) and write(tier, 2)
     tier.close()
@@ -326,6 +339,8 @@ def test_what_another_user_put_into_an_open_directory_is_never_read(root: Path, 
     os.chown(planted, NOBODY, NOBODY)
     tier = start()
     assert there(tier, 1, 2) == [] and not planted.exists()
+    for removed in (root / "kvdepot.lock", planted):
+        assert f"removed {removed}: it belongs to user {NOBODY}" in caplog.text
     assert (root / "kvdepot.lock").stat().st_uid == os.geteuid()
     assert write(tier, 2) and read(tier, 2) == content(2, 10_000)
 

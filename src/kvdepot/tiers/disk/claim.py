@@ -159,7 +159,7 @@ def _make_private(place: Path) -> None:
         place.chmod(0o700)
         if stat.S_IMODE(place.stat().st_mode) & OTHERS:
             raise ConfigError(f"{place} has mode {mode:04o}, and its file system does not allow changing it to 0700")
-        log.warning("%s had mode %04o; changed it to 0700 and removed other users' files", place, mode)
+        log.warning("%s had mode %04o; changed it to 0700", place, mode)
     for name in (LOCK, QUARANTINE):
         with contextlib.suppress(FileNotFoundError):
             if is_foreign(f"{place}/{name}", os.lstat(f"{place}/{name}")):
