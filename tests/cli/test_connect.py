@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.endpoints import Claim
-from tests.cli.command import doctor, run, terminal
+from tests.cli.command import doctor, keygen, run, terminal
 from tests.conftest import StartDepot, eventually
 from tests.ports import free_port
 
@@ -61,6 +62,30 @@ def test_a_stopped_server_at_a_tcp_port_is_not_taken_for_one_that_was_never_star
     os.kill(depot.process.pid, signal.SIGSTOP)
     try:
         said = run("status", "--url", depot.url).stderr
-        assert "the process listening at" in said and "start one" not in said
+        assert "the process that listens at" in said and "start one" not in said
     finally:
         os.kill(depot.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_server_that_is_well_is_never_to_be_killed_for_a_key_that_is_missing_or_unknown_or_not_wanted(
+    start_depot: StartDepot, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def address() -> str:
+        return f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"ipc://{tmp_path}/{uuid.uuid4().hex}"
+
+    keys = keygen(tmp_path / "keys", "alice")
+    stranger = keygen(tmp_path / "others", "bob") / "bob.key"
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))  # for the client that waits for the server
+    keyed = start_depot("--keys", str(keys), arena_mib=4, url=address())
+    monkeypatch.delenv("KVDEPOT_KEY")
+    open_ = start_depot(arena_mib=4, url=address())
+    without = run("status", "--url", keyed.url).stderr
+    assert "requires a key" in without and "KVDEPOT_KEY" in without and "kill" not in without
+    unwanted = run("status", "--url", open_.url, "--key", str(stranger)).stderr
+    assert "requires no key" in unwanted and "leave out --key" in unwanted and "kill" not in unwanted
+    unknown = run("status", "--url", keyed.url, "--key", str(stranger)).stderr
+    assert "does not know this client's key, or " in unknown
+    assert run("status", "--url", keyed.url, "--key", str(keys / "alice.key")).returncode == 0
+    assert run("status", "--url", open_.url).returncode == 0

@@ -175,6 +175,7 @@ class Client:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
         self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers queue here: the server queues few per client
+        self._has_key = keys is not None
         if keys is not None:
             keys.use(self._socket)
         try:
@@ -253,9 +254,9 @@ class Client:
             try:
                 self.ask(wire.ChunkSize()).result(timeout_s)
             except DeadlineExceeded as exc:
-                from kvdepot.protocol.endpoints import silence
+                from kvdepot.protocol.silence import why_silent
 
-                told = silence(self.server_url)
+                told = why_silent(self.server_url, self._has_key)
                 raise (Unavailable(told) if told else self._connection.no_server()) from exc
         return self.chunk_size
 

@@ -13,16 +13,14 @@ import os
 import re
 import socket
 import stat
-from pathlib import Path
 
 import zmq
 
 from kvdepot import locks
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.addresses import socket_path
-from kvdepot.protocol.handshake import is_open_to_all
 
-__all__ = ["Binding", "Claim", "holder", "is_taken", "listen", "make_folder", "silence"]
+__all__ = ["Binding", "Claim", "holder", "is_taken", "listen", "make_folder", "reach"]
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +30,6 @@ _ASIDE = ".full"
 """Suffix of a unix socket's name while the server accepts no more connections."""
 _MOST_PATH = 107
 _CONNECT_S = 1.0
-_NO_ANSWER = (
-    "the process listening at {url} does not answer: it is stopped or hangs, is not a kvdepot server, or has --keys "
-    "and does not know this client's key (KVDEPOT_KEY)"
-)
 
 
 def listen(listener: zmq.Socket[bytes], url: str) -> None:
@@ -127,43 +121,21 @@ def _read_holder(fd: int) -> str:
     return f"pid {pid}" if host == os.uname().nodename else f"pid {pid} of {host}"
 
 
-def silence(url: str) -> str:
-    """Why a process that listens does not answer, and what to do; empty if none listens. Blocks for up to a second."""
-    who = holder(url)
-    if not who:
-        return _NO_ANSWER.format(url=url) if is_open_to_all(url) and _accepts(url) else ""
-    finding = f"the kvdepot server at {url} ({who}) holds its socket but does not answer"
-    pid = who.removeprefix("pid ")
-    if pid.isdecimal() and _is_stopped(pid):
-        return f"{finding} because it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
-    end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
-    return (
-        f"{finding}: it hangs (kill it with {end}; the next one takes over its chunks), or has --keys and does not "
-        "know this client's key (KVDEPOT_KEY)"
-    )
-
-
-def _accepts(url: str) -> bool:
-    """Whether a process accepts connections at a TCP port or an abstract unix socket."""
+def reach(url: str) -> socket.socket:
+    """A plain connection to an endpoint. Blocks for up to a second; raises OSError, ValueError, OverflowError."""
+    path = socket_path(url)
     place = url.partition("://")[2]
+    if path is None and not place.startswith("@"):
+        host, _, port = place.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+    asking = socket.socket(socket.AF_UNIX)
     try:
-        if place.startswith("@"):
-            with socket.socket(socket.AF_UNIX) as asking:
-                asking.settimeout(_CONNECT_S)
-                asking.connect("\0" + place[1:])
-        else:
-            host, _, port = place.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
-
-
-def _is_stopped(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
+        asking.settimeout(_CONNECT_S)
+        asking.connect(os.fspath(path) if path is not None else f"\0{place[1:]}")
+    except OSError:
+        asking.close()
+        raise
+    return asking
 
 
 def make_folder(url: str) -> None:
@@ -178,7 +150,15 @@ def make_folder(url: str) -> None:
 
 def is_taken(url: str) -> bool:
     """Whether a process listens at an endpoint, or holds it. Blocks for up to a second."""
-    return bool(holder(url)) or (socket_path(url) is None and _accepts(url))
+    if holder(url):
+        return True
+    try:
+        if socket_path(url) is None:
+            reach(url).close()
+            return True
+    except (OSError, ValueError, OverflowError):
+        pass
+    return False
 
 
 class Claim:

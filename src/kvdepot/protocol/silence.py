@@ -1,0 +1,69 @@
+"""Why a process that listens at an endpoint does not answer a client, and what to do. Used by client/ for its errors.
+
+A server that hangs and one that waits for another key are equally silent, but ZeroMQ's own thread greets whoever
+connects, and its greeting says whether a key is needed. So nobody is told to kill a server that is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from kvdepot.protocol.endpoints import holder, reach
+from kvdepot.protocol.handshake import is_open_to_all
+
+__all__ = ["why_silent"]
+
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+"""With what a greeting begins (ZMTP 3.1, rfc.zeromq.org/spec/37). The other end answers it with the whole of its own,
+and is not told more: it closes connections that are not to its liking before it has sent that."""
+_GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
+"""Of a greeting: how its sender wants the other end to prove itself."""
+
+
+def why_silent(url: str, has_key: bool) -> str:
+    """One sentence; empty if no process listens. has_key: the client has one. Blocks for up to two seconds."""
+    who = holder(url)
+    if not who and not is_open_to_all(url):
+        return ""
+    pid = who.removeprefix("pid ")
+    finding = f"the kvdepot server at {url} ({who})" if who else f"the process that listens at {url}"
+    if pid.isdecimal() and _is_stopped(pid):
+        return f"{finding} is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
+    greeting = _greeting(url)
+    if greeting is None and not who:
+        return ""
+    mechanism = (greeting or b"")[_MECHANISM].rstrip(b"\0")
+    if mechanism == b"CURVE" and not has_key:
+        return f"{finding} requires a key (--keys): give this client's key file with --key or KVDEPOT_KEY"
+    if mechanism == b"NULL" and has_key:
+        return f"{finding} requires no key, and this client has one: leave out --key and KVDEPOT_KEY"
+    causes = ["does not know this client's key"] if has_key else []
+    if not who:
+        causes += ["is stopped or hangs", "is not a kvdepot server"]
+    else:
+        end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
+        causes.append(f"hangs (kill it with {end}; the next one takes over its chunks)")
+    return f"{finding} does not answer: it {', or '.join(causes)}"
+
+
+def _greeting(url: str) -> bytes | None:
+    """What a process sends first, as far as it comes; None: no process accepts connections."""
+    try:
+        asking = reach(url)
+    except (OSError, ValueError, OverflowError):
+        return None
+    received = b""
+    with asking, contextlib.suppress(OSError):
+        asking.sendall(_SIGNATURE)
+        while len(received) < _GREETING_BYTES and (more := asking.recv(_GREETING_BYTES - len(received))):
+            received += more
+    return received
+
+
+def _is_stopped(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
