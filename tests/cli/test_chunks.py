@@ -68,6 +68,16 @@ def test_to_forget_everything_and_one_thing_is_a_contradiction(words: list[str],
 
 
 @pytest.mark.faults
+def test_a_mistyped_model_is_named_and_nothing_of_others_is_forgotten(depot: Depot, used: Engine) -> None:
+    for words in (["--dry-run"], ["--yes"]):
+        done = run("forget", "--model", "nosuch", *words, "--url", depot.url)
+        assert done.returncode == 0, "tiers may have it"
+        assert "no model of this server has a name that begins with 'nosuch'; models: " in done.stderr
+        assert used.model in done.stderr and "memory: 0 chunks" in done.stdout
+    assert "begins with" not in run("forget", "-m", used.model, "--dry-run", "--url", depot.url).stderr
+
+
+@pytest.mark.faults
 def test_to_forget_everything_wants_yes_where_nobody_can_be_asked(depot: Depot, used: Engine) -> None:
     done = run("forget", "--all", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")

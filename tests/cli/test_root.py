@@ -143,3 +143,16 @@ def test_what_is_not_there_is_told_with_what_to_do(
     said = capsys.readouterr().err
     assert said.startswith("kvdepot: ") and said.count("\n") == 1
     assert "No such file" in said and advice in said
+
+
+def test_help_is_a_command_too_and_a_guess_never_names_something_destructive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["help"]) == 0
+    assert "Run and watch" in capsys.readouterr().out
+    assert cli.main(["help", "status"]) == 0
+    assert "Show the state of a running server" in capsys.readouterr().out
+    assert cli.main(["get"]) == 2
+    assert "forget" not in capsys.readouterr().err
+    assert cli.main(["completion"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

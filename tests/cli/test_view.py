@@ -287,7 +287,7 @@ def test_top_says_for_how_long_a_server_that_hangs_has_not_answered(depot: Depot
         eventually(lambda: "q quits" in top.text)
         depot.process.send_signal(signal.SIGSTOP)
         try:
-            eventually(lambda: re.search(r"data from \d\d:\d\d:\d\d  no answer for [\d min]+ s  q quits", top.text))
+            eventually(lambda: re.search(r"q quits  data from \d\d:\d\d:\d\d  no answer for [\d min]+ s", top.text))
         finally:
             depot.process.send_signal(signal.SIGCONT)
         seen = len(top.raw)
@@ -482,6 +482,12 @@ def test_the_keys_are_listed_until_they_are_not_wanted(screen: Screen) -> None:
     assert [line.split()[0] for line in lines[:-1] if "sort by" in line or "quit" in line] == ["s,", "q"]
     assert "latest first" in " ".join(keyed(screen, "?"))
     assert "sort by" in " ".join(keyed(screen, "h")) and "sort by" not in " ".join(keyed(screen, "1"))
+    assert "sort by" in " ".join(keyed(screen, "?")) and "sort by" not in " ".join(keyed(screen, "escape"))
+
+
+def test_a_filter_is_of_one_tab(screen: Screen) -> None:
+    assert "no models match" in " ".join(keyed(screen, "2", "/", *"zzz", "enter"))
+    assert "disk:///kv" in " ".join(keyed(screen, "5")) and "zzz" not in keyed(screen)[-1]
 
 
 def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
@@ -497,7 +503,7 @@ def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
 def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
     screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
     cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
-    assert cells == ["ab" * 6, "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s", "m"]
+    assert cells == ["ab" * 6, "m", "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s"]
 
 
 def test_what_the_server_does_not_list_one_by_one_is_shown_among_the_models() -> None:
@@ -523,9 +529,16 @@ def test_the_last_line_says_how_old_the_data_is_when_no_answer_comes(screen: Scr
     screen.wait(0.0)
     assert screen.version == drawn, "nothing to draw"
     screen.wait(65.4)
-    assert re.fullmatch(r"data from \d\d:\d\d:\d\d  no answer for 1 min 5 s  q quits", keyed(screen)[-1])
+    assert re.fullmatch(r"q quits  data from \d\d:\d\d:\d\d  no answer for 1 min 5 s", keyed(screen)[-1])
     screen.show(a_status(), 2.0)
-    assert "no answer" not in keyed(screen)[-1]
+    assert "no answer" not in keyed(screen)[-1] and "Healthy" in "\n".join(keyed(screen))
+    screen.miss("no kvdepot server answers at ipc:///x; start one with `kvdepot serve`")
+    lines = keyed(screen)
+    assert lines[-1].startswith("q quits  data from ") and "Healthy" not in "\n".join(lines), "what is old is no state"
+    assert re.search(r"^state +Not reachable; figures of \d\d:\d\d:\d\d$", "\n".join(lines), re.M)
+    assert keyed(screen, "2")[1].startswith("Not reachable; figures of ")
+    screen.show(a_status(), 3.0)
+    assert keyed(screen)[1].startswith("Healthy, no engine is connected  memory ")
 
 
 def test_charts_show_how_reuse_and_throughput_were(screen: Screen) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,8 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
         admin.unpin(client, name)
     if as_json:
         print_json({"unpinned": name})
+    else:
+        print(f"{clean(name)}: ended", flush=True)
     return 0
 
 
@@ -122,6 +125,7 @@ def forget(
     def found() -> Preview:
         with connect(url, key) as client, progress() as update:
             update("counting chunks", 0, 0)
+            _say_if_unknown(admin.unknown_model(client, model))
             return admin.preview(client, model, salt)
 
     if dry_run and as_json:
@@ -138,6 +142,8 @@ def forget(
         return 1
     with connect(url, key) as client, progress() as update:
         update(f"forgetting {model or 'all models'}", 0, 0)
+        if yes:  # else the preview has said it
+            _say_if_unknown(admin.unknown_model(client, model))
         said = admin.forget(client, model, salt)
     if as_json:
         print_json(said)
@@ -145,6 +151,11 @@ def forget(
         for place, what in said.items():
             print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
     return 1 if admin.not_forgotten(said) else 0
+
+
+def _say_if_unknown(why: str) -> None:
+    if why:
+        print(f"kvdepot: {clean(why)}", file=sys.stderr)
 
 
 def _preview_lines(found: Preview) -> list[str]:

@@ -28,6 +28,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.status import Status, read
+from kvdepot.values import plural
 from kvdepot.web.child import missing_packages
 
 __all__ = ["VLLM_RELEASES", "Finding", "findings"]
@@ -138,7 +139,8 @@ def _left_arenas() -> Iterator[Finding]:
     if not left:
         return
     names = ", ".join(name for name, _ in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
-    text = f"{len(left)} unused arenas take {size(sum(taken for _, taken in left))}: {names}"
+    take = "takes" if len(left) == 1 else "take"
+    text = f"{plural(len(left), 'unused arena')} {take} {size(sum(taken for _, taken in left))}: {names}"
     advice = f"start a server with the same --url or --arena-name to reuse one, or remove the files in {shm.SHM}"
     yield Finding("warn", "shared memory", text, advice)
 

@@ -117,10 +117,15 @@ class Root(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "help":  # as other programs have it
+            args = [*args[1:2], "--help"]
+            if len(args) == 1:
+                click.echo(ctx.get_help())
+                ctx.exit()
         if args[0] not in _COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches
 
-            close = get_close_matches(args[0], _COMMANDS, 1)
+            close = get_close_matches(args[0], _COMMANDS, 1, 0.7)  # get is not a mistyped forget
             hint = f" Did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
@@ -158,7 +163,7 @@ def run(words: Sequence[str]) -> int:
         return 2
     except click.UsageError as exc:
         where = (exc.ctx or _context(words)).command_path
-        print(f"kvdepot: {exc.format_message().rstrip('.')} (see `{where} --help`)", file=sys.stderr)
+        print(f"kvdepot: {' '.join(exc.format_message().split()).rstrip('.')} (see `{where} --help`)", file=sys.stderr)
         return 2
     except ConfigError as exc:
         return _failed(exc, 2)

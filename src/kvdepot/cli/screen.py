@@ -134,6 +134,8 @@ class Screen:
                 self._go_to(0)
             case "?" | "h":
                 self._shows_keys = not self._shows_keys
+            case "escape" if self._shows_keys:
+                self._shows_keys = False
             case "p" | " ":
                 self.is_paused = not self.is_paused
             case "enter" if self.tab in TABLES:
@@ -160,7 +162,7 @@ class Screen:
         return False
 
     def _turn_to(self, tab: str) -> None:
-        self.tab, self._shows_keys = tab, False
+        self.tab, self._shows_keys, self._filter = tab, False, ""
         self._close()
         self._go_to(0)
 
@@ -197,11 +199,15 @@ class Screen:
         """The whole screen: the tabs, what the chosen one shows, as far as it fits, and the keys."""
         width, height = console.size
         if self._shows_keys:
-            body: RenderableType = Listing(("keys", ""), [*_KEYS]).table(width, height - 2)
+            keys = Grid.grid(padding=(0, 2, 0, 0))
+            keys.add_column(style="bold")
+            for key, what in _KEYS:
+                keys.add_row(key, what)
+            body: RenderableType = keys
         elif self._status is None:
             body = Group(Text(clean(self._trouble) or "waiting for the server"))
         elif self.tab == TABS[0]:
-            head = Group(view.summary(self._status, self._place, self._speeds), self._sparks(console))
+            head = Group(view.summary(self._status, self._place, self._speeds, self._old()), self._sparks(console))
             taken = len(console.render_lines(head, pad=False))
             body = Group(head, *self._overview(width, height - 2 - taken))
         else:
@@ -209,6 +215,12 @@ class Screen:
         whole = Layout()
         whole.split_column(Layout(self._tabs(width), size=1), Layout(body, ratio=1), Layout(self._foot(width), size=1))
         return whole
+
+    def _old(self) -> str:
+        """Why the figures are old, and how old; empty if they are not."""
+        if self._silent_s:
+            return f"No answer for {duration(self._silent_s)}; figures of {self._clock}"
+        return f"Not reachable; figures of {self._clock}" if self._trouble else ""
 
     def _tabs(self, width: int) -> Text:
         names = [
@@ -226,7 +238,7 @@ class Screen:
         elif self._trouble or self._silent_s:
             why = clean(self._trouble) or f"no answer for {duration(self._silent_s)}"
             data = [f"data from {self._clock}"] if self._clock else []
-            text, style = "  ".join([*data, why, "q quits"]), "yellow reverse"
+            text, style = "  ".join(["q quits", *data, why]), "yellow reverse"
         else:
             parts = [f"paused at {self._clock}, p resumes" if self.is_paused else self._clock, "q quits", "? keys"]
             if self._opened is not None:
@@ -275,8 +287,9 @@ class Screen:
         """A line about the server, and the table of the chosen tab."""
         part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
         asked = now.asked_tokens
+        old = self._old()
         line = Text.assemble(
-            (f"kvdepot {clean(now.version)}", "bold"),
+            (old, "bold yellow") if old else view.headline(now),
             f"  memory {share(part)} of {size(now.capacity_bytes)}",
             f"  reused {share(min(1.0, now.saved.tokens / asked)) if asked else '-'}",
             f"  stores {size(self._speeds.stored_bytes)}/s  retrieves {size(self._speeds.retrieved_bytes)}/s",

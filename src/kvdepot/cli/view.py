@@ -29,6 +29,7 @@ __all__ = [
     "Speeds",
     "engines",
     "events",
+    "headline",
     "is_sum",
     "lease_sums",
     "leases",
@@ -102,13 +103,14 @@ class Listing:
         return len(widths)
 
 
-def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
-    """The summary above the tables. speeds: rates to show instead of totals, for `kvdepot top`."""
+def summary(now: Status, url: str, speeds: Speeds | None = None, old: str = "") -> Group:
+    """The summary above the tables. For `kvdepot top`, speeds: rates to show instead of totals; old: why the figures
+    are old, instead of the state."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in _lines(now, speeds):
-        grid.add_row(label, text)
+        grid.add_row(label, Text(old, "bold yellow") if old and label == "state" else text)
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
     return Group(head, grid)
 
@@ -170,9 +172,14 @@ def _windows(now: Status) -> list[Reuse]:
     ]
 
 
-def _state(now: Status) -> Text:
+def headline(now: Status) -> tuple[str, str]:
+    """The server's health in a word or two, and its style."""
     health = judge(now)
-    state = (clean(health.headline), "green" if health.level == "good" else "yellow")
+    return clean(health.headline), "green" if health.level == "good" else "yellow"
+
+
+def _state(now: Status) -> Text:
+    state = headline(now)
     workers = sum(bool(engine.ranks) for engine in now.engines)
     who = plural(now.clients, "client")
     if now.engines:
@@ -233,6 +240,8 @@ def _requests(now: Status) -> Listing:
 
 
 def _time(latency: Latency, part: float) -> str:
+    if latency.count == 1:
+        return duration(latency.sum_s)  # exactly, not as its bucket has it
     found = percentile(latency.buckets, part)
     if found >= BOUNDS_S[-1]:
         return f"\N{GREATER-THAN OR EQUAL TO} {duration(BOUNDS_S[-1])}"
@@ -415,15 +424,14 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     """The table of prefix families. is_long: hashes and names in full."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            each.hash if is_long else each.hash[:_HASH_DIGITS], count(each.shared_tokens), count(each.prompts),
-            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens),
-            duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
-            named(each.tenant, each.model, is_long),
+            each.hash if is_long else each.hash[:_HASH_DIGITS], named(each.tenant, each.model, is_long),
+            count(each.shared_tokens), count(each.prompts), count(each.tokens), size(each.bytes), count(each.hits),
+            count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
         )
         for each in shown
     ]  # fmt: skip
     heads = (
-        "prefix", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age", "model",
+        "prefix", "model", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age",
     )  # fmt: skip
     return Listing(heads, rows)
 

@@ -47,6 +47,7 @@ __all__ = [
     "set_quota",
     "status",
     "tenants",
+    "unknown_model",
     "unpin",
     "warm",
 ]
@@ -369,6 +370,16 @@ def preview(client: Client, model: str, salt: str) -> Preview:
         MemoryPreview(chunks, size),
         {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
     )
+
+
+def unknown_model(client: Client, model: str) -> str:
+    """Why no chunk here has a model that begins with this name, with the names there are; empty if some have."""
+    told = client.ask(wire.Status()).result(_ANSWER_S)
+    names = sorted({namespace["model"] for namespace in told["namespaces"]})
+    unlisted = told.get("namespace_count", 0) - len(told["namespaces"])
+    if not model or unlisted > 0 or any(name.startswith(model[:MOST_NAME]) for name in names):
+        return ""
+    return f"no model of this server has a name that begins with {model!r}; models: {', '.join(names) or 'none'}"
 
 
 def forget(client: Client, model: str, salt: str) -> dict[str, Any]:

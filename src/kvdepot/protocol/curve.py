@@ -171,6 +171,8 @@ def read_server_keys(folder: str | Path) -> ServerKeys:
     """Read the server's key and its clients' from a folder of keys. Raises ConfigError."""
     folder = Path(folder)
     path = folder / f"{_SERVER}.key"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: make keys with `kvdepot keygen {folder} CLIENT...`")
     table = _read(path, is_secret=True)
     key = Key(_key_text(path, table, "public"), _key_text(path, table, "secret"))
     return ServerKeys(key, {z85.decode(public): client for public, client in _read_clients(folder).items()})
