@@ -11,12 +11,13 @@ import json
 from dataclasses import dataclass
 
 from kvdepot.protocol.counters import SERVER, TIER
+from kvdepot.protocol.metrics import ENGINES
 
 __all__ = ["ALERTS", "RUNBOOKS", "Alert", "render"]
 
 RUNBOOKS = "docs/metrics.md"
 """The page with a line for each alert, in the repository."""
-_ENGINES = '{request=~"Lookup|Retrieve|Store|EndSession|Register"}'
+_ENGINES = f'{{request=~"{"|".join(ENGINES)}"}}'
 """Requests of engines."""
 
 

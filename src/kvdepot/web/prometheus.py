@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.leases import KINDS, Sum
-from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
 from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import (
     OTHERS,
@@ -161,7 +161,9 @@ def _latencies(status: Status) -> Iterator[Metric]:
     failed = CounterMetricFamily(
         "kvdepot_request_errors", "Requests answered with an error, by kind of request.", labels=["request"]
     )
-    for kind in status.latencies:
+    # Prometheus does not see the first request of a kind as an increase, unless its series began at 0.
+    kinds = {request: Latency(request) for request in ENGINES} | {kind.request: kind for kind in status.latencies}
+    for kind in kinds.values():
         took.add_metric([kind.request], _buckets(map(str, BOUNDS_S), kind.buckets), kind.sum_s)
         failed.add_metric([kind.request], kind.errors)
     yield took
