@@ -98,7 +98,7 @@ ALERTS = (
     ),
     Alert(
         "KVDepotNoEngine", "warning", "15m",
-        "kvdepot_engines == 0 and avg_over_time(kvdepot_engines[1d]) > 0.1",
+        "kvdepot_engine_processes == 0 and avg_over_time(kvdepot_engine_processes[1d]) > 0.1",
         "No engine is connected to {{ $labels.instance }}; for much of the last day there were some.",
         "If engines run, their logs say why they do not connect: another address, key or version, or /dev/shm is not "
         "shared. They recompute what they would have loaded.",

@@ -81,7 +81,7 @@ def _rate(series: str, by: str = "instance") -> str:
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("Health", (
         _stat("Running for", "Since each server started serving.", "kvdepot_uptime_seconds{@}", "s"),
-        _stat("Engines", "Connected schedulers and workers.", "kvdepot_engines{@}"),
+        _stat("Engine processes", "Connected schedulers and workers.", "kvdepot_engine_processes{@}"),
         _stat("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from the depot, of those "
               "that they did not have in their own caches.",
               _share("kvdepot_reused_tokens_total{@}", "kvdepot_asked_tokens_total{@}", "instance", "1h"),
@@ -219,8 +219,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("Loop lag", "How long a request waits before the server handles it.", (
             ("kvdepot_loop_lag_seconds{@}", "{{instance}}"),
         ), "s", alarm=1),
-        Panel("Engines", "Connected schedulers and workers.", (
-            ("kvdepot_engines{@}", "{{instance}}"),
+        Panel("Engine processes", "Connected schedulers and workers.", (
+            ("kvdepot_engine_processes{@}", "{{instance}}"),
         )),
         Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
             ("rate(kvdepot_refused_total{@}[$__rate_interval]) > 0", "{{instance}} {{what}}"),

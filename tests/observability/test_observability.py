@@ -142,7 +142,7 @@ QUIET = {
     f"kvdepot_up{{{LABELS}}}": "1x300",
     f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x300",
     f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x300",
-    f"kvdepot_engines{{{LABELS}}}": "2x300",
+    f"kvdepot_engine_processes{{{LABELS}}}": "2x300",
     f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0x300",
     f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Lookup"}}': "0+600x300",
     f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+600x300",
@@ -174,7 +174,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     },
     "KVDepotStoresDropped": {f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+10x300"},
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
-    "KVDepotNoEngine": {f"kvdepot_engines{{{LABELS}}}": "2x200 0x100"},
+    "KVDepotNoEngine": {f"kvdepot_engine_processes{{{LABELS}}}": "2x200 0x100"},
     "KVDepotHitRateCollapsed": {f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000+20x150"},
     "KVDepotMemorySmall": {
         f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
@@ -214,12 +214,12 @@ HEALTHY: dict[str, dict[str, str]] = {
         f'kvdepot_request_errors_total{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
         f'kvdepot_request_duration_seconds_count{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
     },
-    "a benchmark that took a minute": {f"kvdepot_engines{{{LABELS}}}": "0x220 4x1 0x80"},
+    "a benchmark that took a minute": {f"kvdepot_engine_processes{{{LABELS}}}": "0x220 4x1 0x80"},
     "a small memory that hardly anybody uses": {
         f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
         for name, each in (("asked", 100), ("found", 50), ("reused", 40), ("bound", 90))
     },
-    "no engine since the start": {f"kvdepot_engines{{{LABELS}}}": "0x300"},
+    "no engine since the start": {f"kvdepot_engine_processes{{{LABELS}}}": "0x300"},
     "a quiet night": {
         f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x150 150000+1x150",
         f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x150 75000x150",

@@ -76,12 +76,12 @@ _GAUGES = {
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
-    "engine_count": ("engines", "Connected schedulers and workers of engines."),
+    "engine_count": ("engine_processes", "Connected processes of engines: schedulers and workers."),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
 """Name and help text of the metric, by field of the status."""
-_SERIES = {"capped_chunks": "capped_shards", "saved_s": "saved_prefill_seconds"}
+_SERIES = {"capped_chunks": "capped_shards", "engines": "workers", "saved_s": "saved_prefill_seconds"}
 """Names of metrics that are not those of their fields."""
 _Labelled = TypeVar("_Labelled", GaugeMetricFamily, CounterMetricFamily)
 
@@ -199,7 +199,7 @@ def _namespaces(status: Status) -> Iterator[Metric]:
     helps = {
         "chunks": "Chunks in memory of a tenant, model and shape.",
         "bytes": "Bytes in memory of a tenant, model and shape.",
-        "engines": "Workers registered in the namespace.",
+        "engines": "Connected workers of a tenant, model and shape: one per rank of each engine.",
     }
     gauges = _by_field(GaugeMetricFamily, "namespace", labels, helps)
     # Namespaces that differ only in layout are one series. They are summed before the smallest are told as one.
