@@ -165,6 +165,7 @@ QUIET = {
 """Five hours of a healthy server, one value per minute."""
 TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotUnreachable": {f"up{{{LABELS}}}": "1x170 0x130"},
+    "KVDepotNoTarget": {f"up{{{LABELS}}}": "1x170 _x130"},
     "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotRestarting": {f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x225 " + "0+60x4 " * 15},
     "KVDepotMemoryDamaged": {f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x230 1x70"},
@@ -189,8 +190,8 @@ TROUBLE: dict[str, dict[str, str]] = {
 """The series that differ when an alert must fire."""
 
 
-def rule_tests(folder: Path, trouble: str) -> Path:
-    """A file for `promtool test rules`: after four hours, only this alert fires."""
+def rule_tests(folder: Path, trouble: str, expected: dict[str, Any] | None = None) -> Path:
+    """A file for `promtool test rules`: after four hours, only this alert fires, or what is expected."""
     series = QUIET | TROUBLE.get(trouble, {}) | HEALTHY.get(trouble, {})
     fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble in TROUBLE else []
     (folder / "rules.yaml").write_text(alerts.render())
@@ -199,7 +200,7 @@ def rule_tests(folder: Path, trouble: str) -> Path:
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [asked],
+        **(expected or {"promql_expr_test": [asked]}),
     }
     path.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
     return path
@@ -213,6 +214,10 @@ HEALTHY: dict[str, dict[str, str]] = {
     "two mistyped commands": {
         f'kvdepot_request_errors_total{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
         f'kvdepot_request_duration_seconds_count{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
+    },
+    "a failure every four minutes, among few requests": {
+        f'kvdepot_request_errors_total{{{LABELS}, request="Store"}}': " ".join(str(i // 4) for i in range(300)),
+        f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Store"}}': "0+1x300",
     },
     "a benchmark that took a minute": {f"kvdepot_engine_processes{{{LABELS}}}": "0x220 4x1 0x80"},
     "a small memory that hardly anybody uses": {
@@ -244,6 +249,42 @@ def test_an_alert_fires_for_its_trouble_and_no_other(trouble: str, tmp_path: Pat
 @pytest.mark.parametrize("state", HEALTHY)
 def test_no_alert_fires_for_what_is_no_trouble(state: str, tmp_path: Path) -> None:
     run(tool("promtool"), "test", "rules", rule_tests(tmp_path, state))
+
+
+DAMAGED = "1 in the last hour at host:7077: shards in memory that failed their checksum; the engine recomputes them."
+SUMMARIES: dict[str, tuple[dict[str, str], str]] = {
+    "KVDepotMemoryDamaged": ({"instance": "host:7077"}, DAMAGED),
+    "KVDepotTierCorrupt": (
+        {"instance": "host:7077", "tier": "disk"},
+        "1 in the last hour in disk of host:7077: shards that failed their checksum or did not match their header; "
+        "erased.",
+    ),
+    "KVDepotNoTarget": ({}, "Prometheus has no target of the job kvdepot."),
+}
+"""Labels of an alert beside job and severity, and its summary."""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_is_a_sentence_that_says_how_many_and_where(name: str, tmp_path: Path) -> None:
+    labels, summary = SUMMARIES[name]
+    rules = module("yaml").safe_load(alerts.render())["groups"][0]["rules"]
+    (rule,) = (rule for rule in rules if rule["alert"] == name)
+    annotations = rule["annotations"] | {"summary": summary}
+    if "page" in annotations:
+        annotations["page"] = f"http://{labels['instance']}/"
+    expected = {
+        "exp_labels": {"job": "kvdepot", "severity": rule["labels"]["severity"], **labels},
+        "exp_annotations": annotations,
+    }
+    told = {"alertname": name, "eval_time": "240m", "exp_alerts": [expected]}
+    path = rule_tests(tmp_path, name, {"alert_rule_test": [told]})
+    run(tool("promtool"), "test", "rules", path)
+
+
+def test_only_alerts_of_a_server_link_its_page() -> None:
+    for rule in module("yaml").safe_load(alerts.render())["groups"][0]["rules"]:
+        assert ("page" in rule["annotations"]) == ("$labels.instance" in rule["annotations"]["summary"]), rule["alert"]
 
 
 def test_the_runbook_of_an_alert_is_its_line_on_the_page_of_metrics() -> None:
