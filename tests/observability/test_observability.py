@@ -22,14 +22,14 @@ CHART = DEPLOY / "helm" / "kvdepot"
 
 def exported() -> dict[str, set[str]]:
     """Names of the series that a server exports, and the labels of each; and of vLLM's own that are shown beside."""
-    scraped = {"job", "instance"}
+    scraped = {"job", "instance", "node"}  # node: added by the chart's scrape job
     found: dict[str, set[str]] = {name: set(scraped) for name in ("up", "kvdepot_up", "kvdepot_loop_lag_seconds")}
     for name in ("time_to_first_token_seconds_bucket", "external_prefix_cache_hits_total",
                  "external_prefix_cache_queries_total"):  # fmt: skip
         found[f"vllm:{name}"] = {*scraped, "model_name", "engine", "le"}
     for family in module("kvdepot.web.prometheus").families(full_status()):
         for sample in family.samples:
-            found.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
+            found.setdefault(sample.name, set(scraped)).update(sample.labels)
     return found
 
 
@@ -76,6 +76,21 @@ def test_every_query_asks_for_metrics_and_labels_that_a_server_exports() -> None
         grouped = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
         assert grouped | set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels, query
     assert len(asked) > 40
+
+
+def test_the_first_row_adds_up_the_chosen_servers() -> None:
+    panels = dashboard.dashboard()["panels"]
+    rows = [at for at, panel in enumerate(panels) if panel["type"] == "row"]
+    totals = panels[rows[0] + 1 : rows[1]]
+    for target in [target for panel in totals for target in panel["targets"]]:
+        assert re.match(r"(sum|count) ?\(", target["expr"]), "one value for all servers"
+        assert "instance" not in target["legendFormat"]
+
+
+def test_who_names_an_instance_names_its_node_too() -> None:
+    for target in [target for panel in all_panels() for target in panel.get("targets", ())]:
+        assert ("{{instance}}" in target["legendFormat"]) == ("{{instance}} {{node}}" in target["legendFormat"])
+        assert not re.search(r"by \(instance(?!, node)", target["expr"]), target["expr"]
 
 
 def test_grafanas_own_types_lose_nothing_of_the_dashboard() -> None:
