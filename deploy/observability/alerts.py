@@ -11,12 +11,13 @@ import json
 from dataclasses import dataclass
 
 from kvdepot.protocol.counters import SERVER, TIER
+from kvdepot.protocol.metrics import ENGINES
 
 __all__ = ["ALERTS", "RUNBOOKS", "Alert", "render"]
 
 RUNBOOKS = "docs/metrics.md"
 """The page with a line for each alert, in the repository."""
-_ENGINES = '{request=~"Lookup|Retrieve|Store|EndSession|Register"}'
+_ENGINES = f'{{request=~"{"|".join(ENGINES)}"}}'
 """Requests of engines."""
 
 
@@ -36,13 +37,14 @@ def _of_counters() -> list[Alert]:
     """Alerts on counters that should never grow; the table of counters says which."""
     made = []
     for table, series, where in (
-        (SERVER, "kvdepot_{}_total", "{{ $labels.instance }}"),
-        (TIER, "kvdepot_tier_{}_total", "{{ $labels.tier }} of {{ $labels.instance }}"),
+        (SERVER, "kvdepot_{}_total", "at {{ $labels.instance }}"),
+        (TIER, "kvdepot_tier_{}_total", "in {{ $labels.tier }} of {{ $labels.instance }}"),
     ):
         for counted in table:
             if counted.alert:
                 query = f"increase({series.format(counted.series)}[1h]) > 0"
-                summary = f"{where}: {counted.meaning}"
+                what = counted.meaning[0].lower() + counted.meaning[1:]
+                summary = f'{{{{ printf "%.0f" $value }}}} in the last hour {where}: {what}'
                 made.append(Alert(counted.alert, counted.severity, "0m", query, summary, counted.advice))
     return made
 
@@ -53,6 +55,13 @@ ALERTS = (
         'up{job="kvdepot"} == 0',
         "{{ $labels.instance }} does not answer a scrape.",
         "See the server's log. Engines run without it, and recompute what they would have loaded.",
+    ),
+    Alert(
+        "KVDepotNoTarget", "critical", "5m",
+        'absent(up{job="kvdepot"})',
+        "Prometheus has no target of the job kvdepot.",
+        "No server is watched. If there should be some, see Prometheus's service discovery; the scrape job must be "
+        "named kvdepot.",
     ),
     Alert(
         "KVDepotNotServing", "critical", "2m",
@@ -71,7 +80,8 @@ ALERTS = (
         "KVDepotErrors", "warning", "10m",
         # Of engines: two mistyped commands would be all requests of their kind.
         f"sum by (job, instance, request) (rate(kvdepot_request_errors_total{_ENGINES}[10m]))"
-        f" / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count{_ENGINES}[10m])) > 0.01",
+        f" / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count{_ENGINES}[10m])) > 0.01"
+        f" and sum by (job, instance, request) (increase(kvdepot_request_errors_total{_ENGINES}[10m])) > 5",
         "{{ $value | humanizePercentage }} of the {{ $labels.request }} requests to {{ $labels.instance }} fail.",
         "`kvdepot status` counts them by cause; the log of the engine has the message.",
     ),
@@ -97,7 +107,7 @@ ALERTS = (
     ),
     Alert(
         "KVDepotNoEngine", "warning", "15m",
-        "kvdepot_engines == 0 and avg_over_time(kvdepot_engines[1d]) > 0.1",
+        "kvdepot_engine_processes == 0 and avg_over_time(kvdepot_engine_processes[1d]) > 0.1",
         "No engine is connected to {{ $labels.instance }}; for much of the last day there were some.",
         "If engines run, their logs say why they do not connect: another address, key or version, or /dev/shm is not "
         "shared. They recompute what they would have loaded.",
@@ -168,6 +178,7 @@ def render() -> str:
             f"          summary: {json.dumps(alert.summary)}",
             f"          description: {json.dumps(alert.action)}",
             f"          runbook_url: {json.dumps(f'{RUNBOOKS}#{alert.name.lower()}')}",
-            '          page: "http://{{ $labels.instance }}/"',
         ]
+        if "$labels.instance" in alert.summary:
+            lines.append('          page: "http://{{ $labels.instance }}/"')
     return "\n".join(lines) + "\n"

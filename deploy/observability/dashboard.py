@@ -1,9 +1,9 @@
-"""The Grafana dashboard: health, savings, memory and tiers, models and tenants, traffic, GPUs.
+"""The Grafana dashboard: totals, health, savings, memory and tiers, models and tenants, traffic, GPUs.
 
 Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
 right, 24 columns per row. Every query uses the chosen data source and servers, except those of vLLM's own metrics,
 which come from other scrape jobs; nothing is fetched from elsewhere. Where a series is of one server, its legend names
-the instance, which is a link to the server's page.
+the instance, which is a link to the server's page, and the label `node` if the scrape job adds it, as the chart's does.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Panel:
     highest: float | None = None
 
 
+def _total(title: str, what: str, query: str, unit: str = "short", highest: float | None = None) -> Panel:
+    """A sum over all chosen servers."""
+    return Panel(title, what, ((query, ""),), unit, "stat", 4, highest=highest)
+
+
 def _stat(title: str, what: str, query: str, unit: str = "short", alarm: float | None = None) -> Panel:
     return Panel(title, what, ((query, "{{instance}}"),), unit, "stat", 4, alarm)
 
@@ -79,9 +84,24 @@ def _rate(series: str, by: str = "instance") -> str:
 
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    ("All chosen servers", (
+        _total("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from their depots, of "
+               "those that they did not have in their own caches.",
+               "sum(increase(kvdepot_reused_tokens_total{@}[1h])) / sum(increase(kvdepot_asked_tokens_total{@}[1h]))",
+               "percentunit", 1),
+        _total("Tokens reused per second", "Tokens that engines loaded instead of computing them.",
+               "sum(rate(kvdepot_reused_tokens_total{@}[$__rate_interval]))"),
+        _total("Prefill saved in an hour", "Compute time that engines saved in the last hour.",
+               "sum(increase(kvdepot_saved_prefill_seconds_total{@}[1h]))", "s"),
+        _total("Memory used", "Share of the capacity. Full depots are healthy.",
+               "sum(kvdepot_memory_used_bytes{@}) / sum(kvdepot_memory_capacity_bytes{@})", "percentunit", 1),
+        _total("Engine processes", "Connected schedulers and workers.", "sum(kvdepot_engine_processes{@})"),
+        Panel("Servers", "Those that serve, and those that Prometheus scrapes.",
+              (("sum(kvdepot_up{@})", "up"), ("count(up{@})", "scraped")), kind="stat", columns=4),
+    )),
     ("Health", (
         _stat("Running for", "Since each server started serving.", "kvdepot_uptime_seconds{@}", "s"),
-        _stat("Engines", "Connected schedulers and workers.", "kvdepot_engines{@}"),
+        _stat("Engine processes", "Connected schedulers and workers.", "kvdepot_engine_processes{@}"),
         _stat("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from the depot, of those "
               "that they did not have in their own caches.",
               _share("kvdepot_reused_tokens_total{@}", "kvdepot_asked_tokens_total{@}", "instance", "1h"),
@@ -193,8 +213,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             (_share("kvdepot_tenant_reused_tokens_total{@}", "kvdepot_tenant_asked_tokens_total{@}",
                     "instance, tenant"), "{{instance}} {{tenant}}"),
         ), "percentunit", highest=1),
-        Panel("Bytes by tenant", "Of tenants with a quota, and all others under an empty name.", (
-            ("kvdepot_tenant_used_bytes{@}", "{{instance}} {{tenant}} {{salt}}"),
+        Panel("Bytes by tenant", "The ten tenants that use most memory; of them, cache salts with a quota.", (
+            ("topk(10, sum by (instance, tenant) (kvdepot_namespace_bytes{@}))", "{{instance}} {{tenant}}"),
+            ('kvdepot_tenant_used_bytes{@, salt!=""}', "{{instance}} {{tenant}} {{salt}}"),
         ), "bytes"),
     )),
     ("Traffic", (
@@ -219,8 +240,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("Loop lag", "How long a request waits before the server handles it.", (
             ("kvdepot_loop_lag_seconds{@}", "{{instance}}"),
         ), "s", alarm=1),
-        Panel("Engines", "Connected schedulers and workers.", (
-            ("kvdepot_engines{@}", "{{instance}}"),
+        Panel("Engine processes", "Connected schedulers and workers.", (
+            ("kvdepot_engine_processes{@}", "{{instance}}"),
         )),
         Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
             ("rate(kvdepot_refused_total{@}[$__rate_interval]) > 0", "{{instance}} {{what}}"),
@@ -342,14 +363,19 @@ def _panel(panel: Panel) -> dict[str, Any]:
             {
                 "refId": "ABCDEF"[i],
                 "datasource": _SOURCE,
-                "expr": query.replace("#", f'{_CHOSEN}, model=~"$model"').replace("@", _CHOSEN),
-                "legendFormat": legend,
+                "expr": _with_node(query.replace("#", f'{_CHOSEN}, model=~"$model"').replace("@", _CHOSEN)),
+                "legendFormat": legend.replace("{{instance}}", "{{instance}} {{node}}"),
                 "instant": stat,
                 "range": not stat,
             }
             for i, (query, legend) in enumerate(panel.queries)
         ],
     }
+
+
+def _with_node(query: str) -> str:
+    """What is kept by instance is kept by node, too; without the label this changes nothing."""
+    return query.replace("by (instance", "by (instance, node")
 
 
 def _source_variable() -> dict[str, Any]:

@@ -22,14 +22,14 @@ CHART = DEPLOY / "helm" / "kvdepot"
 
 def exported() -> dict[str, set[str]]:
     """Names of the series that a server exports, and the labels of each; and of vLLM's own that are shown beside."""
-    scraped = {"job", "instance"}
+    scraped = {"job", "instance", "node"}  # node: added by the chart's scrape job
     found: dict[str, set[str]] = {name: set(scraped) for name in ("up", "kvdepot_up", "kvdepot_loop_lag_seconds")}
     for name in ("time_to_first_token_seconds_bucket", "external_prefix_cache_hits_total",
                  "external_prefix_cache_queries_total"):  # fmt: skip
         found[f"vllm:{name}"] = {*scraped, "model_name", "engine", "le"}
     for family in module("kvdepot.web.prometheus").families(full_status()):
         for sample in family.samples:
-            found.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
+            found.setdefault(sample.name, set(scraped)).update(sample.labels)
     return found
 
 
@@ -76,6 +76,21 @@ def test_every_query_asks_for_metrics_and_labels_that_a_server_exports() -> None
         grouped = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
         assert grouped | set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels, query
     assert len(asked) > 40
+
+
+def test_the_first_row_adds_up_the_chosen_servers() -> None:
+    panels = dashboard.dashboard()["panels"]
+    rows = [at for at, panel in enumerate(panels) if panel["type"] == "row"]
+    totals = panels[rows[0] + 1 : rows[1]]
+    for target in [target for panel in totals for target in panel["targets"]]:
+        assert re.match(r"(sum|count) ?\(", target["expr"]), "one value for all servers"
+        assert "instance" not in target["legendFormat"]
+
+
+def test_who_names_an_instance_names_its_node_too() -> None:
+    for target in [target for panel in all_panels() for target in panel.get("targets", ())]:
+        assert ("{{instance}}" in target["legendFormat"]) == ("{{instance}} {{node}}" in target["legendFormat"])
+        assert not re.search(r"by \(instance(?!, node)", target["expr"]), target["expr"]
 
 
 def test_grafanas_own_types_lose_nothing_of_the_dashboard() -> None:
@@ -142,7 +157,7 @@ QUIET = {
     f"kvdepot_up{{{LABELS}}}": "1x300",
     f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x300",
     f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x300",
-    f"kvdepot_engines{{{LABELS}}}": "2x300",
+    f"kvdepot_engine_processes{{{LABELS}}}": "2x300",
     f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0x300",
     f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Lookup"}}': "0+600x300",
     f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+600x300",
@@ -165,6 +180,7 @@ QUIET = {
 """Five hours of a healthy server, one value per minute."""
 TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotUnreachable": {f"up{{{LABELS}}}": "1x170 0x130"},
+    "KVDepotNoTarget": {f"up{{{LABELS}}}": "1x170 _x130"},
     "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotRestarting": {f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x225 " + "0+60x4 " * 15},
     "KVDepotMemoryDamaged": {f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x230 1x70"},
@@ -174,7 +190,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     },
     "KVDepotStoresDropped": {f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+10x300"},
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
-    "KVDepotNoEngine": {f"kvdepot_engines{{{LABELS}}}": "2x200 0x100"},
+    "KVDepotNoEngine": {f"kvdepot_engine_processes{{{LABELS}}}": "2x200 0x100"},
     "KVDepotHitRateCollapsed": {f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000+20x150"},
     "KVDepotMemorySmall": {
         f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
@@ -189,8 +205,8 @@ TROUBLE: dict[str, dict[str, str]] = {
 """The series that differ when an alert must fire."""
 
 
-def rule_tests(folder: Path, trouble: str) -> Path:
-    """A file for `promtool test rules`: after four hours, only this alert fires."""
+def rule_tests(folder: Path, trouble: str, expected: dict[str, Any] | None = None) -> Path:
+    """A file for `promtool test rules`: after four hours, only this alert fires, or what is expected."""
     series = QUIET | TROUBLE.get(trouble, {}) | HEALTHY.get(trouble, {})
     fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble in TROUBLE else []
     (folder / "rules.yaml").write_text(alerts.render())
@@ -199,7 +215,7 @@ def rule_tests(folder: Path, trouble: str) -> Path:
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [asked],
+        **(expected or {"promql_expr_test": [asked]}),
     }
     path.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
     return path
@@ -214,12 +230,16 @@ HEALTHY: dict[str, dict[str, str]] = {
         f'kvdepot_request_errors_total{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
         f'kvdepot_request_duration_seconds_count{{{LABELS}, request="EndLease"}}': "0x230 1x1 2x70",
     },
-    "a benchmark that took a minute": {f"kvdepot_engines{{{LABELS}}}": "0x220 4x1 0x80"},
+    "a failure every four minutes, among few requests": {
+        f'kvdepot_request_errors_total{{{LABELS}, request="Store"}}': " ".join(str(i // 4) for i in range(300)),
+        f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Store"}}': "0+1x300",
+    },
+    "a benchmark that took a minute": {f"kvdepot_engine_processes{{{LABELS}}}": "0x220 4x1 0x80"},
     "a small memory that hardly anybody uses": {
         f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
         for name, each in (("asked", 100), ("found", 50), ("reused", 40), ("bound", 90))
     },
-    "no engine since the start": {f"kvdepot_engines{{{LABELS}}}": "0x300"},
+    "no engine since the start": {f"kvdepot_engine_processes{{{LABELS}}}": "0x300"},
     "a quiet night": {
         f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x150 150000+1x150",
         f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x150 75000x150",
@@ -244,6 +264,42 @@ def test_an_alert_fires_for_its_trouble_and_no_other(trouble: str, tmp_path: Pat
 @pytest.mark.parametrize("state", HEALTHY)
 def test_no_alert_fires_for_what_is_no_trouble(state: str, tmp_path: Path) -> None:
     run(tool("promtool"), "test", "rules", rule_tests(tmp_path, state))
+
+
+DAMAGED = "1 in the last hour at host:7077: shards in memory that failed their checksum; the engine recomputes them."
+SUMMARIES: dict[str, tuple[dict[str, str], str]] = {
+    "KVDepotMemoryDamaged": ({"instance": "host:7077"}, DAMAGED),
+    "KVDepotTierCorrupt": (
+        {"instance": "host:7077", "tier": "disk"},
+        "1 in the last hour in disk of host:7077: shards that failed their checksum or did not match their header; "
+        "erased.",
+    ),
+    "KVDepotNoTarget": ({}, "Prometheus has no target of the job kvdepot."),
+}
+"""Labels of an alert beside job and severity, and its summary."""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_is_a_sentence_that_says_how_many_and_where(name: str, tmp_path: Path) -> None:
+    labels, summary = SUMMARIES[name]
+    rules = module("yaml").safe_load(alerts.render())["groups"][0]["rules"]
+    (rule,) = (rule for rule in rules if rule["alert"] == name)
+    annotations = rule["annotations"] | {"summary": summary}
+    if "page" in annotations:
+        annotations["page"] = f"http://{labels['instance']}/"
+    expected = {
+        "exp_labels": {"job": "kvdepot", "severity": rule["labels"]["severity"], **labels},
+        "exp_annotations": annotations,
+    }
+    told = {"alertname": name, "eval_time": "240m", "exp_alerts": [expected]}
+    path = rule_tests(tmp_path, name, {"alert_rule_test": [told]})
+    run(tool("promtool"), "test", "rules", path)
+
+
+def test_only_alerts_of_a_server_link_its_page() -> None:
+    for rule in module("yaml").safe_load(alerts.render())["groups"][0]["rules"]:
+        assert ("page" in rule["annotations"]) == ("$labels.instance" in rule["annotations"]["summary"]), rule["alert"]
 
 
 def test_the_runbook_of_an_alert_is_its_line_on_the_page_of_metrics() -> None:

@@ -143,7 +143,7 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         assert told["kvdepot_reused_tokens_total"] == CHUNK
         assert 3 * CHUNK <= told["kvdepot_bound_tokens_total"] < 4 * CHUNK
         assert told["kvdepot_hit_tokens_count"] == 1 and told["kvdepot_hit_tokens_sum"] == 3 * CHUNK
-        assert told["kvdepot_engines"] == 2  # scheduler and worker
+        assert told["kvdepot_engine_processes"] == 2  # scheduler and worker
         assert 0 < told["kvdepot_loop_lag_seconds"] < HANG_S
         labelled = samples(web.get("/metrics"))
         labels = (("blocks_in_chunk", str(PER_CHUNK)), ("model", engine.model), ("tenant", ""), ("world_size", "1"))

@@ -84,7 +84,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         assert (told["dropped_shards_total"], told["evicted_chunks_total"], told["failed_shards_total"]) == (1, 0, 0)
         assert (told["leases"], told["leased_bytes"], told["sessions"]) == (2, 2 * CHUNK_BYTES, kept - 2)
         assert told["memory_used_bytes"] == kept * CHUNK_BYTES == told["stored_bytes_total"]
-        assert (told["instances"], told["engines"]) == (1, 1 + len(holders))
+        assert (told["instances"], told["engine_processes"]) == (1, 1 + len(holders))
         assert told["clients"] >= 2 + len(holders) + 2  # the engine's two, the person, the web process
         assert told["record_slots_used"] == kept + 1  # the namespace has one, too
         assert told["reserved_shards"] == told["operations"] == told["unrecorded_shards"] == 0
@@ -137,7 +137,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         assert (errors["EndSession",], errors["Lookup",]) == (1, 1)
         assert sum(errors.values()) == 2
         assert labelled(web, "namespace_bytes")[str(PER_CHUNK), engine.model, "", "1"] == told["memory_used_bytes"]
-        assert labelled(web, "namespace_engines")[str(PER_CHUNK), engine.model, "", "1"] == 1
+        assert labelled(web, "namespace_workers")[str(PER_CHUNK), engine.model, "", "1"] == 1
 
         # And what people and clients remove.
         for number in range(2):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 
+import msgspec
 from msgspec.structs import replace
 
+from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.leases import Sum
+from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, INTERNAL, Latency
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.web.conftest import need
 from tests.web.site import empty_status
@@ -157,3 +160,29 @@ def test_every_counter_is_there_before_it_counts() -> None:
             assert values(empty_status(), "refused_total")[what] == 0.0
         else:
             assert values(empty_status(), f"{counted.series}_total") == {"": 0.0}, counted.name
+
+
+def by_request(status: Status, name: str) -> dict[str, float]:
+    """The values of one metric by kind of request."""
+    need("prometheus_client")
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"kvdepot_{name}"]
+    return {sample.labels["request"]: sample.value for sample in samples}
+
+
+def test_requests_of_engines_have_series_before_the_first_one() -> None:
+    for name in ("duration_seconds_bucket", "duration_seconds_sum", "duration_seconds_count", "errors_total"):
+        assert by_request(empty_status(), f"request_{name}") == dict.fromkeys(ENGINES, 0.0), name
+
+
+def test_requests_that_were_answered_are_counted_beside_those_that_were_not() -> None:
+    first = [2] + [0] * len(BOUNDS_S)
+    status = replace(empty_status(), latencies=[Latency("Forget", 2, 0, 0.1, first), Latency("Lookup", 2, 1, 0, first)])
+    none = dict.fromkeys(ENGINES, 0.0)
+    assert by_request(status, "request_duration_seconds_count") == none | {"Forget": 2, "Lookup": 2}
+    assert by_request(status, "request_errors_total") == none | {"Forget": 0, "Lookup": 1}
+
+
+def test_kinds_of_engines_requests_are_messages_that_have_latencies() -> None:
+    assert all(issubclass(getattr(wire, kind), msgspec.Struct) for kind in ENGINES)
+    assert not INTERNAL.intersection(ENGINES)

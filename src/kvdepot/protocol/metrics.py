@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["BOUNDS_S", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
+__all__ = ["BOUNDS_S", "ENGINES", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -22,6 +22,8 @@ BOUNDS_S = (
 INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "Status"})
 """Requests of the protocol itself and of who watches the server. Nobody's prompt waits for them, so they have no
 latencies."""
+ENGINES = ("EndSession", "Lookup", "Register", "Retrieve", "Store")
+"""Requests of running engines. In Prometheus their series begin at 0, and alerts are about them."""
 _MOST_EVENTS = 100
 _MOST_TEXT = 200
 

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.leases import KINDS, Sum
-from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
 from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import (
     OTHERS,
@@ -76,12 +76,12 @@ _GAUGES = {
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
-    "engine_count": ("engines", "Connected schedulers and workers of engines."),
+    "engine_count": ("engine_processes", "Connected processes of engines: schedulers and workers."),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
 """Name and help text of the metric, by field of the status."""
-_SERIES = {"capped_chunks": "capped_shards", "saved_s": "saved_prefill_seconds"}
+_SERIES = {"capped_chunks": "capped_shards", "engines": "workers", "saved_s": "saved_prefill_seconds"}
 """Names of metrics that are not those of their fields."""
 _Labelled = TypeVar("_Labelled", GaugeMetricFamily, CounterMetricFamily)
 
@@ -161,7 +161,9 @@ def _latencies(status: Status) -> Iterator[Metric]:
     failed = CounterMetricFamily(
         "kvdepot_request_errors", "Requests answered with an error, by kind of request.", labels=["request"]
     )
-    for kind in status.latencies:
+    # Prometheus does not see the first request of a kind as an increase, unless its series began at 0.
+    kinds = {request: Latency(request) for request in ENGINES} | {kind.request: kind for kind in status.latencies}
+    for kind in kinds.values():
         took.add_metric([kind.request], _buckets(map(str, BOUNDS_S), kind.buckets), kind.sum_s)
         failed.add_metric([kind.request], kind.errors)
     yield took
@@ -197,7 +199,7 @@ def _namespaces(status: Status) -> Iterator[Metric]:
     helps = {
         "chunks": "Chunks in memory of a tenant, model and shape.",
         "bytes": "Bytes in memory of a tenant, model and shape.",
-        "engines": "Workers registered in the namespace.",
+        "engines": "Connected workers of a tenant, model and shape: one per rank of each engine.",
     }
     gauges = _by_field(GaugeMetricFamily, "namespace", labels, helps)
     # Namespaces that differ only in layout are one series. They are summed before the smallest are told as one.
