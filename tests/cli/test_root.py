@@ -145,9 +145,7 @@ def test_what_is_not_there_is_told_with_what_to_do(
     assert "No such file" in said and advice in said
 
 
-def test_help_is_a_command_too_and_a_guess_never_names_something_destructive(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_is_a_command_too_and_no_guess_names_something_destructive(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help"]) == 0
     assert "Run and watch" in capsys.readouterr().out
     assert cli.main(["help", "status"]) == 0

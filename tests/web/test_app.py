@@ -184,7 +184,7 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
     plain = {name: value for (name, labels), value in told.items() if not labels}
     for field, name in (
         ("capacity_bytes", "memory_capacity_bytes"), ("used_bytes", "memory_used_bytes"), ("chunks", "chunks"),
-        ("reserved_shards", "reserved_shards"), ("holds", "held_chunks"), ("clients", "clients"),
+        ("reserved_shards", "reserved_shards"), ("holds", "pins"), ("clients", "clients"),
         ("sessions", "sessions"), ("instances", "instances"), ("evicted_chunks", "evicted_chunks_total"),
         ("stored_bytes", "stored_bytes_total"), ("retrieved_bytes", "retrieved_bytes_total"),
         ("record_slots", "record_slots"), ("record_slots_used", "record_slots_used"), ("operations", "operations"),

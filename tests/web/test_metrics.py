@@ -80,7 +80,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
                     assert holder.ask(asked).result(HANG_S) == 1
                 kept += 1
         told = fresh(web)
-        assert told["chunks"] == told["held_chunks"] == told["stored_shards_total"] == kept > 3
+        assert told["chunks"] == told["pins"] == told["stored_shards_total"] == kept > 3
         assert (told["dropped_shards_total"], told["evicted_chunks_total"], told["failed_shards_total"]) == (1, 0, 0)
         assert (told["leases"], told["leased_bytes"], told["sessions"]) == (2, 2 * CHUNK_BYTES, kept - 2)
         assert told["memory_used_bytes"] == kept * CHUNK_BYTES == told["stored_bytes_total"]
@@ -154,7 +154,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         told = fresh(web)
         assert told["forgotten_chunks_total"] == before["chunks"] - 1 > 0  # the damaged one was nobody's any more
         assert told["cleared_chunks_total"] == 2
-        assert told["chunks"] == told["held_chunks"] == told["leases"] == told["memory_used_bytes"] == 0
+        assert told["chunks"] == told["pins"] == told["leases"] == told["memory_used_bytes"] == 0
     finally:
         person.close()
         engine.close()

@@ -138,7 +138,7 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     assert page.title() == "gpu-node-7:7077 · kvdepot"
     assert re.fullmatch(r"version 0\.1\.0, since \d+ \w+, [\d:]+ \(3 d 4 h\)", text(page, "#since"))
     facts = text(page, "#facts")
-    assert facts == "Engine processes 5 Requests 9 Tokens in memory 8.1M"
+    assert facts == "Engine processes 5 Requests in progress 9 Tokens in memory 8.1M"
 
 
 def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_saved(

@@ -67,7 +67,7 @@ _GAUGES = {
     "chunks": ("chunks", "Chunks in memory, counted in each KV cache group."),
     "cached_tokens": ("cached_tokens", "Tokens of prompts in memory."),
     "reserved_shards": ("reserved_shards", "Shards being stored or loaded."),
-    "holds": ("held_chunks", "Chunks held by pins or copies."),
+    "holds": ("pins", "Pins of requests, leases and copies in progress; each keeps a chunk and those before it."),
     "record_slots": ("record_slots", "Slots for records of shards in the arena."),
     "record_slots_used": ("record_slots_used", "Record slots in use."),
     "unrecorded_shards": ("unrecorded_shards", "Shards without a record, which do not survive a restart."),

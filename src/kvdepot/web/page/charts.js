@@ -206,13 +206,11 @@ export class Chart {
     this.#fillLegend(null);
   }
 
-  /** The time axis: from the first value there is. */
+  /** The time axis: the same in all charts, so that one can be compared with another. */
   #times(range_s) {
-    const [times, ...lines] = this.#data;
+    const [times] = this.#data;
     const last = times.at(-1);
-    const known = lines.filter((_, i) => !this.#spec.lines[i].level);
-    const first = times.find((_, at) => known.some((line) => line[at] != null)) ?? last;
-    return { min: Math.min(Math.max(first, last - range_s), last - LEAST_RANGE_S), max: last };
+    return { min: Math.min(Math.max(times[0], last - range_s), last - LEAST_RANGE_S), max: last };
   }
 
   #span() {

@@ -38,7 +38,7 @@ export function showHost(status) {
 export function showFacts(status) {
   fillFacts($("facts"), [
     ["Engine processes", count(status.engine_count), "Schedulers and workers"],
-    ["Requests", count(status.sessions), "In progress"],
+    ["Requests in progress", count(status.sessions), exact(status.sessions)],
     ["Tokens in memory", count(status.cached_tokens), exact(status.cached_tokens)],
   ]);
 }
@@ -85,19 +85,20 @@ export function showGain(status) {
 
 export function showStores(status) {
   const idle = histogram(status, "eviction_idle_seconds");
+  const young = idle && below(idle, YOUNG_S);
   const memory = {
     name: "Memory",
     title: "Memory",
     state: "",
     bytes: status.used_bytes,
     capacity: status.capacity_bytes,
-    text: lifetimeText(status),
+    text: lifetimeText(status, young),
     facts: [
       ["Chunks", count(status.chunks), exact(status.chunks)],
-      ["Held", count(status.holds), "Pinned by requests or leases, or being copied"],
+      ["Pins", count(status.holds), "Of requests, leases and copies in progress. Each keeps a chunk, and those before it in its prompt"],
       ["Leased", status.leased_bytes ? bytes(status.leased_bytes) : none],
       ["Evicted", count(status.evicted_chunks), "Since the start"],
-      [`Evicted within ${duration(YOUNG_S)} of use`, share(idle && below(idle, YOUNG_S)), `Share of evicted chunks that had been used in the ${duration(YOUNG_S)} before`],
+      [`Evicted within ${duration(YOUNG_S)} of use`, share(young), `Share of evicted chunks that had been used in the ${duration(YOUNG_S)} before`],
     ],
   };
   const tiers = status.tiers.map((tier) => ({
@@ -119,7 +120,8 @@ export function showStores(status) {
   list($("stores"), [memory, ...tiers], (store) => store.title, makeStore, fillStore);
 }
 
-function lifetimeText(status) {
+function lifetimeText(status, young) {
+  if (young > 0.5) return `Most evicted chunks had been used within ${duration(YOUNG_S)}: more memory or a tier would keep them.`;
   if (status.holds_s) return `Holds about ${rough(status.holds_s)} of traffic: half of the evicted chunks were unused for longer.`;
   return status.evicted_chunks ? "" : "No chunk has been evicted yet.";
 }

@@ -220,7 +220,10 @@ export function showDetails(status) {
   const seen = (status.histograms ?? []).filter((each) => each.counts.some((number) => number));
   const total = (each) => each.counts.reduce((sum, number) => sum + number, 0);
   const text = (each, value) => (UNITS[each.unit] ?? count)(value);
-  const at = (part) => (each) => text(each, percentile(each.counts, part, each.bounds));
+  const at = (part) => (each) => {
+    const value = percentile(each.counts, part, each.bounds); // within the first bucket, only its end is known
+    return value < each.bounds[0] ? `<${text(each, each.bounds[0])}` : text(each, value);
+  };
   $("histograms-part").hidden = !seen.length;
   rows($("histograms"), seen, (each) => each.name, [
     ["name", (each) => NAMES[each.name] ?? each.name.replaceAll("_", " "), (each) => each.name],
