@@ -245,7 +245,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.url and (fault := fault_of_endpoint(self.url)):
             raise ValueError(f"url: {fault}")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
-            raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
+            raise ValueError(f"http: {self.http!r} is neither off nor HOST:PORT with a port up to {MOST_PORT}")
         if len(self.fleet) > _MOST_DEPOTS:
             raise ValueError(f"fleet: {len(self.fleet)} depots; the limit is {_MOST_DEPOTS}")
         for page in self.fleet:

@@ -38,7 +38,7 @@ def open_prompt(
             yield client, prompt, update
 
 
-@click.command()
+@click.command(epilog=options.PROMPT)
 @options.prompt
 @options.server
 @options.as_json
@@ -51,7 +51,7 @@ def warm(as_json: bool, **which: Any) -> int:
     return print_count(loaded, len(prompt), "in_memory", as_json)
 
 
-@click.command()
+@click.command(epilog=options.PROMPT)
 @click.argument("name", metavar="NAME")
 @options.prompt
 @click.option(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["lease", "leases", "release"]
 
 
-@click.command()
+@click.command(epilog=options.PROMPT)
 @click.argument("name", metavar="NAME")
 @options.prompt
 @click.option("--kind", type=click.Choice(KINDS), default="retain", help="what the lease does (default: retain)")
@@ -53,7 +53,7 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
     return print_count(leased, len(prompt), "leased", as_json)
 
 
-@click.command()
+@click.command(epilog=options.PROMPT)
 @click.argument("name", metavar="[NAME]", required=False, default="")
 @options.prompt
 @click.option("--keep", type=options.Whole(0), default=0, metavar="N", help="leave the first N chunks of the prompt")

@@ -14,6 +14,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.values import is_size, parse_size
 
 __all__ = [
+    "PROMPT",
     "TOPICS",
     "Number",
     "Settings",
@@ -73,6 +74,14 @@ def web(command: Decorated) -> Decorated:
     ):
         command = option(command)
     return command
+
+
+PROMPT = """\b
+The token ids of a prompt, as vLLM's server has them:
+  curl -s http://127.0.0.1:8000/tokenize -H 'Content-Type: application/json' \\
+    -d '{"model": "MODEL", "prompt": "You are ..."}' | jq .tokens > tokens
+"""
+"""Where the commands get prompts from that take them, for their help."""
 
 
 def prompt(command: Decorated) -> Decorated:

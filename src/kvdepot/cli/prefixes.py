@@ -62,7 +62,7 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
     return 0
 
 
-@click.command()
+@click.command(epilog=options.PROMPT)
 @click.argument("prefix", metavar="[HASH]", required=False, default="")
 @options.prompt
 @options.long
