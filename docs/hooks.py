@@ -76,8 +76,14 @@ def _counters(name: str) -> str:
     from kvdepot.protocol.counters import SERVER, TIER, refusal
 
     shown = TIER if name == "tiers" else [each for each in SERVER if bool(refusal(each)) == (name == "refusals")]
-    head = ["| counter | unit | counts | when it grows |", "|---|---|---|---|"]
-    return "\n".join([*head, *(f"| `{c.name}` | {c.unit} | {c.meaning} | {c.advice} |" for c in shown)])
+    series = {
+        "counters": lambda each: f"kvdepot_{each.series}_total",
+        "refusals": lambda each: f'kvdepot_refused_total{{what="{refusal(each)}"}}',
+        "tiers": lambda each: f"kvdepot_tier_{each.series}_total",
+    }[name]
+    head = ["| counter | in Prometheus | unit | counts | when it grows |", "|---|---|---|---|---|"]
+    rows = (f"| `{c.name}` | `{series(c)}` | {c.unit} | {c.meaning} | {c.advice} |" for c in shown)
+    return "\n".join([*head, *rows])
 
 
 def _versions() -> str:

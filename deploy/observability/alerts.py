@@ -1,8 +1,9 @@
 """The Prometheus alert rules: when an operator should look at a server, and what to do.
 
 Rendered as YAML for Prometheus's `rule_files`. Every alert is actionable, so normal events (evictions, misses) have
-none. The rules expect the scrape job to be named `kvdepot`. `runbook_url` is the line of the alert on the page
-RUNBOOKS; the chart can put in its place where an operator has published that page.
+none; only damaged memory is critical, because without a depot engines compute. The rules expect the scrape job to be
+named `kvdepot`. `runbook_url` is the line of the alert on the page RUNBOOKS; the chart can put in its place where an
+operator has published that page.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ def _of_counters() -> list[Alert]:
 
 ALERTS = (
     Alert(
-        "KVDepotUnreachable", "critical", "2m",
+        "KVDepotUnreachable", "warning", "2m",
         'up{job="kvdepot"} == 0',
         "{{ $labels.instance }} does not answer a scrape.",
         "See the server's log. Engines run without it, and recompute what they would have loaded.",
     ),
     Alert(
-        "KVDepotNoTarget", "critical", "5m",
+        "KVDepotNoTarget", "warning", "5m",
         'absent(up{job="kvdepot"})',
         "Prometheus has no target of the job kvdepot.",
         "No server is watched. If there should be some, see Prometheus's service discovery; the scrape job must be "
         "named kvdepot.",
     ),
     Alert(
-        "KVDepotNotServing", "critical", "2m",
+        "KVDepotNotServing", "warning", "2m",
         "kvdepot_up == 0",
         "The web process of {{ $labels.instance }} answers, but its server does not, or lags.",
         "/healthz says why. If the server hangs, kill it: the next one takes over its chunks.",
@@ -117,7 +118,8 @@ ALERTS = (
         "increase(kvdepot_reused_tokens_total[1h]) / increase(kvdepot_asked_tokens_total[1h])"
         " < 0.5 * increase(kvdepot_reused_tokens_total[1d]) / increase(kvdepot_asked_tokens_total[1d])"
         " and increase(kvdepot_reused_tokens_total[1d]) > 0.05 * increase(kvdepot_asked_tokens_total[1d])"
-        " and increase(kvdepot_asked_tokens_total[1h]) > 0.01 * increase(kvdepot_asked_tokens_total[1d])",
+        " and increase(kvdepot_asked_tokens_total[1h]) > 0.01 * increase(kvdepot_asked_tokens_total[1d])"
+        " and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
         "Engines reuse {{ $value | humanizePercentage }} of the tokens that they ask {{ $labels.instance }} for, less "
         "than half of the last day's share.",
         "Compare with the upper bound: if it fell too, the prompts have changed. If not, look for a restart, a forget, "

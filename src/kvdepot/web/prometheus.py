@@ -72,7 +72,7 @@ _GAUGES = {
     "record_slots_used": ("record_slots_used", "Record slots in use."),
     "unrecorded_shards": ("unrecorded_shards", "Shards without a record, which do not survive a restart."),
     "operations": ("operations", "Stores and retrieves in progress."),
-    "clients": ("clients", "Connected clients."),
+    "clients": ("clients", "Connected clients: processes of engines, this web process, and commands while they run."),
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
