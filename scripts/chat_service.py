@@ -99,7 +99,7 @@ def _status(sums: _Sums, wall_s: float, uptime_s: float, share: float) -> Status
     return Status(
         version=__version__, boot="5c1f", pid=2_217, wall_s=wall_s, uptime_s=uptime_s, http="127.0.0.1:7077", host=HOST,
         chunk_size_tokens=CHUNK_TOKENS, capacity_bytes=_MEMORY, used_bytes=used, chunks=int(used / chunk_bytes),
-        cached_tokens=int(used / _TOKEN_BYTES), reserved_shards=4, holds=212, operations=3, clients=6, sessions=11,
+        cached_tokens=int(used / _TOKEN_BYTES), reserved_shards=4, holds=15, operations=3, clients=6, sessions=11,
         instances=2, evicted_chunks=int((stored - used) / chunk_bytes), record_slots=1 << 16,
         record_slots_used=int(used / chunk_bytes), unrecorded_shards=0, engine_count=4, namespace_count=2,
         stored_bytes=stored, retrieved_bytes=int(sums.reused * _TOKEN_BYTES), holds_s=_IDLE_S,
@@ -117,7 +117,7 @@ def _status(sums: _Sums, wall_s: float, uptime_s: float, share: float) -> Status
         ],
         histograms=_histograms(requests, sums, saved_s), counters=_counters(requests, sums),
         namespaces=[_namespace(model, used, tokens) for model in MODELS], engines=_engines(uptime_s),
-        tiers=[_disk(stored, int(sums.found * 0.11 / CHUNK_TOKENS))], **_leases(), events=_events(wall_s),
+        tiers=[_disk(stored, int(sums.found * 0.11 / CHUNK_TOKENS))], **_leases(), events=_events(wall_s - uptime_s),
     )  # fmt: skip
 
 
@@ -215,8 +215,7 @@ def _leases() -> dict[str, Any]:
     return {"leases": [pin], "lease_count": 1, "leased_bytes": prompt_bytes, "lease_sums": [total]}
 
 
-def _events(wall_s: float) -> list[Event]:
-    began = wall_s - wall_s % 3_600 - _BEFORE_S
+def _events(began: float) -> list[Event]:
     return [
         Event(began, "start", f"kvdepot {__version__} started"),
         Event(began + 60, "engine", f"engine 9f31c2aa connected: {MODELS[0].name}"),

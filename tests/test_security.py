@@ -481,7 +481,7 @@ def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, k
 BAD_KEYS: dict[str, tuple[str, int, str]] = {
     "others can read it": ("{key}", 0o640, "chmod it to 600"),
     "not TOML": ("secret = {secret}", 0o600, "not TOML"),
-    "no server": ('public = "{public}"\nsecret = "{secret}"\n', 0o600, "server is missing"),
+    "no server": ('public = "{public}"\nsecret = "{secret}"\n', 0o600, "is a server's key: give one of its clients"),
     "a secret cut off": ('public = "{public}"\nserver = "{public}"\nsecret = "{secret:.30}"\n', 0o600, "secret is"),
 }
 

@@ -46,7 +46,7 @@ def test_ls_lists_what_is_in_memory(depot: Depot, chats: Engine) -> None:
     assert (by_tokens[0]["hits"], by_tokens[0]["hit_tokens"]) == (1, 3 * CHUNK)
     shown = run("ls", *which, "-s", "tokens")
     heads, first, *_ = shown.stdout.splitlines()
-    assert re.split(r"  +", heads.strip())[:4] == ["prefix", "model", "shared tokens", "prompts"]
+    assert re.split(r"  +", heads.strip())[:4] == ["prefix", "model", "hits", "bytes"]
     assert first.startswith(last_hash(SYSTEM)[:12] + " ") and last_hash(SYSTEM) not in shown.stdout
     assert last_hash(SYSTEM) in run("ls", *which, "-l").stdout
 

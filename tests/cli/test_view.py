@@ -450,7 +450,7 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     assert shown["KV cache group 1"] == "8 chunks, 1 MiB; needed to resume a prompt: last 2 chunks"
     assert "models " in keyed(screen, "escape")[3], "the table again"
     assert opened("3")["prefix"] == "ab" * 32 and opened("3")["model"] == "m" * 50
-    assert opened("3")["its chunks"] == f"kvdepot inspect {'ab' * 32}"
+    assert opened("3")["its chunks"] == f"kvdepot inspect {'ab' * 32} -m {'m' * 50}"
     assert opened("4")["id"] == "e" * 32 and opened("4")["connected for"] == "1 min 15 s"
     shown = opened("5")
     assert (shown["in progress"], shown["failures"]) == ("1 loads, 2 saves", "3") and "late" not in shown
@@ -503,7 +503,7 @@ def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
 def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
     screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
     cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
-    assert cells == ["ab" * 6, "m", "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s"]
+    assert cells == ["ab" * 6, "m", "3", "1 MiB", "512", "256", "2", "700", "5 s", "1 min 0 s"]
 
 
 def test_what_the_server_does_not_list_one_by_one_is_shown_among_the_models() -> None:

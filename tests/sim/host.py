@@ -97,6 +97,7 @@ class Client(MessageQueueClient):
         self.host = host
         self.name = name
         self.server_url = "sim://"
+        self._has_key = False
         self.process = process
         page = host.new_liveness(f"card-{name}")
         self.liveness = ClientLiveness(host, page)  # type: ignore[assignment]

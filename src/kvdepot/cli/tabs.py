@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ TABLES: dict[str, Table] = {
         view.prefixes,
         lambda each: (each.tenant, each.model, each.hash),
         {name: lambda each: 0 for name in SORTS},  # the server sorts them
-        lambda each: [("its chunks", f"kvdepot inspect {each.hash}")],
+        lambda each: [("its chunks", f"kvdepot inspect {each.hash} -m {shlex.quote(each.model)}")],
     ),
     "engines": Table(
         "engine",

@@ -417,7 +417,7 @@ def needs(reach: int) -> str:
 
 _HASH_DIGITS = 12
 """Digits of a hash in tables: enough to name a chunk among billions."""
-_MODEL_CELLS = 32
+_MODEL_CELLS = 28
 
 
 def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
@@ -425,13 +425,13 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             each.hash if is_long else each.hash[:_HASH_DIGITS], named(each.tenant, each.model, is_long),
-            count(each.shared_tokens), count(each.prompts), count(each.tokens), size(each.bytes), count(each.hits),
+            count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
             count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
         )
         for each in shown
     ]  # fmt: skip
     heads = (
-        "prefix", "model", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age",
+        "prefix", "model", ">hits", ">bytes", ">tokens", ">shared tokens", ">prompts", ">found tokens", ">idle", ">age",
     )  # fmt: skip
     return Listing(heads, rows)
 

@@ -138,7 +138,10 @@ def read_file(path: Path, is_secret: bool) -> bytes:
             raise ConfigError(f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()}")
         if info.st_mode & (0o077 if is_secret else 0o022):
             what = "read" if is_secret else "change"
-            raise ConfigError(f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}): chmod it to 600")
+            raise ConfigError(
+                f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}); if it is the right file, chmod it to "
+                "600"
+            )
         return os.read(fd, _MOST_BYTES)
     finally:
         os.close(fd)
@@ -164,6 +167,8 @@ def read_client_key(path: str | Path) -> Key:
     """Read a client's key file. Raises ConfigError if it is missing, not a key, or readable by others."""
     path = Path(path)
     table = _read(path, is_secret=True)
+    if "server" not in table and "secret" in table:
+        raise ConfigError(f"{path} is a server's key: give one of its clients'")
     return Key(_key_text(path, table, "public"), _key_text(path, table, "secret"), _key_text(path, table, "server"))
 
 

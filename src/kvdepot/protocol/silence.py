@@ -42,6 +42,8 @@ def why_silent(url: str, has_key: bool) -> str:
     causes = ["does not know this client's key"] if has_key else []
     if not who:
         causes += ["is stopped or hangs", "is not a kvdepot server"]
+    elif has_key:
+        causes.append("hangs")  # the less likely cause: nothing that kills it
     else:
         end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
         causes.append(f"hangs (kill it with {end}; the next one takes over its chunks)")
