@@ -191,7 +191,10 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotStoresDropped": {f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+10x300"},
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
     "KVDepotNoEngine": {f"kvdepot_engine_processes{{{LABELS}}}": "2x200 0x100"},
-    "KVDepotHitRateCollapsed": {f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000+20x150"},
+    "KVDepotHitRateCollapsed": {
+        f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+10000x300",
+        f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+4000x150 600000+200x150",
+    },
     "KVDepotMemorySmall": {
         f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
         for name, each in (("asked", 10000), ("found", 5000), ("reused", 4000), ("bound", 9000))
