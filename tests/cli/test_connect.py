@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import threading
 import uuid
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.endpoints import Claim
+from kvdepot.protocol.silence import why_silent
 from tests.cli.command import doctor, keygen, run, terminal
-from tests.conftest import StartDepot, eventually
+from tests.conftest import HANG_S, StartDepot, eventually
 from tests.ports import free_port
 
 # -- a server that is not there
@@ -89,3 +93,26 @@ def test_a_server_that_is_well_is_never_to_be_killed_for_a_key_that_is_missing_o
     assert "does not know this client's key, or " in unknown
     assert run("status", "--url", keyed.url, "--key", str(keys / "alice.key")).returncode == 0
     assert run("status", "--url", open_.url).returncode == 0
+
+
+@pytest.mark.faults
+def test_a_process_that_sends_a_byte_now_and_then_is_not_waited_for(tmp_path: Path) -> None:
+    port, sent, ended = free_port(), [0], threading.Event()
+
+    def dribble() -> None:
+        with (
+            socket.create_server(("127.0.0.1", port)) as listener,
+            listener.accept()[0] as asking,
+            contextlib.suppress(OSError),
+        ):
+            while sent[0] < 64 and not ended.wait(0.2):
+                asking.sendall(b"\0")
+                sent[0] += 1
+
+    thread = threading.Thread(target=dribble, daemon=True)
+    thread.start()
+    said = eventually(lambda: why_silent(f"tcp://127.0.0.1:{port}", False))
+    assert "does not answer" in said and "kill" not in said
+    ended.set()
+    thread.join(HANG_S)
+    assert sent[0] < 64, "it was left before it had sent a whole greeting"

@@ -535,9 +535,11 @@ def test_the_last_line_says_how_old_the_data_is_when_no_answer_comes(screen: Scr
     screen.miss("no kvdepot server answers at ipc:///x; start one with `kvdepot serve`")
     lines = keyed(screen)
     assert lines[-1].startswith("q quits  data from ") and "Healthy" not in "\n".join(lines), "what is old is no state"
-    assert re.search(r"^state +Not reachable; figures of \d\d:\d\d:\d\d$", "\n".join(lines), re.M)
-    assert keyed(screen, "2")[1].startswith("Not reachable; figures of ")
+    assert re.search(r"^state +No answer; figures of \d\d:\d\d:\d\d$", "\n".join(lines), re.M)
+    assert keyed(screen, "2")[1].startswith("No answer; figures of ")
     screen.show(a_status(), 3.0)
+    screen.miss_prefixes("too many ask for prefixes")
+    assert "too many ask for prefixes" in keyed(screen)[-1], "the status is as new as before"
     assert keyed(screen)[1].startswith("Healthy, no engine is connected  memory ")
 
 

@@ -66,11 +66,11 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield from _variables()
     looking("the server")
     status = _ask(config.url, key)
-    is_here = isinstance(status, Status) and socket_path(config.url) is not None
-    arena_bytes = status.capacity_bytes if is_here and isinstance(status, Status) else config.arena_bytes
-    yield _shared_memory(config.arena, arena_bytes, is_here)
+    here = status if isinstance(status, Status) and socket_path(config.url) is not None else None
+    arena_bytes = here.capacity_bytes if here is not None else config.arena_bytes
+    yield _shared_memory(config.arena, arena_bytes, here is not None)
     yield from _left_arenas()
-    yield _memory(0 if is_here else arena_bytes)  # a running server's arena is no longer available memory
+    yield _memory(arena_bytes if here is None else 0)  # a running server's arena is no longer available memory
     yield _huge_pages()
     yield _memlock(config)
     yield _files(config)

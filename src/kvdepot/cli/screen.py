@@ -58,7 +58,8 @@ class Screen:
         self._speeds = view.Speeds(0.0, 0.0, 0.0, 0.0)
         self._history: deque[tuple[float, float, float]] = deque(maxlen=_HISTORY)  # reuse, stores, retrieves
         self._prefixes: list[Prefix] | None = None
-        self._trouble = ""
+        self._trouble = ""  # why the last answer is missing
+        self._is_old = False  # that answer was to be the status
         self._silent_s = 0  # how long the server has not answered
         self._sort = dict.fromkeys(TABLES, 0)
         self._reversed = dict.fromkeys(TABLES, False)
@@ -87,7 +88,7 @@ class Screen:
             self._history.append((reused, self._speeds.stored_bytes, self._speeds.retrieved_bytes))
         elif before is not None and before.boot != status.boot:
             self._history.clear()
-        self._status, self._seen, self._trouble, self._silent_s = status, now, "", 0
+        self._status, self._seen, self._trouble, self._is_old, self._silent_s = status, now, "", False, 0
         self._clock = time.strftime("%H:%M:%S")
         self.version += 1
 
@@ -102,6 +103,11 @@ class Screen:
 
     def miss(self, why: str) -> None:
         """Take the reason why there is no new status; empty: no answer came."""
+        self._is_old = bool(why)
+        self.miss_prefixes(why)
+
+    def miss_prefixes(self, why: str) -> None:
+        """Take the reason why there is no new list of prefixes."""
         self._trouble = why
         self.version += 1
 
@@ -220,7 +226,7 @@ class Screen:
         """Why the figures are old, and how old; empty if they are not."""
         if self._silent_s:
             return f"No answer for {duration(self._silent_s)}; figures of {self._clock}"
-        return f"Not reachable; figures of {self._clock}" if self._trouble else ""
+        return f"No answer; figures of {self._clock}" if self._is_old else ""
 
     def _tabs(self, width: int) -> Text:
         names = [
@@ -300,7 +306,9 @@ class Screen:
             return [line, "", Text("waiting for the server's list", "dim")]
         rows = in_order(table, table.rows(now, self._prefixes or []), self._sorted_by(), self._reversed[self.tab])
         if self._opened is None:
-            shown = [row for row in rows if self._matching(table.listing([row], False)).rows]
+            shown = [
+                row for row, cells in zip(rows, table.listing(rows, False).rows, strict=True) if self._matches(cells)
+            ]
             self._row = max(0, min(self._row, len(shown) - 1))
             if not shown:
                 self._opens = False
@@ -333,11 +341,11 @@ class Screen:
         return grid
 
     def _matching(self, listing: Listing) -> Listing:
-        """The rows that contain the filter's text, in either case."""
-        if not self._filter:
-            return listing
-        text = self._filter.lower()
-        return Listing(listing.heads, [row for row in listing.rows if any(text in str(cell).lower() for cell in row)])
+        return Listing(listing.heads, [row for row in listing.rows if self._matches(row)])
+
+    def _matches(self, cells: Sequence[object]) -> bool:
+        """Whether a row contains the filter's text, in either case."""
+        return not self._filter or any(self._filter.lower() in str(cell).lower() for cell in cells)
 
 
 def _spark(values: Sequence[float], limit: float, is_plain: bool) -> str:

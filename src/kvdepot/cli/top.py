@@ -62,7 +62,8 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
     about it: names and ids in full, KV cache groups, a tier's counters. s sorts, r reverses the order, / filters by
     text, p pauses, ? lists the keys.
 
-    If the server does not answer, the last line shows for how long, and the time of the figures.
+    If the server does not answer, its state is replaced by how long and by the time of the figures; the last line says
+    why.
 
     --json prints one line of JSON per update until interrupted; that needs no terminal. Errors are lines on standard
     error, and the command continues.
@@ -156,7 +157,7 @@ def _take_prefixes(screen: Screen, future: MessagingFuture[object]) -> None:
     try:
         screen.show_prefixes(msgspec.convert(future.result(0.0), list[Prefix]))
     except (KVDepotError, msgspec.ValidationError) as exc:
-        screen.miss(str(exc))
+        screen.miss_prefixes(str(exc))
 
 
 @contextmanager

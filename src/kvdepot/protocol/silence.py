@@ -7,6 +7,7 @@ connects, and its greeting says whether a key is needed. So nobody is told to ki
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 from kvdepot.protocol.endpoints import holder, reach
@@ -18,6 +19,7 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 """With what a greeting begins (ZMTP 3.1, rfc.zeromq.org/spec/37). The other end answers it with the whole of its own,
 and is not told more: it closes connections that are not to its liking before it has sent that."""
 _GREETING_BYTES = 64
+_GREETING_S = 1.0
 _MECHANISM = slice(12, 32)
 """Of a greeting: how its sender wants the other end to prove itself."""
 
@@ -57,9 +59,14 @@ def _greeting(url: str) -> bytes | None:
     except (OSError, ValueError, OverflowError):
         return None
     received = b""
+    deadline = time.monotonic() + _GREETING_S
     with asking, contextlib.suppress(OSError):
         asking.sendall(_SIGNATURE)
-        while len(received) < _GREETING_BYTES and (more := asking.recv(_GREETING_BYTES - len(received))):
+        while len(received) < _GREETING_BYTES and (left := deadline - time.monotonic()) > 0:
+            asking.settimeout(left)
+            more = asking.recv(_GREETING_BYTES - len(received))
+            if not more:
+                break
             received += more
     return received
 
