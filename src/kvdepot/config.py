@@ -34,10 +34,12 @@ __all__ = [
     "default_key",
     "default_url",
     "free_memory",
+    "in_text",
     "load",
     "load_with_sources",
     "masked",
     "odd_chunk_size",
+    "reported",
     "stray_variables",
     "words_of",
 ]
@@ -483,3 +485,19 @@ def masked(config: Config) -> dict[str, object]:
         for salt, share in config.salts.items()
     }  # users may keep salts secret
     return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants, "salts": salts}
+
+
+_NOT_REPORTED = ("keys", "http_token_file", *ONLY_IN_FILE)
+"""Settings that a status leaves out, because any client can ask for it: places of secrets, and names of tenants."""
+
+
+def reported(config: Config) -> dict[str, str]:
+    """The settings by name, as text, for a server's status: without secrets."""
+    return {name: in_text(value) for name, value in masked(config).items() if name not in _NOT_REPORTED}
+
+
+def in_text(value: object) -> str:
+    """The value of a setting in one line."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return f"{value:.15g}" if isinstance(value, float) else str(value)

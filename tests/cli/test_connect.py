@@ -41,10 +41,12 @@ def test_a_stopped_server_is_named_and_not_taken_for_one_that_was_never_started(
     pid = depot.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        told = [run("status", "--url", depot.url).stderr]
-        (finding,) = doctor("--url", depot.url)[1]["server"]
-        assert finding["state"] == "fail"
-        told.append(finding["text"])
+        told = [run(command, "--url", depot.url).stderr for command in ("status", "config")]
+        found = doctor("--url", depot.url)[1]
+        (finding,) = found["server"]
+        assert finding["state"] == "fail" and finding["advice"] == f"continue it with `kill -CONT {pid}`"
+        assert "kvdepot serve" not in found["web page"][0]["advice"]
+        told.append(finding["text"] + finding["advice"])
         client = MessageQueueClient(depot.url, depot.context)
         with pytest.raises(Unavailable) as silent:
             client.learn_chunk_size(0.5)

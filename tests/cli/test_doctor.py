@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
@@ -24,6 +25,25 @@ def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
     assert code == int(any(finding["state"] == "fail" for group in found.values() for finding in group))
     text = run("doctor", "--url", depot.url).stdout
     assert re.search(r"^ok +server +", text, re.MULTILINE)
+
+
+@pytest.mark.faults
+def test_doctor_and_config_tell_the_settings_of_the_server_that_runs(start_depot: StartDepot, tmp_path: Path) -> None:
+    tier = "redis://:hunter2@127.0.0.1:1/0"
+    depot = start_depot("--policy", "s3fifo", "--tiers", tier, arena_mib=16)
+    _, found = doctor("--url", depot.url, KVDEPOT_ARENA_GIB="100000", KVDEPOT_POLICY="adaptive")
+    (_, other) = found["settings"]
+    assert "policy s3fifo (here adaptive)" in other["text"] and "arena_gib 0.015625 (here 100000)" in other["text"]
+    assert "tiers redis://***@127.0.0.1:1/0 (here empty)" in other["text"]
+    assert "hunter2" not in json.dumps(depot.status())
+    assert any("redis://127.0.0.1:1" in finding["text"] for finding in found["server"]), "its tier is down"
+    given = json.loads(run("config", "--url", depot.url, "--policy", "adaptive", "--json").stdout)
+    assert given["settings"]["policy"]["value"] == "adaptive"
+    assert given["server"]["settings"]["policy"] == "s3fifo"
+    table = run("config", "--url", depot.url, "--policy", "adaptive").stdout
+    assert re.search(r"^policy +adaptive +--policy +s3fifo *$", table, re.M), table
+    assert re.search(rf"^url +{re.escape(depot.url)} +--url *$", table, re.M), "what is equal is not told again"
+    assert json.loads(run("config", "--url", f"ipc://{tmp_path}/x", "--json").stdout)["server"] is None
 
 
 @pytest.mark.faults

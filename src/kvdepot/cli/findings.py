@@ -18,16 +18,16 @@ from pathlib import Path
 import msgspec
 
 from kvdepot import __version__, install, locks
-from kvdepot.cli.output import clean, count, size
+from kvdepot.cli.connect import running
+from kvdepot.cli.output import clean, size
 from kvdepot.cli.web import ask_health
-from kvdepot.client import admin
-from kvdepot.config import Config, free_memory, load, odd_chunk_size, stray_variables
+from kvdepot.config import Config, free_memory, load, odd_chunk_size, reported, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
-from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder
-from kvdepot.protocol.status import Status, read
+from kvdepot.protocol.health import judge
+from kvdepot.protocol.status import Status
 from kvdepot.values import plural
 from kvdepot.web.child import missing_packages
 
@@ -36,7 +36,6 @@ __all__ = ["VLLM_RELEASES", "Finding", "findings"]
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
-_ANSWER_S = 2.0
 _FEW_FILES = 4096
 _NAMED = 3
 
@@ -60,13 +59,16 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         yield Finding("fail", "settings", str(exc), "fix it; `kvdepot config` shows every setting")
         config = Config(url=url or load(environ={}).url)
     else:
-        yield Finding("ok", "settings", f"from {file or 'environment and defaults'}; arena {config.arena}")
+        yield Finding("ok", "settings", f"those of a server started here: from {file or 'environment and defaults'}")
     if warning := odd_chunk_size(config.chunk_size):
         yield Finding("warn", "settings", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
     looking("the server")
     status = _ask(config.url, key)
-    here = status if isinstance(status, Status) and socket_path(config.url) is not None else None
+    server = status if isinstance(status, Status) else None
+    if server is not None:
+        yield from _different(server, config)
+    here = server if socket_path(config.url) is not None else None
     arena_bytes = here.capacity_bytes if here is not None else config.arena_bytes
     yield _shared_memory(config.arena, arena_bytes, here is not None)
     yield from _left_arenas()
@@ -74,15 +76,16 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield _huge_pages()
     yield _memlock(config)
     yield _files(config)
-    yield from _tiers(config)
+    if server is None:
+        yield from _tiers(config)
     yield _upper_bound()
     yield _torch()
     yield from _vllm()
     looking("the NVIDIA driver")
     yield from _nvidia()
     yield _key(key)
-    yield _server(config.url, status) if isinstance(status, Status) else status
-    yield _web(config, status if isinstance(status, Status) else None)
+    yield from _server(config.url, status) if isinstance(status, Status) else [status]
+    yield _web(config.http if server is None else server.settings.get("http", config.http), status)
 
 
 def _python() -> Finding:
@@ -108,6 +111,19 @@ def _variables() -> Iterator[Finding]:
     """Variables that look like settings but are not."""
     for name, advice in stray_variables(os.environ):
         yield Finding("warn", "settings", f"environment variable {name} is not a setting", advice)
+
+
+def _different(server: Status, config: Config) -> Iterator[Finding]:
+    """What the running server has been given otherwise than a server started here would be."""
+    here = reported(config)
+    told = [
+        f"{name} {value or 'empty'} (here {here[name] or 'empty'})"
+        for name, value in server.settings.items()
+        if name in here and name != "url" and value != here[name]
+    ]
+    if told:
+        text = f"the running server (pid {server.pid}) has others: {', '.join(told)}"
+        yield Finding("ok", "settings", text, "`kvdepot config` shows both; a server reads its settings when it starts")
 
 
 def _shared_memory(name: str, wanted: int, is_running: bool) -> Finding:
@@ -335,38 +351,46 @@ def _ask(url: str, key: str) -> Status | Finding:
         advice = f"run as user {owner}, or start your own server with another --url"
         return Finding("fail", "server", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice)
     try:
-        with admin.connect(url, key, _ANSWER_S) as client:
-            return read(client.ask(wire.Status()).result(_ANSWER_S))
+        return running(url, key)
     except KVDepotError as exc:
         if path is not None and not holder(url):
             return Finding("warn", "server", f"the server at {url} has stopped", start)
-        return Finding("fail", "server", str(exc), "see its log, and whether it requires a key")
+        what, _, advice = str(exc).partition("; ")
+        return Finding("fail", "server", what, advice or "see its log")
 
 
-def _server(url: str, now: Status) -> Finding:
-    text = f"version {now.version} at {url}, pid {now.pid}: {count(now.chunks)} chunks, {count(now.clients)} clients"
+def _server(url: str, now: Status) -> Iterator[Finding]:
+    text = (
+        f"version {now.version} at {url}, pid {now.pid}: {plural(now.chunks, 'chunk')}, {plural(now.clients, 'client')}"
+    )
     if now.version != __version__:
-        return Finding("warn", "server", text, f"this command is {__version__}; restart the server when convenient")
-    return Finding("ok", "server", text)
+        yield Finding("warn", "server", text, f"this command is {__version__}; restart the server when convenient")
+    else:
+        yield Finding("ok", "server", text)
+    for concern in judge(now).concerns:
+        yield Finding("warn", "server", concern.what.rstrip("."), concern.advice.rstrip("."))
 
 
-def _web(config: Config, status: Status | None) -> Finding:
-    if status is not None and status.http:
+def _web(address: str, status: Status | Finding) -> Finding:
+    """address: the setting `http`, of the running server if it reports it."""
+    if isinstance(status, Status) and status.http:
         return _page(status.http)
-    if config.http == "off":
+    if address == "off":
         return Finding("ok", "web page", "disabled (http = off)")
     if missing := missing_packages():
         advice = f"{install.advice()} for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
-    answered = ask_health(config.http) is not None
-    if status is None:
-        text = f"{config.http} answers, but no kvdepot server of this user is running" if answered else "none"
+    answered = ask_health(address) is not None
+    if isinstance(status, Finding):
+        if status.state == "fail":
+            return Finding("warn", "web page", "not checked", "the finding about the server comes first")
+        text = f"{address} answers, but no kvdepot server of this user is running" if answered else "none"
         return Finding("warn", "web page", text, "`kvdepot serve` starts it; see the finding about the server")
     if answered:
-        text = f"another program listens at {config.http}; do not give it this server's token"
+        text = f"another program listens at {address}; do not give it this server's token"
         return Finding("warn", "web page", text, "restart the server with another --http, such as 127.0.0.1:7078")
     return Finding(
-        "warn", "web page", f"the server does not listen for HTTP, although {config.http} is free", "see its log"
+        "warn", "web page", f"the server does not listen for HTTP, although {address} is free", "see its log"
     )
 
 

@@ -8,15 +8,28 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
 
 from kvdepot import logs
 from kvdepot.cli import options
-from kvdepot.config import load, load_with_sources, masked, odd_chunk_size, stray_variables
+from kvdepot.config import (
+    Config,
+    default_key,
+    in_text,
+    load,
+    load_with_sources,
+    masked,
+    odd_chunk_size,
+    reported,
+    stray_variables,
+)
+from kvdepot.errors import KVDepotError
 
 if TYPE_CHECKING:
+    from kvdepot.protocol.status import Status
     from kvdepot.server.loop import Server
 
 __all__ = ["config", "serve"]
@@ -81,37 +94,70 @@ def _stop_at_eof(server: Server) -> None:
 @options.settings
 @options.as_json
 def config(file: str | None, as_json: bool, **given: object) -> int:
-    """Show the settings that `kvdepot serve` would use with the same flags, environment and file; masks secrets."""
-    from kvdepot.cli.output import clean, console, print_json, size
+    """Show the settings that `kvdepot serve` would use with the same flags, environment and file; masks secrets.
+
+    If a server runs at this endpoint, also those of its settings that differ.
+    """
+    from kvdepot.cli.output import clean, print_json
 
     settings, sources = load_with_sources(file, options.flags_of(given))
-    shown = masked(settings)
     warnings = [
         f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)
     ]
     for line in filter(None, [*warnings, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
+    server = _server_at(settings.url)
     if as_json:
         print_json(
             {
-                "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
+                "settings": {
+                    name: {"value": value, "source": sources[name]} for name, value in masked(settings).items()
+                },
                 "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
+                "server": server and {"pid": server.pid, "settings": server.settings},
             }
         )
         return 0
+    _print_settings(settings, sources, server)
+    return 0
+
+
+def _print_settings(settings: Config, sources: Mapping[str, str], server: Status | None) -> None:
+    """Print a table of the settings; beside them, if a server runs, those of its settings that differ."""
     from rich.table import Table
     from rich.text import Text
 
-    here = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
+    from kvdepot.cli.output import clean, console, size
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", overflow="fold")
-    for name, value in shown.items():
-        text = "\n".join(map(clean, value)) if isinstance(value, list) else clean(str(value))
+    if server is not None:
+        table.add_column(f"running server (pid {server.pid}), where it differs", overflow="fold")
+    here = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
+    ours = reported(settings)
+    theirs = ours if server is None else ours | server.settings
+    for name, value in masked(settings).items():
+        text = "\n".join(map(clean, value)) if isinstance(value, list) else clean(in_text(value))
         if name in here and not value:
             text = f"{text} ({here[name]})".strip()
-        is_default = sources[name] == "default"
-        table.add_row(name, Text(text), Text(clean(sources[name])), style="dim" * is_default)
+        differs = theirs.get(name) != ours.get(name)
+        cells = [text, clean(sources[name]), clean(theirs[name] or "empty") if differs else ""]
+        is_plain = sources[name] == "default" and not differs
+        table.add_row(name, *map(Text, cells[: len(table.columns) - 1]), style="dim" * is_plain)
     console().print(table)
-    return 0
+
+
+def _server_at(url: str) -> Status | None:
+    """The status of the server that listens at an endpoint, or None, with the reason if there is one."""
+    from kvdepot.cli.connect import running
+    from kvdepot.protocol.endpoints import is_taken
+
+    if not is_taken(url):
+        return None
+    try:
+        return running(url, default_key())
+    except KVDepotError as exc:
+        print(f"kvdepot: the settings of the running server are unknown: {exc}", file=sys.stderr)
+        return None

@@ -62,6 +62,7 @@ class Report:
         self.latencies = Latencies()
         self.http = ""  # where the server listens for HTTP; set by server/loop.py, on the deciding thread
         self.unreachable = ""  # why no new client can find this server
+        self.settings: dict[str, str] = {}  # set by server/loop.py before it serves
         self._depot = depot
         self._devices = devices
         self._boot = boot
@@ -130,6 +131,7 @@ class Report:
             uptime_s=now - self._began if self._began is not None else 0.0,
             http=self.http,
             unreachable=self.unreachable,
+            settings={} if tenant else self.settings,
             chunk_size_tokens=depot.chunk_size,
             capacity_bytes=index.allocator.capacity,
             used_bytes=index.allocator.capacity - index.allocator.free_bytes,

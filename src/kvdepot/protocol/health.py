@@ -57,14 +57,15 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
     for tier in status.tiers:
         if tier.state != "up":
             advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."
-            yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'unknown error'}.", advice)
+            error = tier.error.rstrip(".") or "unknown error"
+            yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {error}.", advice)
         elif _is_short_of_disk(tier):
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."
             yield Concern(what, "Free space on it, or lower `capacity_gib`: at its capacity, the tier evicts.")
     for device in status.devices:
         if device.failure:
             advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
-            yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure}.", advice)
+            yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure.rstrip('.')}.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(
             f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV.",

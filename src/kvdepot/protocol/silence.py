@@ -25,7 +25,10 @@ _MECHANISM = slice(12, 32)
 
 
 def why_silent(url: str, has_key: bool) -> str:
-    """One sentence; empty if no process listens. has_key: the client has one. Blocks for up to two seconds."""
+    """What is, and after a semicolon what to do, if that is known; empty if no process listens. Blocks for up to 2 s.
+
+    has_key: the client has one.
+    """
     who = holder(url)
     if not who and not is_open_to_all(url):
         return ""
@@ -38,9 +41,9 @@ def why_silent(url: str, has_key: bool) -> str:
         return ""
     mechanism = (greeting or b"")[_MECHANISM].rstrip(b"\0")
     if mechanism == b"CURVE" and not has_key:
-        return f"{finding} requires a key (--keys): give this client's key file with --key or KVDEPOT_KEY"
+        return f"{finding} requires a key (--keys); give this client's key file with --key or KVDEPOT_KEY"
     if mechanism == b"NULL" and has_key:
-        return f"{finding} requires no key, and this client has one: leave out --key and KVDEPOT_KEY"
+        return f"{finding} requires no key, and this client has one; leave out --key and KVDEPOT_KEY"
     causes = ["does not know this client's key"] if has_key else []
     if not who:
         causes += ["is stopped or hangs", "is not a kvdepot server"]
@@ -48,7 +51,7 @@ def why_silent(url: str, has_key: bool) -> str:
         causes.append("hangs")  # the less likely cause: nothing that kills it
     else:
         end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
-        causes.append(f"hangs (kill it with {end}; the next one takes over its chunks)")
+        causes.append(f"hangs; kill it with {end} (the next one takes over its chunks)")
     return f"{finding} does not answer: it {', or '.join(causes)}"
 
 

@@ -268,6 +268,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
     Of evictions, one in sixteen is counted. holds_s: how long chunks that nobody used stayed in memory, the median of
     the last 4,096 evictions; None if nothing was evicted since the start.
+    settings: by name, as text, without secrets (config.reported); empty for clients with a tenant.
     host: name of the server's host.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
     """
@@ -314,6 +315,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Device] = []
     counters: dict[str, int] = {}
     events: list[Event] = []
+    settings: dict[str, str] = {}
     host: str = ""
     tokens: TokenCounts = TokenCounts()
     usage: list[Usage] = []

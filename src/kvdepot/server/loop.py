@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from kvdepot.config import Config
+from kvdepot.config import Config, reported
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
@@ -201,6 +201,7 @@ class Server:
             self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
             self._copier.threads,
         )  # fmt: skip
+        self.depot.report.settings = reported(self._config)
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
             self._tick_feed(self._feed)
