@@ -67,6 +67,19 @@ def configure(set_up: Callable[[str, int], None], tmp_path: Path) -> Iterator[Co
         yield start
 
 
+def test_a_failure_that_repeats_is_logged_once_a_minute_with_its_count(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = configure("human")
+    warn, now = logs.Sparing(logging.getLogger("kvdepot").warning), time.monotonic()
+    for after_s, line in [(0, "full"), *[(1, "full")] * 300, (2, "gone"), (59, "full"), (61, "full"), (61, "gone")]:
+        monkeypatch.setattr(time, "monotonic", (now + after_s).conjugate)
+        warn(line)
+    monkeypatch.undo()
+    said = [line.partition("WARNING ")[2] for line in written.read().splitlines()]
+    assert said == ["full", "gone", "full (301 more times since the last such line)"]
+
+
 def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Configure) -> None:
     written = configure("json")
     before = time.time()

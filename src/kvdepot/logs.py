@@ -13,12 +13,14 @@ import logging
 import os
 import select
 import threading
+import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
-__all__ = ["configure"]
+__all__ = ["Sparing", "configure"]
 
 _OURS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """Attributes of every record."""
@@ -28,6 +30,10 @@ _MOST_SAID = 8192
 """Characters of a message, and of a traceback, of which the end is kept."""
 _MOST_LINES = 4096
 """Lines that wait to be written."""
+_SPARED_S = 60.0
+"""Time in which a line of `Sparing` is logged once."""
+_MOST_SPARED = 100
+"""Different lines that `Sparing` remembers."""
 _END_S = 1.0
 """Time to write waiting lines when the process ends."""
 
@@ -37,6 +43,34 @@ def configure(level: str, form: str, fd: int = 2) -> None:
     writer = _Writer(fd)
     writer.setFormatter(_Json() if form == "json" else _Human())
     logging.basicConfig(level=level.upper(), handlers=[writer], force=True)
+
+
+class Sparing:
+    """Logs failures that may repeat with every request: each line once a minute, with the number of repetitions since.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        """write: a method of a logger, such as `log.warning`."""
+        self._write = write
+        self._lock = threading.Lock()
+        self._lines: dict[str, tuple[float, int]] = {}  # when each was logged (time.monotonic), repetitions since
+
+    def __repr__(self) -> str:
+        return f"<Sparing of {len(self._lines)} lines>"
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            logged, repeated = self._lines.get(line, (-_SPARED_S, 0))
+            if now - logged < _SPARED_S:
+                self._lines[line] = logged, repeated + 1
+                return
+            if len(self._lines) >= _MOST_SPARED:
+                self._lines.clear()
+            self._lines[line] = now, 0
+        self._write("%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
 
 
 class _Writer(logging.Handler):

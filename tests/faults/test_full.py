@@ -89,11 +89,12 @@ class Elsewhere:
         self.inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
         self.shm = Path(f"/proc/{self._holder.pid}/root{SHM}")
 
-    def serve(self, arena_mib: float) -> subprocess.Popen[bytes]:
+    def serve(self, arena_mib: float, *under: str) -> subprocess.Popen[bytes]:
+        """under: a command that runs the server."""
         server = subprocess.Popen(
             [
-                *self.inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", "arena",
-                "--arena-gib", str(arena_mib / 1024), "--chunk-size", "64",
+                *self.inside, *under, sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url,
+                "--arena-name", "arena", "--arena-gib", str(arena_mib / 1024), "--chunk-size", "64",
             ],
             stderr=self.logs,
         )  # fmt: skip
@@ -148,11 +149,15 @@ def elsewhere() -> Iterator[Callable[[int], Elsewhere]]:
         place.close()
 
 
+OLD_KERNEL = (sys.executable, str(Path(__file__).with_name("old_kernel.py")))
+
+
+@pytest.mark.parametrize("under", [(), OLD_KERNEL], ids=["on this kernel", "on one before 5.14"])
 def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_is_room_again(
-    elsewhere: Callable[[int], Elsewhere],
+    elsewhere: Callable[[int], Elsewhere], under: tuple[str, ...]
 ) -> None:
     place = elsewhere(64)
-    first = place.serve(4)
+    first = place.serve(4, *under)
     driver = place.spawn()
     driver.tell("open", url=place.url, blocks=64, width=1 << 10)  # 256 KiB a chunk
     families = list(range(100, 120))
@@ -160,7 +165,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
         assert driver.tell("store", family=family, chunks=2) is True
     first.kill()
     first.wait(HANG_S)
-    second = place.serve(48)  # it fits when it starts ...
+    second = place.serve(48, *under)  # it fits when it starts ...
     arena = place.shm / "arena"
     eventually(lambda: arena.stat().st_size == 48 * MIB)
     suspend(second.pid)
@@ -177,6 +182,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
     assert status["counters"]["failed_chunks"] >= stored.count(False)
     assert status["reserved_shards"] == status["operations"] == 0
     eventually(lambda: f"{SHM} is full" in place.logged())
+    assert place.logged().count(f"{SHM} is full") == 1, "one line, not one for each store"
     place.empty()
     for family in families:
         assert driver.tell("store", family=family, chunks=2) is True

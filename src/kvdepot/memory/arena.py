@@ -9,6 +9,7 @@ it does not understand, because only the user may decide to remove it.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -19,12 +20,15 @@ import numpy.typing as npt
 
 from kvdepot import locks
 from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.logs import Sparing
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, Header
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.protocol.handshake import SECRET_BYTES
 
 __all__ = ["Arena", "smallest_arena"]
+
+_warn = Sparing(logging.getLogger(__name__).warning)
 
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
@@ -174,14 +178,22 @@ class Arena:
     def _populate(self) -> None:
         while self.populated < self.size and not self._stop.is_set():
             step = min(_STEP, self.size - self.populated)
-            if not shm.populate(self.address + self.populated, step):
-                return  # /dev/shm is full; `ensure` will fail for these pages
+            if shm.populate(self._fd, self.populated, self.address + self.populated, step):
+                return  # `ensure` will fail for these pages, too, if they are needed before there is room
             self.populated += step
 
     def ensure(self, offset: int, size: int) -> bool:
-        """Allocate the pages of a range before it is written; False if memory is full. Any thread."""
+        """Allocate the pages of a range before it is written; False, and a log line, if memory is full. Any thread."""
+        if offset + size <= self.populated:
+            return True
         start = offset - offset % mmap.PAGESIZE
-        return offset + size <= self.populated or shm.populate(self.address + start, offset + size - start)
+        why = shm.populate(self._fd, start, self.address + start, offset + size - start)
+        if why:
+            _warn(
+                f"cannot allocate memory for the arena, so what needs it is not stored: {why}; make room, or lower "
+                "--arena-gib"
+            )
+        return not why
 
     def close(self, remove: bool = True) -> None:
         """Stop populating, remove the file if `remove`, and close it, which releases the lock. May be called twice."""

@@ -28,13 +28,14 @@ import numpy.typing as npt
 import xxhash
 
 from kvdepot.errors import KVDepotError
-from kvdepot.memory import shm
+from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.layout import Layout
 
 __all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "checksum", "copy", "views"]
 
 log = logging.getLogger(__name__)
+_warn, _error = Sparing(log.warning), Sparing(log.error)
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
@@ -153,7 +154,7 @@ class Copier:
         except KVDepotError as exc:
             outcome = exc
             if isinstance(task, Copy):
-                log.error("a copy failed: %s", exc)
+                _error(f"a copy failed: {exc}")
                 outcome = None
         except Exception:
             log.exception("a copy task failed")
@@ -214,10 +215,9 @@ class Lane:
 def copy(arena: Memory, task: Copy) -> list[int] | None:
     """Run one task; returns its outcome. Blocks while the bytes move. Raises DeviceError."""
     if not (task.whole or task.mapped.whole)():
-        log.warning("a client truncated its shared memory: copy skipped")
+        _warn("a client truncated its shared memory: its copies are skipped")
         return None
     if task.is_store and not all(arena.ensure(*extent) for piece in task.pieces for extent in piece.extents):
-        log.warning("cannot allocate arena memory: %s is full", shm.SHM)
         return None
     task.mapped.move(arena, task.pieces, task.is_store)
     block_bytes = task.mapped.layout.block_bytes

@@ -58,11 +58,20 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
+_WHY_NOT = {
+    0: "",
+    errno.EFAULT: f"{SHM} is full",  # touching the page would raise SIGBUS
+    errno.ENOSPC: f"{SHM} is full",
+    errno.ENOMEM: "this machine or control group is out of memory",
+}
+"""What an errno of `populate` says."""
+
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 def shm_path(name: str) -> Path:
@@ -118,13 +127,19 @@ def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
         raise
 
 
-def populate(address: int, size: int) -> bool:
-    """Allocate every page of a mapped range now; False if memory is full.
+def populate(fd: int, offset: int, address: int, size: int) -> str:
+    """Allocate every page of a range of a file that is mapped at `address`; returns why that failed, or nothing.
 
     Blocks without the GIL (about 3 s per GiB the first time). Otherwise, touching a page that cannot be allocated would
     kill the process with SIGBUS.
     """
-    return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
+    if not _libc.madvise(address, size, _MADV_POPULATE_WRITE):
+        return ""
+    error = ctypes.get_errno()
+    if error == errno.EINVAL:  # Linux before 5.14, gVisor. The C library's posix_fallocate could overwrite bytes.
+        while (error := ctypes.get_errno() if _libc.fallocate(fd, 0, offset, size) else 0) == errno.EINTR:
+            pass
+    return _WHY_NOT[error] if error in _WHY_NOT else os.strerror(error)
 
 
 def enter_pages(address: int, size: int) -> None:

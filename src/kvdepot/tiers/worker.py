@@ -436,8 +436,7 @@ def _load(
     slack = codec.slack
     blobs = []
     if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
-        log.warning("cannot allocate arena memory: dropped a load from a tier")  # not a failure of the tier
-        return [NotLoaded.ABSENT] * len(parts)
+        return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
         behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []

@@ -15,12 +15,14 @@ from typing import TypeVar
 
 from kvdepot import locks
 from kvdepot.errors import ConfigError, TierError
+from kvdepot.logs import Sparing
 from kvdepot.tiers.disk.layout import LOCK, OTHERS, QUARANTINE, is_foreign, is_ours, make_parents, remove
 from kvdepot.tiers.tally import Tally
 
 __all__ = ["Claim"]
 
 log = logging.getLogger(__name__)
+_note = Sparing(log.info)
 
 _T = TypeVar("_T")
 
@@ -92,7 +94,7 @@ class Claim:
     def failed(self, what: str, exc: OSError) -> None:
         """Count and log a failed system call. Raises TierError if the directory is gone."""
         self.tally("errors")
-        log.info("%s: %s: %s", self.root, what, exc.strerror)
+        _note(f"{self.root}: {what}: {exc.strerror}")
         self.check_here()
 
     def with_parents(self, path: str, act: Callable[[], _T]) -> _T:
