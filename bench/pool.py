@@ -14,7 +14,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import numpy as np
 from common import Scale, say
 from report import Figure, at_least
 
+from kvdepot.processes import run_code
 from kvdepot.tiers import Blob, Tier, parse
 
 __all__ = ["run"]
@@ -173,7 +173,7 @@ def _pool() -> Iterator[int]:
         _wait_listening(ports[0])
         url = f"mooncake://127.0.0.1:{ports[0]}/?segment_gib=1&local_host=127.0.0.1"
         member = subprocess.Popen(
-            [sys.executable, "-c", _MEMBER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            run_code(_MEMBER, url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.DEVNULL, env=dict(os.environ),
         )  # fmt: skip
         assert member.stdout is not None

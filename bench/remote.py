@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from common import SHM, Scale, free_port, listening, say
 from report import Figure, at_least
 
+from kvdepot.processes import run_code
 from kvdepot.tiers import Blob, Tier, parse
 
 __all__ = ["run"]
@@ -162,8 +162,9 @@ def _s3(directory: Path) -> Iterator[tuple[str, Bare]]:
     from obstore.store import S3Store
 
     port = free_port()
-    serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    with listening([sys.executable, "-W", "ignore", "-c", serve], port):
+    quiet = "import warnings; warnings.simplefilter('ignore')"
+    serve = f"{quiet}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    with listening(run_code(serve), port):
         endpoint = f"http://127.0.0.1:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bench", method="PUT"), timeout=10).close()
         place: Any = {"endpoint": endpoint, "region": "us-east-1"}

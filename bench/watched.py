@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from report import Figure, at_most, below
 from kvdepot.adapters import LMCacheMPSchedulerAdapter
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
+from kvdepot.processes import run_code, run_module
 from kvdepot.protocol import wire
 
 __all__ = ["run"]
@@ -152,10 +152,11 @@ def _command(url: str, runs: int) -> tuple[list[float], list[float]]:
     for number in range(-1, runs):
         times = []
         for command in (
-            ["-m", "kvdepot.cli", "status", "--json", "--url", url], ["-c", "import zmq, msgspec, click"],
-        ):  # fmt: skip
+            run_module("kvdepot.cli", "status", "--json", "--url", url),
+            run_code("import zmq, msgspec, click"),
+        ):
             begun = time.perf_counter()
-            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL, env=environ)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)
             times.append((time.perf_counter() - begun) * 1000)
         if number >= 0:
             values.append(times[0])

@@ -39,6 +39,7 @@ from kvdepot.cli.output import Progress, progress
 from kvdepot.client import admin
 from kvdepot.config import load
 from kvdepot.errors import KVDepotError
+from kvdepot.processes import run_module
 
 HERE = Path(__file__).parent
 FEWEST_TOKENS, MOST_TOKENS = 257, 8432
@@ -171,8 +172,8 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
     """Start `kvdepot serve` and wait until it answers. inside: a prefix of the command, e.g. `ip netns exec NAME`."""
     server = subprocess.Popen(
         [
-            *inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2",
-            "--log-level", "warning", "--http", "off", *flags,
+            *inside, *run_module("kvdepot.cli", "serve", "--url", url), "--arena-gib", "2", "--log-level", "warning",
+            "--http", "off", *flags,
         ]
     )  # fmt: skip
     context: zmq.Context[Any] = zmq.Context()

@@ -15,9 +15,9 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code. Without `argv`, `serve` may first re-execute the process."""
-    from kvdepot.standard_files import reserve
+    from kvdepot.processes import prepare_standard_files
 
-    reserve()
+    prepare_standard_files()
     words = sys.argv[1:] if argv is None else argv
     if argv is None and words[:1] == ["serve"]:
         from kvdepot.cli.copies import start_over_tuned

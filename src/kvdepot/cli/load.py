@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.processes import run_module
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import MessagingFuture
@@ -130,7 +131,7 @@ def _part(times: Sequence[float], part: float) -> float:
 @contextmanager
 def _started(plan: Plan) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvdepot.cli.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        run_module("kvdepot.cli.load"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # an interrupt reaches this process alone, which ends it
     )  # fmt: skip
     try:

@@ -20,6 +20,7 @@ import time
 from kvdepot import locks
 from kvdepot.errors import KVDepotError, Unavailable
 from kvdepot.memory import shm
+from kvdepot.processes import run_module
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder, make_folder
 
@@ -38,9 +39,7 @@ _OWN = "kvdepot-{user}-engine-"
 
 
 def _command(url: str, *flags: str) -> list[str]:
-    # As for the web process: the working directory is not on the import path.
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe, "-m", "kvdepot.cli", "serve", "--url", url, *flags]
+    return run_module("kvdepot.cli", "serve", "--url", url, *flags)
 
 
 def _environment(**defaults: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ import msgspec
 
 from kvdepot import logs
 from kvdepot.errors import KVDepotError
+from kvdepot.processes import prepare_standard_files
 from kvdepot.protocol.curve import Key
-from kvdepot.standard_files import reserve
 from kvdepot.web.child import Order
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MOST_MISSED = 4
 
 def main() -> int:
     """Serve until standard input closes."""
-    reserve()
+    prepare_standard_files()
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     except msgspec.DecodeError:

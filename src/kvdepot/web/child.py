@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import msgspec
 
 from kvdepot import install
 from kvdepot.config import Config, masked
+from kvdepot.processes import run_module
 from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
@@ -198,14 +198,17 @@ class Child:
             masked(self._config),
             self._config.log_level,
         )
-        # Keep the working directory off the import path, and a key for another server out of the environment.
-        command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "kvdepot.web"]
+        # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:
             if self._stopping.is_set():
                 return 0
             process = self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environ, start_new_session=True
+                run_module("kvdepot.web"),
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env=environ,
+                start_new_session=True,
             )
         assert process.stdin is not None
         try:

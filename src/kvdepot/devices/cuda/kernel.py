@@ -10,12 +10,12 @@ import ctypes
 import functools
 import importlib.util
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvdepot.errors import DeviceError
+from kvdepot.processes import run_code
 
 if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
@@ -25,10 +25,7 @@ __all__ = ["TILE_BYTES", "Compiled", "CopyKernel", "compiled"]
 TILE_BYTES = 16 << 10
 """Largest copy of one row of the table."""
 
-_COMPILER = (
-    "import sys; sys.path[:] = filter(None, sys.path); "  # no imports from the working directory, which may be /tmp
-    "from kvdepot.devices.cuda.copy_rows import main; main(int(sys.argv[1]))"
-)
+_COMPILER = "import sys; from kvdepot.devices.cuda.copy_rows import main; main(int(sys.argv[1]))"
 _COMPILE_S = 20.0
 """Shorter than a worker waits for its registration."""
 _PARAMETERS = 2
@@ -115,7 +112,7 @@ def compiled(arch: int) -> Compiled:
     """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError("the copy kernel needs Triton, which is not installed: pip install triton")
-    command = [sys.executable, "-c", _COMPILER, str(arch)]
+    command = run_code(_COMPILER, str(arch))
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
         made = msgspec.json.decode(b"".join(done.stdout.splitlines()[-1:]), type=Compiled)

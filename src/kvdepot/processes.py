@@ -1,0 +1,50 @@
+"""Processes of ours: the command lines that start Python code of ours, and what such a process does first.
+
+Python puts the working directory first on the import path for `-m` and `-c`, so a file `click.py` in the folder where
+somebody types `kvdepot bench` would run. `-P` prevents that, from Python 3.11 on; for 3.10 the code itself drops the
+entry. Not `-I`, which also ignores PYTHONPATH and what a user has installed with `pip install --user`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["prepare_standard_files", "run_code", "run_module"]
+
+_HAS_SAFE_PATH = sys.version_info >= (3, 11)
+_DROP = "import sys; del sys.path[0]\n"
+_AS_MAIN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+
+
+def run_module(name: str, *arguments: str) -> list[str]:
+    """The command line that runs a module as `python -m` does."""
+    if _HAS_SAFE_PATH:
+        return [sys.executable, "-P", "-m", name, *arguments]
+    return run_code(_AS_MAIN, name, *arguments)
+
+
+def run_code(code: str, *arguments: str) -> list[str]:
+    """The command line that runs this code as `python -c` does; `sys.argv[1:]` is `arguments`."""
+    if _HAS_SAFE_PATH:
+        return [sys.executable, "-P", "-c", code, *arguments]
+    return [sys.executable, "-c", f"{_DROP}{code}", *arguments]
+
+
+def prepare_standard_files() -> None:
+    """Open /dev/null as each closed descriptor from 0 to 2, for this process and its children.
+
+    The command and the web process call this before they open any file (`kvdepot serve <&- >&- 2>&-`). Otherwise the
+    next file, perhaps the arena, would get the missing number, and libraries would print into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            fd = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            assert fd == number, f"descriptor {number} is closed, but open returned {fd}"
+            os.set_inheritable(fd, True)
+    # Python sets these to None if the descriptor was closed.
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
