@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.core.infinite_cache import InfiniteCache, words
 
 DAY_S = 86400.0
 CHUNK = 16
@@ -17,8 +17,13 @@ def fresh(draw: random.Random, count: int) -> list[bytes]:
     return [draw.randbytes(32) for _ in range(count)]
 
 
-def bound(cache: InfiniteCache, found: int = 0) -> int:
-    told = cache.bound(found)
+def count(cache: InfiniteCache, chunks: list[bytes] | bytes, chunk_tokens: int = CHUNK, held: int = 0) -> None:
+    """Count a prompt of which the engine or the depot had the first `held` tokens."""
+    cache.count(words(chunks if isinstance(chunks, bytes) else b"".join(chunks)), chunk_tokens, held)
+
+
+def missed(cache: InfiniteCache) -> int:
+    told = cache.missed
     assert told is not None
     return told
 
@@ -27,57 +32,57 @@ def test_it_has_the_tokens_of_all_chunks_that_were_looked_up_before() -> None:
     draw = random.Random(1)
     cache = InfiniteCache(0.0)
     first = fresh(draw, 1000)
-    cache.count(b"".join(first), CHUNK)
-    assert bound(cache) == pytest.approx(0, abs=10 * CHUNK)
-    cache.count(b"".join(first[:500]), CHUNK)
-    assert bound(cache) == pytest.approx(500 * CHUNK, abs=10 * CHUNK)
+    count(cache, first)
+    assert missed(cache) == pytest.approx(0, abs=10 * CHUNK)
+    count(cache, first[:500])
+    assert missed(cache) == pytest.approx(500 * CHUNK, abs=10 * CHUNK)
 
 
 def test_chunks_of_several_sizes_count_with_their_own_tokens() -> None:
     draw = random.Random(2)
     cache = InfiniteCache(0.0)
-    small, large = b"".join(fresh(draw, 1000)), b"".join(fresh(draw, 1000))
+    small, large = fresh(draw, 1000), fresh(draw, 1000)
     for _ in range(3):
-        cache.count(small, CHUNK)
-    cache.count(large, 16 * CHUNK)
-    assert bound(cache) == pytest.approx(2000 * CHUNK, abs=200 * CHUNK)
+        count(cache, small)
+    count(cache, large, 16 * CHUNK)
+    assert missed(cache) == pytest.approx(2000 * CHUNK, abs=200 * CHUNK)
 
 
 def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behind_it() -> None:
     draw = random.Random(3)
     cache = InfiniteCache(0.0)
     for _ in range(50):
-        cache.count(draw.randbytes(32 * 10_000), CHUNK)
+        count(cache, draw.randbytes(32 * 10_000))
     known = fresh(draw, 2000)
-    cache.count(b"".join(known), CHUNK)
-    before = bound(cache)
+    count(cache, known)
+    before = missed(cache)
     for _ in range(400):  # 60 of 100 chunks were there before
-        cache.count(b"".join(draw.choices(known, k=60)) + draw.randbytes(32 * 40), CHUNK)
-    assert (bound(cache) - before) / (40_000 * CHUNK) == pytest.approx(0.6, abs=0.02)
+        count(cache, b"".join(draw.choices(known, k=60)) + draw.randbytes(32 * 40))
+    assert (missed(cache) - before) / (40_000 * CHUNK) == pytest.approx(0.6, abs=0.02)
 
 
-def test_it_never_falls_nor_below_what_was_found_and_what_engines_have_is_not_in_it() -> None:
+def test_what_was_held_is_not_missed_and_the_count_never_falls() -> None:
     draw = random.Random(4)
     cache = InfiniteCache(0.0)
-    known = b"".join(fresh(draw, 1000))
-    told = [0]
+    known = fresh(draw, 1000)
+    count(cache, known)
+    seen = [missed(cache)]
     for _ in range(20):
-        cache.count(known, CHUNK)
-        told.append(bound(cache))
-        cache.subtract(500 * CHUNK)  # which the engine tells later
-        told.append(bound(cache))
-        cache.count(b"".join(fresh(draw, 200)), CHUNK)
-        told.append(bound(cache, found=told[-1]))
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(19 * 1000 * CHUNK - 20 * 500 * CHUNK, rel=0.1)
-    assert bound(cache, found=2 * told[-1]) == 2 * told[-1]
+        count(cache, known + fresh(draw, 200), held=500 * CHUNK + CHUNK // 4)  # a part of a chunk is held, too
+        seen.append(missed(cache))
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(20 * (500 * CHUNK - CHUNK // 4), rel=0.02)
+    count(
+        cache, fresh(draw, 1000), held=1000 * CHUNK
+    )  # chunks that nobody has looked up before
+    assert missed(cache) == pytest.approx(seen[-1], abs=10 * CHUNK)
 
 
 def test_lookups_without_chunks_are_nothing() -> None:
     cache = InfiniteCache(100.0)
-    cache.count(b"", CHUNK)
+    count(cache, b"", held=5)
     cache.tick(101.0)
-    assert cache.bound(0) == 0
+    assert cache.missed == 0
 
 
 def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
@@ -89,14 +94,14 @@ def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
         cache = InfiniteCache(0.0)
         now = 0.5 * DAY_S
         cache.tick(now)
-        cache.count(known, CHUNK)
+        count(cache, known)
         end = now + days * DAY_S
         while now < end:
             now = min(now + 0.1 * DAY_S, end)
             cache.tick(now)
-        before = bound(cache)
-        cache.count(known, CHUNK)
-        return (bound(cache) - before) / (500 * CHUNK)
+        before = missed(cache)
+        count(cache, known)
+        return (missed(cache) - before) / (500 * CHUNK)
 
     assert again_after(1.0) == pytest.approx(1.0, abs=0.02)
     assert again_after(2.5) == pytest.approx(0.0, abs=0.02)
@@ -105,6 +110,6 @@ def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
 def test_without_the_library_there_is_no_upper_bound_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketches", None)
     cache = InfiniteCache(0.0)
-    cache.count(bytes(64), CHUNK)
+    count(cache, bytes(64))
     cache.tick(1.0)
-    assert cache.bound(7) is None
+    assert cache.missed is None

@@ -136,36 +136,62 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
 
 
-def test_a_client_takes_no_more_from_the_bound_than_its_lookups_have_added() -> None:
+def test_the_upper_bound_is_counted_when_an_engine_reports_and_leaves_out_its_own_cache() -> None:
+    desk = Desk()
+    desk.hello()
+
+    def tokens() -> tuple[int, int, int | None]:
+        told = desk.depot.status().tokens
+        return told.asked, told.found, told.bound
+
+    for request, own in (
+        ("r1", 0),
+        ("r2", 9),
+    ):  # the same prompt twice
+        desk.ask(b"one", look(9, request, reports=True))
+        assert tokens()[2] == 0, "a lookup alone says nothing about what the engine lacks"
+        desk.ask(b"one", wire.EndSession(request, asked=wire.Asked(10 - own, 0, own)))
+    assert tokens() == (11, 0, 0)
+    desk.ask(b"one", look(9, "r3", reports=True))  # the engine has forgotten all but two tokens, as the depot has
+    desk.ask(b"one", wire.EndSession("r3", asked=wire.Asked(8, 0, 2)))
+    assert tokens() == (19, 0, 7)
+
+
+def test_what_the_depot_finds_is_in_the_upper_bound_even_if_this_run_has_never_seen_it() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one")
+    assert desk.ask(b"one", store(prompt("a", 5))) is True  # as if a run before this one had
+    assert desk.ask(b"one", look(5, "r1", reports=True)) == 5
+    desk.ask(b"one", wire.EndSession("r1", asked=wire.Asked(6, 5, 0)))
+    assert desk.ask(b"one", look(6, "r2")) == 5  # from a client that reports nothing
+    tokens = desk.depot.status().tokens
+    assert (tokens.asked, tokens.found, tokens.bound) == (12, 10, 10)
+
+
+def test_a_report_changes_the_upper_bound_only_by_lookups_of_its_own_client() -> None:
     desk = Desk()
     desk.hello(b"red", "red")
     desk.hello(b"blue", "blue")
-
-    def bound() -> int:
-        told = desk.depot.status().tokens.bound
-        assert told is not None
-        return told
-
-    for request in ("r1", "r2"):
-        desk.ask(b"blue", look(100, request))
-    before = bound()
-    assert before > 90
-    desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(0, 0, 1 << 32)))
-    desk.ask(b"red", look(10, "r", reports=True))
-    for _ in range(5):
+    for _ in range(2):
+        desk.ask(b"blue", look(100, "r", reports=True))
         desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(0, 0, 1 << 32)))
-    desk.ask(b"blue", look(100, "r3"))
-    assert bound() - before > 80
+        desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(1 << 32, 0, 0)))
+        desk.ask(b"blue", wire.EndSession("r", asked=wire.Asked(101, 0, 0)))
+    assert desk.depot.status().tokens.bound == 100
 
 
-def test_what_was_reported_as_found_is_not_an_engines_own_later() -> None:
+def test_lookups_whose_reports_do_not_come_take_a_bounded_amount_of_memory() -> None:
     desk = Desk()
     client = desk.depot.client(desk.hello())
     assert client is not None
-    desk.ask(b"one", look(10, "r", reports=True))
-    for asked, left in ((wire.Asked(6, 4, 2), 4), (wire.Asked(6, 4, 2), 0), (wire.Asked(1, 1, 9), 0)):
-        desk.ask(b"one", wire.EndSession("r", asked=asked))
-        assert client.unreported == left
+    hashes = bytes(wire.MAX_CHUNKS * 32)
+    for number in range(20):
+        desk.ask(b"one", wire.Lookup("m", 1, 0, f"r{number}", 1, hashes, reports=True))
+    before = len(client.unreported)
+    assert 1 <= before < 10
+    desk.ask(b"one", wire.EndSession("r19"))  # it was never scheduled
+    assert len(client.unreported) == before - 1
 
 
 def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:

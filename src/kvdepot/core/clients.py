@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.infinite_cache import Unreported
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
@@ -131,7 +132,7 @@ class Client:
     engine: str = ""  # the engine that it says it belongs to; see core/engines.py
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
-    unreported: int = 0  # tokens of its lookups with `reports` that no EndSession has reported as found or its own
+    unreported: Unreported = field(default_factory=Unreported)  # its lookups with `reports`, until their EndSession
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for stores or tiers, by request

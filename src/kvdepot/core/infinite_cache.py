@@ -3,18 +3,19 @@
 Called by core/usage.py on the deciding thread. It is an estimate and must stay cheap: half a MiB,
 and a fraction of a microsecond per chunk looked up.
 
-An infinite cache misses a chunk exactly once, so it has all chunks looked up but those looked up for the first time. A
+What the depot had is counted exactly; here is what it missed although an infinite cache would have had it. An infinite
+cache misses a chunk exactly once, so it has every chunk of a prompt but those that are looked up for the first time. A
 HyperLogLog sketch (P. Flajolet et al., 2007) of all chunks estimates their number by its growth. Growth is counted as
 it happens (HIP; E. Cohen, "All-distances sketches, revisited", 2014): for the few new chunks of a minute, this is far
-more accurate than the difference between two estimates of the total. What engines have in their own caches they do not
-ask for, so it is subtracted.
+more accurate than the difference between two estimates of the total.
 
 A sketch becomes less accurate with the number of chunks seen, and chunks of last year are of no interest. So sketches
 rotate: a new one begins each day and is used from its second day on; at least one day is remembered. With ten million
 chunks seen, the share among 200,000 chunks is off by about one percentage point.
 
 Sketches come from `datasketches` (Apache), which the default install has; without it there is no upper bound, and
-nothing else changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond per chunk.
+nothing else changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond per chunk;
+subtracting what engines have in their own caches from a sum over all chunks, which is wrong until they report it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["InfiniteCache"]
+__all__ = ["InfiniteCache", "Unreported", "Words", "words"]
+
+Words = npt.NDArray[np.int64]
+"""Eight bytes of the hash of each chunk of a prompt. Hashes are uniform, so these suffice for a sketch."""
 
 _DAY_S = 86400.0
 _LOG_REGISTERS = 18
@@ -33,87 +38,103 @@ _ALL = 1 << 16
 """The sketches get all of the first chunks up to this number, and then one in _SAMPLED: a prompt of 128k tokens has 512
 chunks, and its lookup must not wait for a thousand updates."""
 _SAMPLED = 8
-_BATCH = 1024
-"""Chunks passed to the sketches at a time."""
+_UNREPORTED = 1 << 17
+"""Most chunks of one client whose reports have not come, 1 MiB; the oldest lookups beyond that do not count."""
+
+
+def words(hashes: bytes) -> Words:
+    """The words of a prompt's chunk hashes (32 bytes each)."""
+    # Signed, because `update` would take integers from 2**63 up for floating-point numbers.
+    return np.frombuffer(hashes, np.int64)[:: HASH_BYTES // 8].copy()
+
+
+class Unreported:
+    """The latest lookup of each request of one client until the client reports what the request lacked."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[str, tuple[Words, int]] = {}  # chunks, tokens per chunk; the oldest lookup first
+        self._chunks = 0
+
+    def __repr__(self) -> str:
+        return f"<Unreported {self._chunks} chunks>"
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def add(self, request: str, chunks: Words, chunk_tokens: int) -> None:
+        """Keep a lookup; it replaces the request's older one."""
+        self.pop(request)
+        self._lookups[request] = chunks, chunk_tokens
+        self._chunks += len(chunks)
+        while self._chunks > _UNREPORTED:
+            self.pop(next(iter(self._lookups)))
+
+    def pop(self, request: str) -> tuple[Words, int] | None:
+        """Remove and return the request's lookup: its chunks, and the tokens per chunk."""
+        lookup = self._lookups.pop(request, None)
+        if lookup is not None:
+            self._chunks -= len(lookup[0])
+        return lookup
 
 
 class InfiniteCache:
-    """Counts the tokens of looked-up chunks, and estimates how many of them are looked up for the first time."""
+    """Estimates how many tokens of looked-up prompts an infinite cache would have had beyond what was found."""
 
     def __init__(self, now: float) -> None:
         """now: seconds of any clock, the same as for `tick`."""
-        self._waiting: dict[int, list[bytes]] = {}  # by tokens per chunk
-        self._waiting_chunks = 0
-        self._chunks = 0  # passed to the sketches, or skipped by sampling
-        self._tokens = 0  # of these
-        self._new = 0.0  # of these, estimated tokens of new chunks
-        self._own = 0  # in engines' own caches
-        self._bound = 0  # what was last returned
+        self._chunks = 0  # counted so far
+        self._missed = 0.0  # estimated tokens; an estimate, so it may fall
+        self._most = 0  # its maximum
         self._day_began = now
         self._sketch = _sketch()  # the one in use
         self._next = _sketch()  # in use after the next rotation
-        self._seen = 0.0  # the estimate of `_sketch`
 
     def __repr__(self) -> str:
-        return f"<InfiniteCache {self._tokens} tokens, {self._new:.0f} new>"
+        return f"<InfiniteCache {self._chunks} chunks, {self._missed:.0f} tokens missed>"
 
-    def count(self, hashes: bytes, chunk_tokens: int) -> None:
-        """Count the chunks of a lookup (hashes of 32 bytes each), of so many tokens each."""
-        if self._sketch is None:
-            return
-        self._waiting.setdefault(chunk_tokens, []).append(hashes)
-        self._waiting_chunks += len(hashes) // HASH_BYTES
-        if self._waiting_chunks >= _BATCH:
-            self._tell()
+    @property
+    def missed(self) -> int | None:
+        """Tokens that were not found although an infinite cache would have had them; never falls.
 
-    def subtract(self, tokens: int) -> None:
-        """So many tokens were in an engine's own cache; the caller checks that lookups named so many."""
-        self._own += tokens
+        None without `datasketches`.
+        """
+        return None if self._sketch is None else self._most
 
-    def bound(self, found: int) -> int | None:
-        """Tokens beyond engines' own caches that an infinite cache would have had; it never falls.
+    def count(self, chunks: Words, chunk_tokens: int, held: int) -> None:
+        """Count the chunks of a prompt that was looked up.
 
-        found: what the depot had of them; being an estimate, the bound may come out slightly below. None without
-        `datasketches`.
+        chunk_tokens: tokens per chunk. held: tokens of the prefix that the engine or the depot had.
         """
         if self._sketch is None:
-            return None
-        self._tell()
-        self._bound = max(self._bound, found, round(self._tokens - self._new) - self._own)
-        return self._bound
+            return
+        whole, part = divmod(min(held, len(chunks) * chunk_tokens), chunk_tokens)
+        step = 1 if self._chunks < _ALL else _SAMPLED
+        self._add(chunks[:whole], step)
+        if part:
+            self._missed += (chunk_tokens - part) * self._add(chunks[whole : whole + 1], step)
+            whole += 1
+        self._missed += chunk_tokens * self._add(chunks[whole:], step)
+        self._chunks += len(chunks)
+        self._most = max(self._most, round(self._missed))
 
-    def _tell(self) -> None:
-        for chunk_tokens, waiting in self._waiting.items():
-            self._tell_of(b"".join(waiting), chunk_tokens)
-        self._waiting.clear()
-        self._waiting_chunks = 0
-
-    def _tell_of(self, hashes: bytes, chunk_tokens: int) -> None:
-        # Hashes are uniform, so any eight of their bytes suffice for a sketch. Signed, because `update` would take
-        # integers from 2**63 up for floating-point numbers.
-        words = np.frombuffer(hashes, np.int64)[:: HASH_BYTES // 8]
+    def _add(self, chunks: Words, step: int) -> float:
+        """Add one in `step` chunks to the sketches; returns about how many of all were there before."""
         # Sampling is by hash, so that a chunk is always sampled or never.
-        told = words if self._chunks < _ALL else words[words % _SAMPLED == 0]
-        some = told.tolist()
+        some = (chunks if step == 1 else chunks[chunks % step == 0]).tolist()
+        if not some:
+            return 0.0
+        before = self._sketch.get_estimate()
         for update in (self._sketch.update, self._next.update):
             for word in some:
                 update(word)
-        self._chunks += len(words)
-        self._tokens += len(words) * chunk_tokens
-        seen = self._sketch.get_estimate()
-        if some:
-            self._new += (seen - self._seen) * len(words) / len(some) * chunk_tokens
-        self._seen = seen
+        known = len(some) - (self._sketch.get_estimate() - before)
+        return float(known * step)
 
     def tick(self, now: float) -> None:
         """Called once a second: rotates the sketches after a day."""
-        if self._sketch is None:
-            return
-        self._tell()
-        if now - self._day_began >= _DAY_S:
+        if self._sketch is not None and now - self._day_began >= _DAY_S:
             self._day_began = now
             self._sketch, self._next = self._next, _sketch()
-            self._seen = self._sketch.get_estimate()
 
 
 def _sketch() -> Any:

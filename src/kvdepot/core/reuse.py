@@ -7,9 +7,9 @@ were there, and how many an infinite cache would have had. Called by core/depot.
     bound    what an infinite cache would have found, an estimate
 
 Finding what an engine has itself is not reuse, so none of the four counts it, if the engine tells (core/usage.py).
-vLLM's connector reports asked, found and reused of a request together, when the rest of its prompt is stored; `bound`
-is counted when it is looked up. In a short window they may therefore belong to different requests; shares are capped
-at 1.
+vLLM's connector reports all of a request together, when the rest of its prompt is stored. Other clients' lookups count
+at once, and what they reuse at the end of the request, so in a short window these may belong to different requests;
+shares are capped at 1.
 """
 
 from __future__ import annotations

@@ -8,14 +8,16 @@ Clients choose the names of models, so a model gets an entry only if the depot h
 another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
-asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted. The
-lookups of clients that report nothing count in full. What an engine reports as saved is believed: it may come from a
-lookup that another run of the server answered. A false report makes the figures of its own tenant and model wrong, the
-totals, and the prefill time per token that receipts use; it changes nothing about which chunks are kept or found.
+asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
+the upper bound. The lookups of clients that report nothing count at once, in full. What an engine reports as saved is
+believed: it may come from a lookup that another run of the server answered. A false report makes the figures of its own
+tenant and model wrong, the totals, and the prefill time per token that receipts use; it changes nothing about which
+chunks are kept or found.
 
 Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
 where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
-fall; a series for whichever models are the largest now, because a model that comes back would start anew.
+fall, and all readings in between are wrong; a series for whichever models are the largest now, because a model that
+comes back would start anew.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections import Counter
 
 from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
-from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.core.infinite_cache import InfiniteCache, words
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
@@ -102,8 +104,9 @@ class Usages:
     @property
     def tokens(self) -> TokenCounts:
         """Of all requests since the start, with the upper bound of what could have been found."""
-        total = self.total
-        return TokenCounts(total.asked, total.found, total.reused, self._infinite_cache.bound(total.found))
+        total, missed = self.total, self._infinite_cache.missed
+        bound = None if missed is None else total.found + missed
+        return TokenCounts(total.asked, total.found, total.reused, bound)
 
     @property
     def token_s(self) -> float:
@@ -115,21 +118,23 @@ class Usages:
 
         is_known: the depot has a namespace of its model.
         """
-        self._infinite_cache.count(lookup.hashes, chunk_tokens)
         asked, found = len(lookup.hashes) // HASH_BYTES * chunk_tokens, found * chunk_tokens
         if found:
             self.hit_tokens.count(found)
+        chunks = words(lookup.hashes)
         if lookup.reports:
-            client.unreported += asked
+            client.unreported.add(lookup.request, chunks, chunk_tokens)
             asked = found = 0  # `report` counts them
+        else:
+            self._infinite_cache.count(chunks, chunk_tokens, found)
         self.count(client.tenant, lookup.model, asked, found, is_known=is_known)
 
     def report(self, client: Client, request: wire.EndSession) -> None:
         """Count what an engine reports about a request; the caller has checked its bounds."""
         asked = request.asked
-        # The bound is everybody's: a client takes from it no more than its own lookups have added.
-        self._infinite_cache.subtract(min(asked.own, client.unreported))
-        client.unreported -= min(asked.own + asked.found, client.unreported)
+        lookup = client.unreported.pop(request.request)
+        if lookup is not None and asked.tokens:  # else it was never scheduled
+            self._infinite_cache.count(*lookup, asked.own + asked.found)
         if asked.tokens or request.saved_tokens:
             model = request.model or client.model
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
