@@ -83,7 +83,7 @@ def fields() -> list[msgspec.structs.FieldInfo]:
 
 def test_without_file_environment_and_flags_every_setting_has_its_default() -> None:
     loaded = load(environ={})
-    assert loaded.url == config.default_url()
+    assert loaded.url == config.home_url()
     for field in fields():
         if field.name != "url":
             assert getattr(loaded, field.name) == getattr(Config(), field.name)
@@ -115,6 +115,15 @@ def test_a_flag_that_was_not_given_hides_nothing() -> None:
 def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDEPOT_CHUNK_SIZE", "48")
     assert load().chunk_size == 48
+
+
+def test_the_python_api_and_engines_use_the_url_that_every_command_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("", "ipc:///run/elsewhere.sock"):
+        monkeypatch.setenv("KVDEPOT_URL", url)
+        assert config.default_url() == load().url == (url or config.home_url())
+    monkeypatch.setenv("KVDEPOT_URL", "elsewhere.sock")
+    with pytest.raises(ConfigError, match=r"KVDEPOT_URL: "):
+        config.default_url()
 
 
 def test_environment_variables_that_are_no_setting_change_nothing_and_are_told_with_what_was_meant() -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "default_key",
     "default_url",
     "free_memory",
+    "home_url",
     "in_text",
     "load",
     "load_with_sources",
@@ -41,6 +42,7 @@ __all__ = [
     "odd_chunk_size",
     "reported",
     "stray_variables",
+    "url_in_environment",
     "words_of",
 ]
 
@@ -54,7 +56,23 @@ SMALLEST_BLOCK = 16
 
 
 def default_url() -> str:
-    """The default endpoint of servers and clients: a unix socket that only this user can open."""
+    """The endpoint of servers and clients that are given none: `KVDEPOT_URL`, or else this user's own.
+
+    Raises ConfigError for a `KVDEPOT_URL` that is no endpoint.
+    """
+    return url_in_environment() or home_url()
+
+
+def url_in_environment() -> str:
+    """The endpoint in `KVDEPOT_URL`, where somebody runs the server; empty if it is not set. Raises ConfigError."""
+    url = os.environ.get(f"{_PREFIX}URL", "")
+    if url and (fault := fault_of_endpoint(url)):
+        raise ConfigError(f"{_PREFIX}URL: {fault}")
+    return url
+
+
+def home_url() -> str:
+    """This user's own endpoint: a unix socket in a folder that only this user can open."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if not base:
         import tempfile  # slow to import
@@ -422,7 +440,7 @@ def load_with_sources(
             name = f"{file}: {name}"  # the name of a flag or variable identifies the setting already
         raise ConfigError(f"{source.get(name, name)}: {said}" if name else said) from exc
     if not config.url:
-        config = msgspec.structs.replace(config, url=default_url())
+        config = msgspec.structs.replace(config, url=home_url())
     return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvdepot.client import admin
 from kvdepot.client.launch import Shared
-from kvdepot.config import default_url
+from kvdepot.config import home_url
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import holder
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
@@ -30,9 +30,10 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
     Depot.names.add(arena)
     with tempfile.TemporaryDirectory() as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.delenv("KVDEPOT_URL", raising=False)
         monkeypatch.setenv("KVDEPOT_ARENA_NAME", arena)
         monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.0625")
-        shared = Shared(default_url())
+        shared = Shared(home_url())
         yield shared
         if pid := pid_at(shared.url):
             os.kill(pid, signal.SIGTERM)
@@ -76,12 +77,17 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
     second.stop()
 
 
-def test_an_engine_runs_without_its_server_and_connects_when_it_comes(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+def test_an_engine_runs_without_the_server_of_its_environment_and_connects_when_it_comes(
+    home: Shared,
+    start_depot: StartDepot,
+    models: dict[str, Path],
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    url = f"ipc://{tmp_path}/late.sock"
+    url = home.url.replace("depot.sock", "late.sock")
+    monkeypatch.setenv("KVDEPOT_URL", url)  # as for every command: so the engine starts no server
     tokens = prompt(42, 2 * 256 + 9)
-    engine = start_engine(models["gqa"], url).wait_started()
+    engine = start_engine(models["gqa"], "", **settings()).wait_started()
     cold = engine.run(tokens)
     assert engine.run_fresh(tokens)["cached"] == 0
     said = engine.logged()
@@ -98,6 +104,7 @@ def test_an_engine_runs_without_its_server_and_connects_when_it_comes(
     assert from_depot["cached"] == 512
     assert output(from_depot) == output(engine.run(tokens))
     assert from_depot["tokens"] == again["tokens"] == cold["tokens"]
+    assert not home.log.exists()
     engine.stop()
     eventually(lambda: nothing_is_held(depot.status()))
 
@@ -123,7 +130,7 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     engine = start_engine(models["gqa"], "embedded", tensor_parallel_size=2).wait_started()
     engine.tell("link")
     (arena,) = set(SHM.glob(pattern)) - before
-    url = default_url().replace("depot.sock", f"engine-{arena.name.rpartition('-')[2]}.sock")
+    url = home_url().replace("depot.sock", f"engine-{arena.name.rpartition('-')[2]}.sock")
     with admin.connect(url, timeout_s=HANG_S) as client:
         eventually(lambda: client.ask(wire.Status()).result(HANG_S)["instances"] == 2)
     pid = pid_at(url)

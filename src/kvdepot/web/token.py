@@ -11,7 +11,7 @@ import re
 import secrets
 from pathlib import Path
 
-from kvdepot.config import Config, default_url
+from kvdepot.config import Config, home_url
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_file
@@ -30,7 +30,7 @@ def token_path(config: Config) -> Path:
         return Path(config.http_token_file)
     if path := socket_path(config.url):
         return path.with_name(path.name + ".token")
-    return Path(default_url()[len("ipc://") :]).with_name(config.arena + ".token")
+    return Path(home_url()[len("ipc://") :]).with_name(config.arena + ".token")
 
 
 def read_token(config: Config) -> str:

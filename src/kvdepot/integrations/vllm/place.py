@@ -2,11 +2,11 @@
 
 Called by start.py before a model is loaded, and by connector.py.
 
-| `kvdepot.url` | the server | started by |
+| `kvdepot.url`, or else `KVDEPOT_URL` | the server | started by |
 |---|---|---|
 | none | this user's, at the default endpoint | the first engine that finds none, unless `kvdepot.start` is `never` |
 | an endpoint | the one there | somebody else |
-| `embedded` | the engine's own | the engine's first worker, whose child it is |
+| `embedded` (`kvdepot.url` alone) | the engine's own | the engine's first worker, whose child it is |
 
 The engine runs without a server that is not there, and connects when it is (link.py); with `kvdepot.required`, it ends.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from kvdepot.client.launch import Embedded, Shared
-from kvdepot.config import default_url
+from kvdepot.config import default_url, home_url, url_in_environment
 from kvdepot.errors import (
     ArenaError,
     Busy,
@@ -84,17 +84,17 @@ def find_place(settings: Settings, engine_id: str, starts_own: bool = False) -> 
     """Where the server is, after starting it if that is this process's part. Never waits for it.
 
     engine_id: vLLM's, equal in all processes of an engine. starts_own: whether this process is the one of them that
-    starts the engine's own server.
+    starts the engine's own server. Raises ConfigError for a `KVDEPOT_URL` that is no endpoint.
     """
     if settings.is_embedded:
         name = blake3(engine_id.encode()).hexdigest()[:16]
-        folder = default_url().rpartition("/")[0]
+        folder = home_url().rpartition("/")[0]
         place = Place(f"{folder}/engine-{name}.sock", settings.key, settings.required, engine_id)
         if starts_own:
             _start_own(place, name)
         return place
     place = Place(settings.url or default_url(), settings.key, settings.required, engine_id)
-    if not settings.url and settings.start == "auto":
+    if not (settings.url or url_in_environment()) and settings.start == "auto":
         place.server = Shared(place.url)
         _start(place)
     return place
