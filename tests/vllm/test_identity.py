@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +99,14 @@ def test_every_field_of_a_real_configuration_is_reached(config: VllmConfig) -> N
     assert _text(config) == before
 
 
+NO_FIELDS = {
+    "_hf_config_revision", "_model_info", "_pooler_config_sources", "_supports_multimodal_inputs_cache",
+    "_supports_multimodal_inputs_cached", "config_updated", "model_arch_config", "original_max_model_len",
+}  # fmt: skip
+"""Attributes of ModelConfig that are no fields of it."""
+
 OF_OTHER_RELEASES = {
+    "ModelConfig": NO_FIELDS,
     "VllmConfig": {"logging_config", "watchdog_config"},
     "CacheConfig": {
         "cache_hit_alignment_tokens", "effective_attention_block_size", "hash_block_size",
@@ -112,6 +121,20 @@ OF_OTHER_RELEASES = {
 """Fields that some releases have that are served, and others not."""
 
 
+def test_attributes_that_are_no_fields_separate_engines_too(config: VllmConfig) -> None:
+    before = _name(config)
+    fields = {field.name for field in dataclasses.fields(config.model_config)}
+    others = vars(config.model_config).keys() - fields
+    assert {"attention_chunk_size", "convert_type", "original_max_model_len"} <= others
+    config = copy.deepcopy(config)
+    for name in sorted(others):
+        value = getattr(config.model_config, name)
+        setattr(config.model_config, name, "another value")
+        is_derived = isinstance(getattr(type(config.model_config), name, None), functools.cached_property)
+        assert (_name(config) == before) == (is_derived or name in HARMLESS["ModelConfig"]), name
+        setattr(config.model_config, name, value)
+
+
 def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
     for name, fields in HARMLESS.items():
         if name == "PreTrainedConfig":
@@ -124,6 +147,58 @@ def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
 
 def test_a_name_is_the_same_again_and_for_a_copy_of_the_configuration(config: VllmConfig) -> None:
     assert _name(config) == _name(config) == _name(copy.deepcopy(config))
+
+
+def _configured(model: Path, transfer: Any, **options: Any) -> VllmConfig:
+    """A configuration as vLLM hands it to workers."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class WithoutWorkers(UniProcExecutor):
+        def _init_executor(self) -> None:
+            pass
+
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "kv_transfer_config": transfer}
+    config = EngineArgs(model=str(model), **(given | options)).create_engine_config()
+    WithoutWorkers(config)
+    return copy.deepcopy(config)
+
+
+def _build(config: VllmConfig) -> None:
+    """Change a configuration as vLLM's code for a model and its fit to the free memory do."""
+    config.model_config.hf_config.num_ln_in_parallel_attn = 2
+    config.model_config.max_model_len = 800
+    config.cache_config.mamba_page_size_padded = 131072
+    config.cache_config.mamba_block_size = 256
+
+
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "below MultiConnector"])
+def test_an_engine_has_one_name_whatever_building_the_model_changes(
+    models: dict[str, Path], is_child: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
+    settings = {"kvdepot.start": "never"}
+    transfer: dict[str, Any] = {"kv_connector": "KVDepotConnector", "kv_connector_extra_config": settings}
+    if is_child:
+        child = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        children = {"connectors": [transfer | {"kv_role": "kv_both"}, child]}
+        transfer = {
+            "kv_connector": "MultiConnector", "kv_connector_extra_config": children,
+            "kv_load_failure_policy": "recompute",
+        }  # fmt: skip
+    reused = KVTransferConfig(**transfer, kv_role="kv_both")
+    scheduler = _configured(models["gqa"], reused)
+    worker = copy.deepcopy(scheduler)
+    _build(worker)
+    assert _name(worker) == _name(scheduler)
+    # vLLM's own copies of a configuration, for parts of a model, can still be made.
+    assert worker.with_hf_config(worker.model_config.hf_config, ["LlamaForCausalLM"]).instance_id != worker.instance_id
+    other = _configured(models["gqa"], reused, max_model_len=800)
+    assert _name(other) != _name(scheduler), "two engines with one KVTransferConfig"
+    again = _configured(models["gqa"], reused)
+    assert again.instance_id != scheduler.instance_id
+    assert _name(again) == _name(scheduler)
 
 
 def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: VllmConfig) -> None:

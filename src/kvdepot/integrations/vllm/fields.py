@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 
@@ -66,8 +67,17 @@ HARMLESS: dict[str, dict[str, str]] = {
         "logprobs_mode": _SAMPLING,
         "use_fp64_gumbel": _SAMPLING,
         "logits_processors": _SAMPLING,
+        "_hf_config_revision": _FILES,
+        "_model_info": "made from the model's class, which is vLLM's own or a plugin's",
+        "_pooler_config_sources": "says where the pooler's settings come from; they are described themselves",
+        "_supports_multimodal_inputs_cache": _STATE,
+        "_supports_multimodal_inputs_cached": _STATE,
+        "config_updated": _STATE,
+        "model_arch_config": "made from hf_config, which is described itself",
+        "original_max_model_len": "what was asked for; the length that the model is built with is described",
     },
     "MultiModalConfig": {
+        "mm_encoder_fp8_scale_path": _FILES,
         "limit_per_prompt": _FRONTEND,
         "interleave_mm_strings": _FRONTEND,
         "mm_processor_cache_gb": _MEMORY,
@@ -215,7 +225,8 @@ HARMLESS: dict[str, dict[str, str]] = {
         "output_router_logits": "what is returned; releases of transformers differ in which models have it",
     },
 }
-"""Fields by the class that declares them, with the reason why engines that differ in them may share KV."""
+"""Fields and other attributes by the class that has them, with the reason why engines that differ in them may share
+KV."""
 
 NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
     "VllmConfig": {
@@ -333,13 +344,17 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
 
 
 def _fields(value: object) -> Iterator[tuple[str, object]]:
-    """Names and values of an object's fields; none for functions and the like."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                yield field.name, getattr(value, field.name)
-    elif not callable(value):
-        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+    """Names and values of an object's fields and other attributes; none for functions and the like.
+
+    Cached properties are left out: they are made of other attributes, and are there only once somebody has asked.
+    """
+    if callable(value) and not dataclasses.is_dataclass(value):
+        return
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    names = dict.fromkeys([*(field.name for field in fields), *getattr(value, "__dict__", ())])
+    for name in names:
+        if hasattr(value, name) and not isinstance(getattr(type(value), name, None), cached_property):
+            yield name, getattr(value, name)
 
 
 def _without(names: Mapping[str, str], value: object) -> object:

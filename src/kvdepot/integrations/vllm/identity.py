@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.processor import platform_facts
-from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.facts import describe_engine, noted_facts
 from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import find_weights
@@ -165,8 +165,9 @@ def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[Group]) -> Non
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
     """Everything that is fixed for an engine and may change KV bytes, as a readable name with a hash.
 
-    Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
-    model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
+    Equal in the scheduler and every worker, and after a restart with the same weights and configuration: what building
+    a model may change was described before (facts.py). Reads the model's files: call it once the weights have been
+    loaded. Raises ConfigError for versions that it cannot identify,
     unless weights_revision names them.
     """
     models = [(vllm_config.model_config, vllm_config.load_config)]
@@ -175,7 +176,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
         models.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
     facts = {
         "format": _format(kv_cache_config),
-        "config": describe_config(vllm_config, vouched=bool(weights_revision)),
+        "engine": noted_facts(vllm_config) or describe_engine(vllm_config, vouched=bool(weights_revision)),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
         "weights": weights_revision or [_weights(vllm_config, *model) for model in models],

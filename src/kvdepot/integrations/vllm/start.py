@@ -1,15 +1,17 @@
-"""What kvdepot sets up in each vLLM process before there is a connector: logging, and the server.
+"""What kvdepot sets up in each vLLM process before there is a connector: logging, the server, the engine's description.
 
 Called by the plugin entry point (`register_vllm`).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -18,6 +20,9 @@ __all__ = ["check_early", "log_with_vllm"]
 _LOOK_S = 1.0
 _found: set[str] = set()
 """URLs of servers that have answered this process."""
+_EXECUTORS = "vllm.v1.executor.abstract"
+_noting: set[type] = set()
+"""vLLM's class of executors, once it has been extended."""
 
 
 def log_with_vllm() -> None:
@@ -37,10 +42,13 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
     connector below MultiConnector, too, and for MultiConnector itself with the settings common to all.
     """
     get_class = factory.get_connector_class
+    if _EXECUTORS in sys.modules:  # an engine's process; to others, importing it would cost half a second
+        _describe_before_workers()
 
     def get_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:
         if kv_transfer_config.has_connector("KVDepotConnector"):
             _refuse_other_versions()
+            _describe_before_workers()
         if kv_transfer_config.kv_connector == "KVDepotConnector":
             _prepare(kv_transfer_config)
         elif kv_transfer_config.has_connector("KVDepotConnector"):
@@ -49,6 +57,30 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
         return connector
 
     factory.get_connector_class = get_connector_class
+
+
+def _describe_before_workers() -> None:
+    """Make vLLM's executors note what the engine is (facts.py) before they start a worker. Safe twice.
+
+    An executor is made in the scheduler's process, whichever way the engine was made, and starts all workers.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    if Executor in _noting:
+        return
+    _noting.add(Executor)
+    make = Executor.__init__
+
+    @functools.wraps(make)
+    def noting(self: Executor, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.has_connector("KVDepotConnector"):
+            from kvdepot.integrations.vllm.facts import note_facts
+
+            note_facts(vllm_config)
+        make(self, vllm_config, *args, **options)
+
+    Executor.__init__ = noting
 
 
 def _refuse_other_versions() -> None:

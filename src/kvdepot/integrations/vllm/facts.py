@@ -1,0 +1,60 @@
+"""The facts of an engine that are taken once, before it has workers, and travel with its configuration.
+
+vLLM's code for a model changes the configuration as it builds the model, in the process that builds it: the scheduler's
+process does not see it, and `--max-model-len auto` is fitted to the free memory afterwards. So an engine is described
+when its executor is made (start.py), in the process of its scheduler, before any worker exists. The digest is kept in
+`instance_id`, a random name that vLLM gives each VllmConfig and hands to every worker with it. Rejected: an attribute
+of its own (vLLM copies configurations by their fields and refuses others), and a key of `kv_connector_extra_config` (a
+user may give one KVTransferConfig to two engines).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+from vllm.logger import init_logger
+
+from kvdepot.integrations.vllm.fields import describe_config
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+__all__ = ["describe_engine", "note_facts", "noted_facts"]
+
+log = init_logger(__name__)
+
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})")
+
+
+def note_facts(vllm_config: VllmConfig) -> None:
+    """Describe an engine, and note the digest in its configuration. Raises ConfigError for what cannot be described."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None, "only engines with our connector are described"
+    is_vouched = any(extra.get("kvdepot.weights_revision") for extra in _extra_configs(transfer))
+    name = _NOTE.sub("", vllm_config.instance_id)
+    vllm_config.instance_id = f"{name}-kvdepot-{describe_engine(vllm_config, is_vouched)}"
+
+
+def noted_facts(vllm_config: VllmConfig) -> str:
+    """The digest that was noted; empty for a configuration whose executor is not one of vLLM's."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return found[1] if found else ""
+
+
+def describe_engine(vllm_config: VllmConfig, vouched: bool) -> str:
+    """A digest of everything that is given before a model is built. vouched: as of `describe_config`."""
+    facts = {"config": describe_config(vllm_config, vouched)}
+    text = json.dumps(facts, sort_keys=True)
+    log.debug("kvdepot: configuration of this engine: %s", text)
+    return blake3(text.encode()).hexdigest()[:32]
+
+
+def _extra_configs(transfer: KVTransferConfig) -> Iterator[dict[str, Any]]:
+    """The settings of our connectors, MultiConnector's children included."""
+    children = transfer.kv_connector_extra_config.get("connectors", ())
+    yield transfer.kv_connector_extra_config
+    yield from (child.get("kv_connector_extra_config") or {} for child in children)
