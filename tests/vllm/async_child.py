@@ -68,4 +68,4 @@ class AsyncChild:
         return tokens
 
     def close(self) -> None:
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=self.llm.vllm_config.shutdown_timeout)  # 0 by default, as the API server does

@@ -233,4 +233,7 @@ def test_replicas_share_what_either_stored_and_a_prompt_may_stream_in(
         again = engine.run(whole, max_tokens=2, replica=replica)
         assert again["cached"] >= len(whole) // 256 * 256, replica
         assert again["tokens"] == streamed[2:]
+    engines, died = vllm_depot.status()["clients"], vllm_depot.status()["counters"]["clients_died"]
     engine.stop()
+    eventually(lambda: vllm_depot.status()["clients"] == engines - 4)
+    assert vllm_depot.status()["counters"]["clients_died"] == died, "an orderly stop looks like a crash"

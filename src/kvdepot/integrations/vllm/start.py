@@ -49,6 +49,7 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
         if kv_transfer_config.has_connector("KVDepotConnector"):
             _refuse_other_versions()
             _describe_before_workers()
+            _leave_in_order()
         if kv_transfer_config.kv_connector == "KVDepotConnector":
             _prepare(kv_transfer_config)
         elif kv_transfer_config.has_connector("KVDepotConnector"):
@@ -81,6 +82,29 @@ def _describe_before_workers() -> None:
         make(self, vllm_config, *args, **options)
 
     Executor.__init__ = noting
+
+
+def _leave_in_order() -> None:
+    """Make vLLM's front end mark an engine's clients as having left before it ends the engine's processes.
+
+    It sends them SIGTERM and, with vLLM's default settings, SIGKILL right afterwards: they cannot close their
+    connections, and every orderly stop would look like a crash.
+    """
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    from kvdepot.memory.shm import leave_for
+
+    end = CoreEngineProcManager.shutdown
+    if end.__module__ == __name__:
+        return
+
+    def shutdown(manager: CoreEngineProcManager, timeout: float | None = None) -> None:
+        for process in manager.processes:
+            if process.is_alive() and process.pid is not None:
+                leave_for(process.pid)
+        end(manager, timeout)
+
+    CoreEngineProcManager.shutdown = shutdown
 
 
 def _refuse_other_versions() -> None:
