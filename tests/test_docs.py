@@ -525,7 +525,7 @@ def log_lines() -> set[tuple[str, str]]:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             of, name = _name(node.func.value), node.func.attr
-            if of in ("log", "logger") and name in _LEVELS:
+            if of in ("log", "logger", "sparing_log") and name in _LEVELS:
                 said, level = node.args[0], _LEVELS[name]
             elif (of, name) == ("logging", "LogRecord"):  # the log's own
                 said, level = node.args[4], node.args[1].attr  # type: ignore[attr-defined]

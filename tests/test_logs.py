@@ -9,6 +9,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,10 @@ def test_a_failure_that_repeats_is_logged_once_a_minute_with_its_count(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = configure("human")
-    warn, now = logs.Sparing(logging.getLogger("kvdepot").warning), time.monotonic()
+    log, now = logs.Sparing(logging.getLogger("kvdepot")), time.monotonic()
     for after_s, line in [(0, "full"), *[(1, "full")] * 300, (2, "gone"), (59, "full"), (61, "full"), (61, "gone")]:
-        monkeypatch.setattr(time, "monotonic", (now + after_s).conjugate)
-        warn(line)
+        monkeypatch.setattr(time, "monotonic", partial(float, now + after_s))
+        log.warning("%s", line)
     monkeypatch.undo()
     said = [line.partition("WARNING ")[2] for line in written.read().splitlines()]
     assert said == ["full", "gone", "full (301 more times since the last such line)"]

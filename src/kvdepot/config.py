@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
+from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
@@ -33,7 +34,6 @@ __all__ = [
     "Share",
     "default_key",
     "default_url",
-    "free_memory",
     "home_url",
     "in_text",
     "load",
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 GIB = 1 << 30
+_DEFAULT_ARENA = 4 * GIB
 _PREFIX = "KVDEPOT_"
 """Prefix of settings in the environment."""
 MOST_SALTS = 64
@@ -166,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens per chunk")] = 256
     arena_gib: Annotated[
         float,
-        Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of free memory if less"),
+        Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less"),
     ] = 0.0
     keys: Annotated[
         str,
@@ -333,10 +334,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena: `arena_gib`, or the default for this machine."""
+        """Size of the arena: `arena_gib`, or the default here: 4 GiB, or a quarter of the memory that is free if less.
+
+        Free memory is that of the machine, of each control group and of /dev/shm, whichever has least. What an earlier
+        server's arena takes counts as free, so that it keeps its size.
+        """
         if self.arena_gib:
             return int(self.arena_gib * GIB)
-        return min(4 * GIB, free_memory() // 4)
+        taken = allocated(self.arena)
+        return min([_DEFAULT_ARENA, *((limit.free + taken) // 4 for limit in limits())])
 
 
 def words_of(setting: str) -> tuple[str, ...]:
@@ -381,14 +387,6 @@ def _is_host(host: str) -> bool:
             return False
         return True
     return all(1 <= len(label) <= _MOST_LABEL for label in host.removesuffix(".").split("."))
-
-
-def free_memory() -> int:
-    """Bytes of memory that the kernel estimates to be available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 4 * GIB
 
 
 def load(

@@ -14,7 +14,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,16 +50,24 @@ class Sparing:
     Any thread may call it.
     """
 
-    def __init__(self, write: Callable[..., None]) -> None:
-        """write: a method of a logger, such as `log.warning`."""
-        self._write = write
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
         self._lock = threading.Lock()
         self._lines: dict[str, tuple[float, int]] = {}  # when each was logged (time.monotonic), repetitions since
 
     def __repr__(self) -> str:
         return f"<Sparing of {len(self._lines)} lines>"
 
-    def __call__(self, line: str) -> None:
+    def info(self, text: str, *args: object) -> None:
+        self._write(logging.INFO, text % args)
+
+    def warning(self, text: str, *args: object) -> None:
+        self._write(logging.WARNING, text % args)
+
+    def error(self, text: str, *args: object) -> None:
+        self._write(logging.ERROR, text % args)
+
+    def _write(self, level: int, line: str) -> None:
         now = time.monotonic()
         with self._lock:
             logged, repeated = self._lines.get(line, (-_SPARED_S, 0))
@@ -70,7 +77,7 @@ class Sparing:
             if len(self._lines) >= _MOST_SPARED:
                 self._lines.clear()
             self._lines[line] = now, 0
-        self._write("%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
+        self._log.log(level, "%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
 
 
 class _Writer(logging.Handler):

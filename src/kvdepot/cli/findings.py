@@ -21,9 +21,10 @@ from kvdepot import __version__, install, locks
 from kvdepot.cli.connect import running
 from kvdepot.cli.output import clean, size
 from kvdepot.cli.web import ask_health
-from kvdepot.config import Config, free_memory, load, odd_chunk_size, reported, stray_variables
+from kvdepot.config import Config, load, odd_chunk_size, reported, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
+from kvdepot.memory.room import limits
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
@@ -178,26 +179,13 @@ def _left_bytes(path: Path) -> int:
 
 def _memory(arena_bytes: int) -> Finding:
     """arena_bytes: of an arena that is yet to be filled."""
-    free = free_memory()
-    limit = _memory_limit()
-    text = f"{size(free)} of memory available"
-    if limit is not None:
-        text += f", limit of this container or unit {size(limit)}"
-    if arena_bytes > min(free, limit if limit is not None else free):
-        return Finding("warn", "memory", text, f"the arena alone takes {size(arena_bytes)}; lower --arena-gib")
+    found = [limit for limit in limits() if limit.what != str(shm.SHM)]
+    text = "; ".join(f"{limit.what}: {size(limit.free)} of {size(limit.most)} available" for limit in found)
+    if found and arena_bytes > found[0].free:
+        state = "fail" if found[0].is_hard and arena_bytes > found[0].most else "warn"
+        advice = f"the arena alone takes {size(arena_bytes)}: lower --arena-gib, or {found[0].advice}"
+        return Finding(state, "memory", text, advice)
     return Finding("ok", "memory", text)
-
-
-def _memory_limit() -> int | None:
-    """The memory limit of this process's control group; None: no limit, or none that is visible here."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
 
 
 def _huge_pages() -> Finding:

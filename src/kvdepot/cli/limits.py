@@ -1,20 +1,29 @@
-"""Checks the process's limits before a server starts, because libraries that hit one give poor error messages."""
+"""Checks limits before a server starts: libraries that hit one give poor error messages, and the kernel gives none."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import resource
 from collections.abc import Iterator
 
+from kvdepot.cli.output import size
+from kvdepot.config import Config
 from kvdepot.errors import ConfigError
+from kvdepot.memory.room import allocated, limits
+from kvdepot.memory.shm import SHM
 
-__all__ = ["check_limits", "explain_limits"]
+__all__ = ["check_limits", "check_memory", "explain_limits"]
+
+log = logging.getLogger(__name__)
 
 _LEAST_FILES = 64
 """Open files that a server needs to start, plus some for its first clients."""
 _OWN_BYTES = 448 << 20
 """Minimum address space that a server needs besides its arena."""
+_SMALL_ARENA = 1 << 30
+"""A default arena below this is worth a warning."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
@@ -29,6 +38,35 @@ def check_limits(arena_bytes: int) -> None:
             f"{space >> 20} MiB of address space are allowed, and a server with an arena of {arena_bytes >> 20} MiB "
             f"needs {(arena_bytes + _OWN_BYTES) >> 20} MiB: raise `ulimit -v` or lower --arena-gib"
         )
+
+
+def check_memory(config: Config) -> None:
+    """Warn of an arena that does not suit the memory here.
+
+    Raises ConfigError if it exceeds a hard limit: filling it would end this process, or an engine that shares the
+    limit. The arena itself compares its size with /dev/shm.
+    """
+    arena, tightest = config.arena_bytes, None
+    for limit in reversed(limits()):
+        tightest = limit
+        if arena > limit.most and limit.is_hard and limit.what != str(SHM):
+            raise ConfigError(
+                f"an arena of {size(arena)} exceeds the {size(limit.most)} that {limit.what} allows: lower "
+                f"--arena-gib, or {limit.advice}"
+            )
+    if tightest is None:
+        return
+    free = tightest.free + allocated(config.arena)
+    if not config.arena_gib and arena < _SMALL_ARENA:
+        log.warning(
+            "the arena has %s only, a quarter of the %s that %s has free: set --arena-gib, or %s",
+            size(arena), size(free), tightest.what, tightest.advice,
+        )  # fmt: skip
+    elif config.arena_gib and arena > free:
+        log.warning(
+            "the arena may grow to %s, and %s has %s free: the kernel may kill this server then. Lower --arena-gib, or "
+            "%s", size(arena), tightest.what, size(free), tightest.advice,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -51,13 +51,14 @@ _WHERE = (
 )
 def serve(file: str | None, until_eof: bool, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
-    from kvdepot.cli.limits import check_limits, explain_limits
+    from kvdepot.cli.limits import check_limits, check_memory, explain_limits
 
     config = load(file, options.flags_of(given))
     check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
     for name, advice in stray_variables(os.environ):
         log.warning("environment variable %s is not a setting; %s", name, advice)
+    check_memory(config)
     if odd_chunk_size(config.chunk_size):
         log.warning(
             "chunk size %d is not a multiple of 16, vLLM's smallest block: kvdepot's vLLM connector uses whole blocks "

@@ -24,11 +24,12 @@ from kvdepot.logs import Sparing
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, Header
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
+from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
 __all__ = ["Arena", "smallest_arena"]
 
-_warn = Sparing(logging.getLogger(__name__).warning)
+sparing_log = Sparing(logging.getLogger(__name__))
 
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
@@ -104,8 +105,7 @@ class Arena:
         found = Header.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
-        stats = os.statvfs(shm.SHM)
-        room = stats.f_bavail * stats.f_frsize + old
+        room = free_shm() + old
         if self.size > room:
             if not self.taken_over:
                 self.path.unlink(missing_ok=True)
@@ -189,9 +189,10 @@ class Arena:
         start = offset - offset % mmap.PAGESIZE
         why = shm.populate(self._fd, start, self.address + start, offset + size - start)
         if why:
-            _warn(
-                f"cannot allocate memory for the arena, so what needs it is not stored: {why}; make room, or lower "
-                "--arena-gib"
+            sparing_log.warning(
+                "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower "
+                "--arena-gib",
+                why,
             )
         return not why
 

@@ -35,7 +35,7 @@ from kvdepot.protocol.layout import Layout
 __all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "checksum", "copy", "views"]
 
 log = logging.getLogger(__name__)
-_warn, _error = Sparing(log.warning), Sparing(log.error)
+sparing_log = Sparing(log)
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
@@ -154,7 +154,7 @@ class Copier:
         except KVDepotError as exc:
             outcome = exc
             if isinstance(task, Copy):
-                _error(f"a copy failed: {exc}")
+                sparing_log.error("a copy failed: %s", exc)
                 outcome = None
         except Exception:
             log.exception("a copy task failed")
@@ -215,7 +215,7 @@ class Lane:
 def copy(arena: Memory, task: Copy) -> list[int] | None:
     """Run one task; returns its outcome. Blocks while the bytes move. Raises DeviceError."""
     if not (task.whole or task.mapped.whole)():
-        _warn("a client truncated its shared memory: its copies are skipped")
+        sparing_log.warning("a client truncated its shared memory: its copies are skipped")
         return None
     if task.is_store and not all(arena.ensure(*extent) for piece in task.pieces for extent in piece.extents):
         return None

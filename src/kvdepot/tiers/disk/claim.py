@@ -22,7 +22,7 @@ from kvdepot.tiers.tally import Tally
 __all__ = ["Claim"]
 
 log = logging.getLogger(__name__)
-_note = Sparing(log.info)
+sparing_log = Sparing(log)
 
 _T = TypeVar("_T")
 
@@ -94,7 +94,7 @@ class Claim:
     def failed(self, what: str, exc: OSError) -> None:
         """Count and log a failed system call. Raises TierError if the directory is gone."""
         self.tally("errors")
-        _note(f"{self.root}: {what}: {exc.strerror}")
+        sparing_log.info("%s: %s: %s", self.root, what, exc.strerror)
         self.check_here()
 
     def with_parents(self, path: str, act: Callable[[], _T]) -> _T:

@@ -1,0 +1,118 @@
+"""How much memory this process may still take: the machine's, its control groups' and /dev/shm's.
+
+Used by config.py for the arena's default size, by arena.py, by cli/ for its checks, and by devices/cpu.py before it
+moves KV. Any thread; it only reads files of /proc and /sys. A file in /dev/shm takes memory as its pages are written,
+so one that exceeds a limit is found by the kernel's killer later, in silence: sizes are compared here, before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvdepot.memory.shm import SHM
+
+__all__ = ["Limit", "allocated", "free_shm", "limits"]
+
+_UNLIMITED = 1 << 60
+"""Version 1 of control groups writes a number above this for no limit."""
+
+
+class Limit(NamedTuple):
+    """One bound of the memory that this process may take. most, free: bytes in all, and bytes that are left of them."""
+
+    what: str
+    most: int
+    free: int
+    advice: str
+    """How to raise it."""
+    is_hard: bool = True
+    """Whether the kernel kills a process, or fails its allocation, rather than exceed it."""
+
+
+def free_shm() -> int:
+    """Bytes that are free in /dev/shm; without a limit of its own, more than any machine has. Raises OSError."""
+    room = os.statvfs(SHM)
+    return room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
+
+
+def allocated(name: str) -> int:
+    """Bytes that a file in /dev/shm takes; 0 if there is none."""
+    try:
+        return (SHM / name).stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def limits(root: Path = Path("/")) -> list[Limit]:
+    """All bounds of this process's memory, the tightest first. root: where the machine's /proc and /sys are."""
+    found = [*_machine(root), *_groups(root)]
+    try:
+        room = os.statvfs(SHM)
+    except OSError:
+        return found
+    if room.f_blocks:
+        advice = "mount -o remount,size=... /dev/shm; docker: --shm-size; Kubernetes: an emptyDir with medium Memory"
+        most, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+        found.append(Limit(str(SHM), most, free, f"enlarge {SHM} ({advice})"))
+    return sorted(found, key=lambda limit: limit.free)
+
+
+def _machine(root: Path) -> Iterator[Limit]:
+    rows = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    sizes = {row[0]: int(row[1]) << 10 for row in rows if len(row) > 1 and row[1].isdigit()}
+    if "MemAvailable:" in sizes:  # what the kernel estimates to be available without swapping
+        yield Limit("this machine", sizes["MemTotal:"], sizes["MemAvailable:"], "stop other programs", is_hard=False)
+
+
+def _groups(root: Path) -> Iterator[Limit]:
+    """The limits of this process's memory control group and of all above it that are visible here."""
+    paths: dict[str, str] = {}
+    names: tuple[str, ...]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))  # of version 2, the list is empty
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mounted, _, about = line.partition(" - ")
+        kind, *_, options = about.split()
+        if kind == "cgroup2":
+            path, names, usage = paths.get("", "/"), ("memory.max", "memory.high"), "memory.current"
+        elif kind == "cgroup" and "memory" in options.split(","):
+            path, names, usage = paths.get("memory", "/"), ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+        else:
+            continue
+        top, mount = mounted.split()[3:5]
+        # In a container, the mount may begin at its own group while paths begin at the machine's.
+        inside = path[len(top) :] if path == top or path.startswith(f"{top.rstrip('/')}/") else ""
+        place = root / mount.lstrip("/")
+        for group in (place / inside.strip("/"), *(place / inside.strip("/")).parents):
+            yield from _limits_of(group, names, usage, f"control group /{group.relative_to(place)}".removesuffix("."))
+            if group == place:
+                break
+
+
+def _limits_of(group: Path, names: tuple[str, ...], usage: str, what: str) -> Iterator[Limit]:
+    for name in names:
+        text = _read(group / name).strip()
+        if text.isdigit() and int(text) < _UNLIMITED:
+            most, used = int(text), int(_read(group / usage).strip() or 0)
+            free = max(0, most - max(0, used - _reclaimable(group)))
+            advice = f"raise {name}, the memory limit of this container or unit"
+            yield Limit(what, most, free, advice, is_hard=name != "memory.high")
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of cached files that the kernel gives up before it kills a process of the group."""
+    found = dict(line.split()[:2] for line in _read(group / "memory.stat").splitlines() if " " in line)
+    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+
+
+def _read(path: Path) -> str:
+    """A file's text; empty if it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
