@@ -19,15 +19,23 @@ from hypothesis import strategies as st
 
 from kvdepot.config import load, masked
 from kvdepot.errors import ConfigError, KVDepotError, TierError
-from kvdepot.tiers import convert, parse
+from kvdepot.tiers import Options, convert, parse
 from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
-from kvdepot.tiers.urls import redact, shown
+from kvdepot.tiers.mooncake import MooncakeOptions
+from kvdepot.tiers.object import ObjectOptions
+from kvdepot.tiers.redis import RedisOptions
+from kvdepot.tiers.urls import HARMLESS_OPTIONS, redact, shown
 from kvdepot.tiers.worker import Probe, TierWorker
+from tests.cli.command import run
 from tests.conftest import HANG_S
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
+
+
+SECRETS = ("sas_key", "account_key", "service_account_key", "pwd", "auth", "%73ig", "colour", "Region", "accountkey")
+"""Options that no tier has: libraries take secrets by such names."""
 
 
 def test_options_of_all_tiers_and_those_of_one_kind_are_told_apart() -> None:
@@ -114,6 +122,7 @@ def test_a_word_of_a_password_that_looks_like_an_option_is_not_told() -> None:
         "disk://user:secret?capacity_gib=1",
         "mooncake://user:secret",
         "az://container?access_key=secret&account=me",
+        *(f"az://container?account=me&{option}=secret&secret" for option in SECRETS),
     ],
 )
 def test_what_is_found_wrong_when_a_tier_is_opened_is_told_without_secrets(text: str) -> None:
@@ -137,7 +146,8 @@ places = st.sampled_from(
         "mooncake://u:{}@127.0.0.1:1", "mooncake://{}@127.0.0.1:1/?segment_gib=0", "mooncake://127.0.0.1:1/?token={}",
         "s3://key:{}@bucket", "s3://bucket?secret_access_key={}&region=eu", "s3://bucket?region=eu&session_token={}",
         "s3://bucket?endpoint=http://key:{}@127.0.0.1:1&region=eu&retries=0", "az://container?account=a&sig={}",
-        "disk://user:{}@host/kv?capacity_gib=1", "unknown://u:{}@h", "{}@h",
+        "disk://user:{}@host/kv?capacity_gib=1", "unknown://u:{}@h", "{}@h", "az://container?colour={}&account=a",
+        "gs://bucket?{}", "s3://bucket?region=eu;sas_key={}", "s3://bucket?endpoint=http://127.0.0.1:1/?sv={}",
     ]
 )  # fmt: skip
 
@@ -166,6 +176,21 @@ def test_nothing_that_is_said_of_a_tier_holds_a_piece_of_its_password(
     except KVDepotError as exc:
         said += traceback.format_exception(exc)
     assert MARK not in "".join(said)
+
+
+@pytest.mark.parametrize("option", SECRETS)
+def test_the_value_of_an_option_that_is_not_known_to_be_harmless_is_shown_nowhere(option: str) -> None:
+    url = f"az://container/prefix?account=me&{option}={MARK}&threads=2"
+    assert shown(url) == f"az://container/prefix?account=me&{option}=***"
+    done = run("config", "--tiers", url)
+    with suppress(ConfigError):
+        assert MARK not in parse(url).redact(TierError(f"400: {MARK} is not known"))
+    assert "account=me" in done.stdout and MARK not in done.stdout + done.stderr
+
+
+def test_the_options_that_are_shown_are_those_of_the_tiers() -> None:
+    own = [Options, DiskOptions, ObjectOptions, RedisOptions, MooncakeOptions]
+    assert {name for kind in own for name in kind.__struct_fields__} == HARMLESS_OPTIONS
 
 
 class Echo:

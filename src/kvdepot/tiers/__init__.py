@@ -24,7 +24,7 @@ from msgspec import Meta
 from kvdepot import install
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.tiers.rules import Rules
-from kvdepot.tiers.urls import SECRET_OPTION, credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
+from kvdepot.tiers.urls import credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
@@ -47,6 +47,9 @@ KINDS = {
 
 _LOCAL = {"disk"}
 """Those whose objects are one server's alone."""
+
+_SECRET = re.compile("secret|token|pass|pwd|credential|key|auth|signature|^sig$|^sas", re.IGNORECASE)
+"""What the name of an option with which somebody gives a secret contains."""
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
 """What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
@@ -292,7 +295,7 @@ def convert(given: dict[str, str], kind: type[OptionsT], name: str) -> OptionsT:
 
 def _unknown(options: Sequence[str], kind: type[msgspec.Struct]) -> str:
     """The message about unknown options."""
-    if any(SECRET_OPTION.search(option) for option in options):  # a part of the secret may look like another option
+    if any(_SECRET.search(option) for option in options):  # a part of the secret may look like another option
         return "no option holds a secret; they come from files or the environment, as docs/tiers.md says"
     option = options[0]
     meant = suggestion(option, (*kind.__struct_fields__, *Options.__struct_fields__))

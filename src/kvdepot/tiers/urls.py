@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from urllib.parse import quote, unquote
 
 __all__ = [
+    "HARMLESS_OPTIONS",
     "HIDDEN",
-    "SECRET_OPTION",
     "credentials_of",
     "has_ambiguous_secret",
     "has_place",
@@ -23,8 +23,16 @@ __all__ = [
 ]
 
 HIDDEN = "***"
-SECRET_OPTION = re.compile("secret|token|passw|passphrase|credential|access_key|signature|^sig$", re.IGNORECASE)
-"""Names of options whose value is a secret, unless they end with `_file`."""
+HARMLESS_OPTIONS = frozenset(
+    {
+        *("write", "compress", "key_file", "ttl_s", "threads", "queue_mib"),  # of all tiers
+        *("capacity_gib", "policy"),  # disk
+        *("endpoint", "region", "account", "tls_ca", "timeout_s", "retries", "requests"),  # object stores
+        *("prefix", "expire_s", "password_file", "tls_cert", "tls_key"),  # Redis
+        *("local_host", "protocol", "device", "segment_gib", "metadata", "replicas", "buffer_mib"),  # Mooncake
+    }
+)
+"""The options that tiers have. Their values are shown; any other option, however it is called, may be a secret."""
 
 _PATHS = ("disk", "file")
 """Schemes of directories: they have no host, and an `@` in them does not end credentials."""
@@ -52,12 +60,15 @@ def credentials_of(url: str) -> tuple[str, str, str]:
 
 
 def secrets_of(url: str) -> list[str]:
-    """Text that no message about this tier may contain: its passwords, and those of URLs in its options."""
+    """Text that no message about this tier may contain: its passwords, those of URLs in its options, and the values of
+    options that no tier has."""
     place, _, query = url.partition("?")
     found = []
     if place.partition("://")[0] in _PATHS:
         place = ""
-    for part in (place, *(unquote(option.partition("=")[2]) for option in query.split("&"))):
+    options = [option.partition("=") for option in query.split("&")]
+    found += [value for name, _, value in options if name not in HARMLESS_OPTIONS]
+    for part in (place, *(unquote(value) for _, _, value in options)):
         credentials = part.partition("://")[2].rpartition("@")[0] if "://" in part else part.rpartition("@")[0]
         user, colon, password = credentials.partition(":")
         found += [password if colon else user, credentials]
@@ -120,12 +131,12 @@ def _place(place: str) -> str:
 
 
 def _options(query: str) -> Iterator[str]:
-    """The options up to the first secret: if its value contains an `&`, the rest is part of it."""
-    for option in query.split("&"):
+    """The options up to the first that may be a secret: if its value contains an `&`, the rest is part of it."""
+    for option in query.split("&") if query else ():
         name, equals, value = option.partition("=")
-        if value and SECRET_OPTION.search(name) and not name.endswith("_file"):
-            yield f"{name}={HIDDEN}"
-            return
         read = unquote(value)
         is_url = "://" in read or (":" in read.partition("@")[0] and "@" in read)
+        if name not in HARMLESS_OPTIONS or ("=" in read and not is_url):
+            yield f"{name}={HIDDEN}" if equals else HIDDEN
+            return
         yield f"{name}{equals}{shown(read) if is_url else value}"
