@@ -172,6 +172,18 @@ def test_the_fence_is_read_after_the_last_byte(bench: Bench) -> None:
     bench.run(Call("unmap", mapped.close))
 
 
+def test_whatever_a_task_raises_its_thread_answers_and_goes_on(bench: Bench) -> None:
+    class Panic(BaseException):
+        """Of a library's Rust code."""
+
+    def fail() -> None:
+        raise Panic
+
+    for _ in range(2 * bench.copier.threads):
+        assert bench.run(Call("fail", fail)) is None
+    assert bench.run(Call("work", lambda: 7)) == 7
+
+
 def test_tensors_that_are_not_there_or_too_small_are_an_outcome(bench: Bench) -> None:
     for mapping in (Mapping(f"{bench.name}-gone", 64), Mapping(bench.name, TENSOR_BYTES * 2), Mapping("../shadow", 64)):
         layout = Layout([mapping], [Segment(0, 0, 64, 64)], 1, bytes(32))

@@ -254,6 +254,26 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert (cold.returncode, cold.stdout) == (1, f"0 of {CHUNKS} chunks are in memory\n")
 
 
+def test_a_library_that_panics_costs_neither_holds_nor_the_tiers_threads(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore panics, which is no Exception, at an endpoint without a scheme from the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    depot = start_depot("--tiers", "s3://bucket/kv?region=us-east-1", arena_mib=1)
+    with engine(depot) as here:
+        for family in range(8):
+            assert here.store(family, CHUNKS)
+        shown = eventually(lambda: (now := tier(depot))["state"] == "circuit breaker open" and now)
+        assert "AWS_ENDPOINT_URL" in shown["error"]
+        eventually(lambda: depot.status()["holds"] == 0)
+        assert here.hits([7], CHUNKS) == CHUNKS
+        done = command("forget", "--all", "--yes", "--url", depot.url)
+        assert "AWS_ENDPOINT_URL" in done.stdout and "answered within" not in done.stdout, "the tier has answered"
+    assert "Traceback" not in depot.logged()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [

@@ -98,6 +98,15 @@ class TestFileConformance(TierConformance):
         ("file:///proc/nowhere", "nowhere"),
         ("s3://bucket?tls_ca=/nowhere.pem", "/nowhere.pem: No such file"),
         ("az://container", "(?i)account"),
+        ("s3://bucket?endpoint=127.0.0.1:9000", "write http://127.0.0.1:9000 or https://127.0.0.1:9000"),
+        ("s3://bucket?endpoint=minio", "write http://minio"),
+        ("az://container?account=me&endpoint=127.0.0.1:10000/me", "write http://127.0.0.1:10000/me"),
+        *(
+            (f"s3://bucket?endpoint={endpoint}", "endpoint: .* is not a URL such as")
+            for endpoint in ("ftp://host", "http://", "http:///path", "http://h%20h", "http://[", "http://h:99999")
+        ),
+        ("s3://bücket", "bucket"),
+        ("s3://bucket?region=eu%20west", "region"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

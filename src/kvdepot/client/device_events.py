@@ -177,6 +177,6 @@ def _end(waiting: _Waiting, answer: bool | KVDepotError) -> None:
             waiting.go()
     except KVDepotError as exc:
         waiting.fail(exc)
-    except Exception as exc:  # the request must end, and others wait behind it
+    except BaseException as exc:  # the request must end, and others wait behind it
         log.exception("a request that waited for a device event failed")
         waiting.fail(KVDepotError(f"could not be sent after its event: {exc!r}"))

@@ -227,7 +227,7 @@ class Publisher:
                 for ready, _ in poller.poll(wait_ms):
                     self._hear(ready)
             self._publish_all(self._view.end())
-        except Exception:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
+        except BaseException:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
             log.exception("KV events are no longer published")
         finally:
             self._close_sockets()

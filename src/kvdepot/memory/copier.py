@@ -156,7 +156,7 @@ class Copier:
             if isinstance(task, Copy):
                 sparing_log.error("a copy failed: %s", exc)
                 outcome = None
-        except Exception:
+        except BaseException:  # the top of a thread: it answers, whatever is raised
             log.exception("a copy task failed")
             outcome = None
         token = task.token

@@ -216,7 +216,7 @@ class TierConfig(msgspec.Struct, frozen=True):
         """Whether it is `Enforcing`; all other tiers are shared by servers."""
         return self.kind in _LOCAL
 
-    def redact(self, exc: Exception) -> str:
+    def redact(self, exc: BaseException) -> str:
         """An error's message without this tier's secrets."""
         return redact(str(exc), self.secrets)
 

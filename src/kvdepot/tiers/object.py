@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import obstore
@@ -58,6 +59,10 @@ PART_BYTES = 1 << 20
 DELETE_NAMES = 1000
 _FULL = re.compile("status code: 507|QuotaExceeded|StorageFull|No space left on device|Disk quota exceeded")
 
+_HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9a-f:.]*:[0-9a-f:.]*")
+_WORD = re.compile(r"[A-Za-z0-9._\-]+")
+"""What names of buckets, containers and regions consist of."""
+
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -81,6 +86,8 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
     """The tier at `url`. Connects at the first call. Raises ConfigError."""
     name = shown(url)
     own = convert(options, ObjectOptions, name)
+    if fault := _fault_of_endpoint(own.endpoint):
+        raise ConfigError(f"tier {name}: endpoint: {fault}")
     kind, _, rest = url.partition("://")
     for option, kinds in _MEANT_FOR.items():
         if getattr(own, option) and kind not in kinds:
@@ -93,13 +100,34 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
             _make_directory(path)
             return ObjectTier(name, LocalStore(path, mkdir=True), own, path)
         bucket, _, prefix = rest.partition("/")
-        if not bucket:
-            raise ConfigError(f"tier {name}: the bucket is missing")
+        for text, what in ((bucket, "bucket"), (own.region or "default", "region")):
+            if not _WORD.fullmatch(text):
+                raise ConfigError(f"tier {name}: the name of the {what} has other characters than A-Z a-z 0-9 . _ -")
         return ObjectTier(name, _store(kind, bucket, prefix.strip("/") or None, own), own)
     except OSError as exc:
         raise ConfigError(f"tier {name}: {exc.filename}: {exc.strerror}") from exc
     except (BaseError, ValueError) as exc:
         raise ConfigError(f"tier {name}: {_told(exc)}") from None
+
+
+def _fault_of_endpoint(endpoint: str) -> str:
+    """What is wrong with an `endpoint`, at which obstore might panic; empty: nothing."""
+    if not endpoint or _is_address(endpoint):
+        return ""
+    if "://" not in endpoint and _is_address(f"http://{endpoint}"):
+        return f"it has no scheme: write {shown(f'http://{endpoint}')} or {shown(f'https://{endpoint}')}"
+    return f"{shown(endpoint)!r} is not a URL such as http://10.0.0.7:9000"
+
+
+def _is_address(url: str) -> bool:
+    """Whether it is http://HOST:PORT, perhaps with a path; the same with https."""
+    try:
+        parts = urlsplit(url)
+        is_port = parts.port != 0
+    except ValueError:
+        return False
+    is_host = _HOST.fullmatch(parts.hostname or "") is not None
+    return parts.scheme in ("http", "https") and is_host and is_port and not re.search(r"[?#\s]", url)
 
 
 def _make_directory(path: Path) -> None:
@@ -297,9 +325,14 @@ class ObjectTier:
             yield
         except (BaseError, OSError, ValueError) as exc:
             raise TierError(f"{self._name}: {_told(exc)}") from None
+        except Exception:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - a panic of obstore's Rust code
+            advice = "check the bucket, and the endpoint in the URL, AWS_ENDPOINT_URL or AZURE_STORAGE_ENDPOINT"
+            raise TierError(f"{self._name}: obstore panicked ({_told(exc)}): {advice}") from None
 
 
-def _told(exc: Exception) -> str:
+def _told(exc: BaseException) -> str:
     """The first line of an error of obstore, with the one word of the rest that gives the reason."""
     text = str(exc)
     why = re.search(r'<Code>(\w+)</Code>|message: "([^"]*)"|source: (TimedOut)', text)

@@ -265,6 +265,7 @@ class TierWorker:
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
         self._refused: KVDepotError | None = None
+        self._logged = ""  # the last error that is not of this package
         self._has_begun = False  # the constructor has waited for the tier long enough
         config.module()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
         opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
@@ -311,16 +312,16 @@ class TierWorker:
     def _open_first(self) -> None:
         try:
             self._open()
-        except KVDepotError as exc:
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread
             with self._ready:
-                self._refused = exc
+                self._refused = self._failure("opening it", exc)
                 if not self._has_begun:
                     return  # the constructor's to raise or to log
             self._tell_refused()
 
     def _tell_refused(self) -> None:
         if self._refused is not None:
-            log.warning("tier %s is unavailable: %s", self._config.name, self._config.redact(self._refused))
+            log.warning("tier %s is unavailable: %s", self._config.name, self._refused)
 
     def _open(self) -> Tier:
         with self._opening:
@@ -346,18 +347,27 @@ class TierWorker:
             began = time.monotonic()
             try:
                 outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._clock())
-            except KVDepotError as exc:
-                outcome = type(exc)(self._config.redact(exc))
-            except Exception as exc:  # noqa: BLE001 - the top of a thread: it logs and answers
-                # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
-                calls = traceback.extract_tb(exc.__traceback__)
-                where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
-                said = f"{type(exc).__name__}: {self._config.redact(exc)} ({where})"
-                log.error("tier %s: %s failed: %s", self._config.name, type(tier_task).__name__, said)
-                outcome = InternalError(f"{type(tier_task).__name__}: {type(exc).__name__}")
+            except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
+                outcome = self._failure(type(tier_task).__name__, exc)
             if isinstance(outcome, Loaded | Saved):
                 outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task.token, outcome)
+
+    def _failure(self, what: str, exc: BaseException) -> KVDepotError:
+        """The error to answer, without secrets. Logs an error that is not of this package, unless it was the last one.
+
+        A panic of a library's Rust code is a BaseException.
+        """
+        if isinstance(exc, KVDepotError):
+            return type(exc)(self._config.redact(exc))
+        # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
+        calls = traceback.extract_tb(exc.__traceback__)
+        where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
+        said = f"{what} failed: {type(exc).__name__}: {self._config.redact(exc)} ({where})"
+        if said != self._logged:
+            self._logged = said
+            log.error("tier %s: %s; further errors of this kind are not logged", self._config.name, said)
+        return InternalError(f"{what}: {type(exc).__name__}")
 
     def _clock(self) -> Clock:
         return Clock(self._wall(), shortest(self._config.options.ttl_s, self._config.rules.ttl_s))

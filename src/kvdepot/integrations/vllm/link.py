@@ -151,7 +151,7 @@ class Link(Generic[Half, Without]):
         try:
             while not self._closing.is_set() and not self._connect():
                 self._closing.wait(_PAUSE_S)
-        except Exception:  # the top of a thread: the engine goes on without a server
+        except BaseException:  # the top of a thread: the engine goes on without a server
             log.exception(
                 "kvdepot: internal error while connecting; this engine runs without a server until it is restarted"
             )

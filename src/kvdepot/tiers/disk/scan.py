@@ -55,9 +55,10 @@ class Scan:
     def _run(self) -> None:
         try:
             self._count()
-        except (OSError, TierError) as exc:
-            log.warning("cannot count the objects in %s: %s", self._claim.root, exc)
-            self._claim.end(f"cannot count its objects: {exc}")
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread: calls of the tier wait for it
+            why = str(exc) if isinstance(exc, OSError | TierError) else repr(exc)
+            log.warning("cannot count the objects in %s: %s", self._claim.root, why)
+            self._claim.end(f"cannot count its objects: {why}")
         self.done.set()
 
     def _count(self) -> None:
