@@ -152,7 +152,7 @@ def test_an_sdist_installs_into_an_empty_environment(tmp_path: Path) -> None:
 
 def test_the_default_install_has_the_page_and_the_upper_bound_and_no_cuda() -> None:
     names = {re.split(r"[^\w-]", need)[0] for need in PROJECT["dependencies"]}
-    assert {"litestar", "uvicorn", "prometheus-client", "datasketches"} <= names
+    assert {"uvicorn", "prometheus-client", "datasketches"} <= names
     assert not [name for name in names if re.search("cuda|nvidia|torch|vllm", name)]
 
 

@@ -17,7 +17,7 @@ from tests.tiers.servers import need
 
 @pytest.mark.faults
 def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(start_depot: StartDepot) -> None:
-    need(modules=["litestar", "uvicorn", "prometheus_client"])
+    need(modules=["uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"
     depot = start_depot("--http", at, arena_mib=8)
     which = ("--url", depot.url)
@@ -40,7 +40,7 @@ def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(sta
 
 @pytest.mark.faults
 def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_wanted(start_depot: StartDepot) -> None:
-    need(modules=["litestar", "uvicorn", "prometheus_client"])
+    need(modules=["uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"
     first = start_depot("--http", at, arena_mib=8)
     eventually(lambda: run("open", "--url", first.url, KVDEPOT_HTTP=at).returncode == 0)

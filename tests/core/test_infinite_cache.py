@@ -72,9 +72,7 @@ def test_what_was_held_is_not_missed_and_the_count_never_falls() -> None:
         seen.append(missed(cache))
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(20 * (500 * CHUNK - CHUNK // 4), rel=0.02)
-    count(
-        cache, fresh(draw, 1000), held=1000 * CHUNK
-    )  # chunks that nobody has looked up before
+    count(cache, fresh(draw, 1000), held=1000 * CHUNK)  # chunks that nobody has looked up before
     assert missed(cache) == pytest.approx(seen[-1], abs=10 * CHUNK)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
-NEEDED = ("litestar", "uvicorn", "prometheus_client")
+NEEDED = ("uvicorn", "prometheus_client")
 
 
 def need(*modules: str) -> None:

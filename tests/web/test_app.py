@@ -20,7 +20,7 @@ from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, eventually
-from tests.web.conftest import StartWeb, Web, need
+from tests.web.conftest import StartWeb, Web
 from tests.web.samples import read, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -375,8 +375,7 @@ def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: W
 
 
 def test_every_error_there_is_has_an_http_status() -> None:
-    need("litestar", "prometheus_client")
-    from kvdepot.web.app import HTTP_STATUS
+    from kvdepot.web.dispatch import HTTP_STATUS
 
     def leaves(root: type[errors.KVDepotError]) -> list[type[errors.KVDepotError]]:
         return [root, *(leaf for child in root.__subclasses__() for leaf in leaves(child))]

@@ -170,17 +170,17 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
 
 
 class Bare(Depot):
-    """A server whose interpreter does not find litestar."""
+    """A server whose interpreter does not find uvicorn."""
 
     command: ClassVar[list[str]] = [
-        sys.executable, "-c", "import sys; sys.modules['litestar'] = None; from kvdepot.cli import main; main()",
+        sys.executable, "-c", "import sys; sys.modules['uvicorn'] = None; from kvdepot.cli import main; main()",
     ]  # fmt: skip
 
 
 def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
     depot = Bare("--http", "127.0.0.1:0").wait_ready()
     try:
-        eventually(lambda: f"HTTP is disabled: litestar is missing; {advice()}, or set --http off" in depot.logged())
+        eventually(lambda: f"HTTP is disabled: uvicorn is missing; {advice()}, or set --http off" in depot.logged())
         assert works(depot)
         assert depot.stop() == 0
     finally:

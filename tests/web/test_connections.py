@@ -21,7 +21,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(scope="module", autouse=True)
 def _needed() -> None:
-    need("litestar", "uvicorn", "prometheus_client")
+    need("uvicorn", "prometheus_client")
 
 
 def wait_for_end(connection: socket.socket) -> None:

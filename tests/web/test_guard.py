@@ -189,6 +189,33 @@ def test_a_body_of_unknown_length_is_cut_off_when_it_has_become_too_large(web: W
     assert web.get("/healthz").status == 200
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("token", "said"), [("TOKEN", b"413 "), ("wrong", b"401 ")])
+def test_who_sends_a_whole_body_that_nobody_reads_gets_the_answer(
+    web: Web, token: str, said: bytes, is_chunked: bool
+) -> None:
+    head = f"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token.replace('TOKEN', web.token)}\r\n"
+    size = (9 << 20) + 5
+    framing = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % size if is_chunked else b"Content-Length: %d\r\n\r\n" % size
+    answer = raw(web, head.encode() + framing + b" " * size + (b"\r\n0\r\n\r\n" if is_chunked else b""))
+    assert answer.startswith(b"HTTP/1.1 " + said)
+    assert answer.count(b"HTTP/1.1") == 1 and answer.endswith(b"}")
+
+
+@pytest.mark.parametrize(("size", "status"), [(15 << 10, 200), (20 << 10, 431), (60 << 10, 431)])
+def test_headers_of_more_than_16_kib_are_refused_even_if_they_come_at_once(web: Web, size: int, status: int) -> None:
+    answer = web.get("/healthz", headers={"X": "x" * size})
+    assert answer.status == status
+    assert status == 200 or answer.value["code"] == "too_large"
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"quota":' * 100_000, b'{"tenant":' + b"[" * 100_000])
+def test_a_body_that_is_nested_deeply_is_an_error_of_who_sent_it(web: Web, body: bytes) -> None:
+    answer = web.change("/v1/quota", body)
+    assert (answer.status, answer.value["code"]) == (400, "bad_request")
+    assert "Traceback" not in web.depot.logged()
+
+
 def test_headers_without_end_are_cut_off(web: Web) -> None:
     said = raw(web, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (64 << 10))
     assert said == b"" or said.startswith(b"HTTP/1.1 4")

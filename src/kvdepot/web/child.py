@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _USER = ".web"
 """The process's client name, if clients need keys."""
-_NEEDS = ("litestar", "uvicorn", "prometheus_client")
+_NEEDS = ("uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Delay of the start, so that clients that waited for the server come first."""
 _LISTEN_S = 1.0

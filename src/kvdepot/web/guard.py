@@ -3,8 +3,11 @@
 On a loopback address everybody on this host may read, and the Host header must name this host (against DNS rebinding);
 requests that change something need the token, and must not come from another site's page. On any other address, and if
 the server's clients need keys (a tenant must not read about others), everything needs the token except the page's
-static files and the two probes, which only say whether the server works. Invariant: the body of a refused request is
-not read.
+static files and the two probes, which only say whether the server works.
+
+Limits of sizes are here, too. A request may be answered before its body has come, because it is refused or too large.
+The rest of the body is then read and discarded within bounds: closing a connection with unread data resets it, and the
+client would see that instead of the answer.
 """
 
 from __future__ import annotations
@@ -16,13 +19,19 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Guard", "Problem"]
+__all__ = ["MOST_BODY", "Guard", "Problem"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
+MOST_BODY = 8 << 20
+"""Most bytes of a request's body."""
+_MOST_HEADERS = 16 << 10
+"""Most bytes of a request's headers. uvicorn's limit of this size holds only for a head that arrives in pieces."""
+_DISCARDED = 32 << 20
+"""Most bytes of a body that are discarded after the answer; the connection ends at once if more are announced."""
 _PROBES = ("/healthz", "/readyz")
 _READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = [
@@ -64,30 +73,40 @@ class Guard:
         if scope["type"] != "http":
             return
 
+        body = _Body(scope, receive)
+
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_HEADERS]
+                if body.is_left:
+                    message["headers"].append((b"connection", b"close"))
+            elif body.is_left:
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         refused = self._refusal(scope)
         if refused is None:
             # HEAD is answered like GET; uvicorn omits the body.
             inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-            await self._app(inner, receive, send_guarded)
+            await self._app(inner, body.receive, send_guarded)
             return
         status, problem = refused
-        body = msgspec.json.encode(problem)
+        answer = msgspec.json.encode(problem)
         headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
+            (b"content-length", b"%d" % len(answer)),
             (b"connection", b"close"),
         ]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await send_guarded({"type": "http.response.start", "status": status, "headers": headers})
-        await send_guarded({"type": "http.response.body", "body": body})
+        await send_guarded({"type": "http.response.body", "body": answer})
 
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > _MOST_HEADERS:
+            return 431, Problem("too_large", f"the request's headers are larger than {_MOST_HEADERS >> 10} KiB")
         host = _header(scope, b"host")
         if self._is_local and not _is_this_host(host):
             return 403, Problem("forbidden", "use the name localhost, or a loopback address")
@@ -102,6 +121,31 @@ class Guard:
                 message = "this needs the header `Authorization: Bearer TOKEN`; `kvdepot token` prints the token"
                 return 401, Problem("unauthorized", message)
         return None
+
+
+class _Body:
+    """The body of one request, which may be answered before all of it has come."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        length = _header(scope, b"content-length") or ""
+        self._announced = int(length) if length.isdecimal() else 0
+        # A client that waits for `100 Continue` sends no body after another answer.
+        self.is_left = bool(self._announced or _header(scope, b"transfer-encoding")) and not _header(scope, b"expect")
+        """Whether some of it has not been read."""
+
+    async def receive(self) -> Any:
+        """The next part."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message["more_body"]:
+            self.is_left = False
+        return message
+
+    async def discard(self) -> None:
+        """Read the rest of it, unless there is too much; connections.py limits the time."""
+        discarded = 0
+        while self.is_left and max(self._announced, discarded) <= _DISCARDED:
+            discarded += len((await self.receive()).get("body", b""))
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

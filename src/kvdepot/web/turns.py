@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.status import Loss, Status
-from kvdepot.web.guard import App, Receive, Scope, Send
 from kvdepot.web.poll import STALE_S, Poll
 
 if TYPE_CHECKING:
     from kvdepot.web.connections import Connection
 
-__all__ = ["Short", "StatusNow", "Turns"]
-
-_AFTER = re.compile(rb"after=(\d{1,18})")
+__all__ = ["StatusNow", "Turns"]
 
 
 class StatusNow(Status, frozen=True, kw_only=True):
@@ -118,26 +113,3 @@ class Turns:
             if not woken.done():
                 woken.set_result(None)
         self._waiting.clear()
-
-
-class Short:
-    """A fast path around the application, for the status that each open page requests once a second."""
-
-    def __init__(self, app: App, turns: Turns) -> None:
-        self._app = app
-        self._turns = turns
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["path"] == "/v1/status" and scope["method"] == "GET" and _AFTER.fullmatch(scope["query_string"])
-        if asked:
-            await self._turns.wait(int(asked[1]), scope["state"]["connection"])
-            try:
-                body = self._turns.encoded()
-            except Unavailable:
-                pass  # the application reports it like every error
-            else:
-                headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
-                return
-        await self._app(scope, receive, send)

@@ -1,0 +1,250 @@
+"""Operations of the HTTP API: which function answers a method of a path, with what types, and their OpenAPI document.
+
+An operation is a function whose annotations say all: its struct of query parameters or its body, and its answer. The
+application (app.py) runs coroutine functions on the event loop and others on threads, because they wait for the server.
+Every error has the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvdepot.errors import BadRequest, InternalError, KVDepotError
+from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send
+
+__all__ = ["HTTP_STATUS", "Dispatch", "Encoded", "Operation", "describe", "get", "post"]
+
+log = logging.getLogger(__name__)
+
+HTTP_STATUS = {
+    "bad_request": 400,
+    "layout": 400,
+    "config": 400,
+    "protocol": 400,
+    "unknown_request": 404,
+    "unknown_instance": 404,
+    "busy": 429,
+    "unavailable": 503,
+    "unknown_client": 503,
+    "deadline": 504,
+    "tier": 502,
+    "version": 502,
+    "error": 500,
+    "internal": 500,
+    "arena": 500,
+    "device": 500,
+}
+"""HTTP status by code of errors.py."""
+_CHANGE = (400, 401, 404, 413, 429, 500, 502, 503, 504)
+"""HTTP statuses of errors that every operation that changes something may return."""
+_THREADS = 40
+_JSON = "application/json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Encoded(Generic[T]):
+    """An answer that is encoded already, of type T."""
+
+    body: bytes
+    media_type: str = _JSON
+
+
+class _Refused(Exception):
+    """An error of the HTTP layer."""
+
+    def __init__(self, status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(problem.message)
+        self.status = status
+        self.problem = problem
+        self.headers = headers or {}
+
+
+class _Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Operation:
+    """One method of one path.
+
+    errors: HTTP statuses of its errors. given: the struct of its query parameters or its body, None if it takes none.
+    reply: the type of its answer, bytes if that is not JSON.
+    """
+
+    def __init__(self, method: str, path: str, run: Callable[..., Any], errors: tuple[int, ...]) -> None:
+        self.method, self.path, self.run, self.errors = method, path, run, errors
+        hints = get_type_hints(run, include_extras=True)
+        answer = hints.pop("return")
+        self.reply = get_args(answer)[0] if get_origin(answer) is Encoded else answer
+        self.takes_scope = hints.pop("scope", None) is not None
+        del hints["state"]
+        self.given: Any = next(iter(hints.values()), None)
+        # Made once, at import: msgspec crashes if two threads are the first to decode a type at the same time.
+        self._decoder = msgspec.json.Decoder(self.given) if method == "POST" else None
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.method} {self.path}>"
+
+    async def answer(self, state: object, scope: Scope, receive: Receive, threads: ThreadPoolExecutor) -> Encoded[Any]:
+        """The encoded answer. Raises KVDepotError or _Refused."""
+        body = await _read(scope, receive) if self._decoder else b""
+
+        def arguments() -> list[Any]:
+            given = [self._parse(scope["query_string"], body)] if self.given else []
+            return [state, *given, *([scope] if self.takes_scope else [])]
+
+        if inspect.iscoroutinefunction(self.run):
+            said = await self.run(*arguments())
+        else:
+            loop = asyncio.get_running_loop()
+            said = await loop.run_in_executor(threads, lambda: self.run(*arguments()))
+        return said if isinstance(said, Encoded) else Encoded(msgspec.json.encode(said))
+
+    def _parse(self, query: bytes, body: bytes) -> Any:
+        try:
+            if self._decoder:
+                return self._decoder.decode(body)
+            pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+            if len(parameters := dict(pairs)) < len(pairs):
+                raise BadRequest(f"a parameter is given twice: {', '.join(sorted(name for name, _ in pairs))}")
+            return msgspec.convert(parameters, self.given, strict=False)
+        except RecursionError as exc:
+            raise BadRequest("the body is nested too deeply") from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {exc}") from exc
+
+
+def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Operation]:
+    """Make a function the operation that answers GET."""
+    return lambda run: Operation("GET", path, run, errors)
+
+
+def post(path: str) -> Callable[[Callable[..., Any]], Operation]:
+    """Make a function the operation that answers POST, with a body in JSON."""
+    return lambda run: Operation("POST", path, run, _CHANGE)
+
+
+class Dispatch:
+    """Answers each request by the operation of its method and path, or by a file."""
+
+    def __init__(self, operations: Iterable[Operation], files: Mapping[str, Encoded[bytes]], state: object) -> None:
+        """files: by path. state: passed to each operation."""
+        self._operations: dict[str, dict[str, Operation]] = {}
+        for operation in operations:
+            self._operations.setdefault(operation.path, {})[operation.method] = operation
+        self._files = files
+        self._state = state
+        self._threads = ThreadPoolExecutor(_THREADS, "kvdepot-http")
+
+    def __repr__(self) -> str:
+        return f"<Dispatch {len(self._operations)} paths, {len(self._files)} files>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, headers = 200, dict[str, str]()
+        try:
+            answer = await self._answer(scope, receive)
+        except _Gone:
+            return
+        except Exception as exc:  # noqa: BLE001 - answered, and logged if it is not the client's
+            status, problem, headers = _refusal(exc)
+            answer = Encoded(msgspec.json.encode(problem))
+        headers = {"content-type": answer.media_type, "content-length": str(len(answer.body)), **headers}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": answer.body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Encoded[Any]:
+        method, path = scope["method"], scope["path"]
+        methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._operations.get(path, {})
+        if not methods:
+            raise _Refused(404, Problem("not_found", "not found"))
+        if method not in methods:
+            allowed = ", ".join(methods)
+            raise _Refused(405, Problem("method", f"{path} answers {allowed}, not {method}"), {"allow": allowed})
+        found = methods[method]
+        if isinstance(found, Operation):
+            return await found.answer(self._state, scope, receive, self._threads)
+        return found  # type: ignore[no-any-return]
+
+
+async def _read(scope: Scope, receive: Receive) -> bytes:
+    """The body of a request. Raises _Refused if it is too large, without reading the rest."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    body, is_whole = bytearray(), False
+    while not is_whole:
+        if int(declared) > MOST_BODY or len(body) > MOST_BODY:
+            raise _Refused(413, Problem("too_large", f"the body is larger than {MOST_BODY >> 20} MiB"))
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        body += message["body"]
+        is_whole = not message["more_body"]
+    return bytes(body)
+
+
+def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
+    """The HTTP status, problem and headers of an error."""
+    if isinstance(exc, _Refused):
+        return exc.status, exc.problem, dict(exc.headers)
+    if isinstance(exc, KVDepotError):
+        status = HTTP_STATUS.get(exc.code, 500)
+        return status, Problem(exc.code, str(exc)), {"retry-after": "1"} if status in (429, 503) else {}
+    log.error("an HTTP handler failed", exc_info=exc)
+    return 500, Problem(InternalError.code, "internal error; see the server log"), {}
+
+
+def describe(operations: Iterable[Operation], version: str) -> bytes:
+    """The OpenAPI document of all operations that answer JSON."""
+    shown = [operation for operation in operations if operation.reply is not bytes]
+    bodies = [operation.given for operation in shown if operation.method == "POST"]
+    types = [*bodies, *(operation.reply for operation in shown), Problem]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    body, reply = iter(schemas), iter(schemas[len(bodies) :])
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in shown:
+        name = operation.run.__name__
+        said: dict[str, Any] = {"operationId": name, "summary": name, "description": inspect.getdoc(operation.run)}
+        if operation.method == "POST":
+            said |= {"security": [{"token": []}], "requestBody": {"required": True, "content": _content(next(body))}}
+        elif operation.given:
+            said["parameters"] = _parameters(operation.given)
+        said["responses"] = {"200": {"description": "Done, or found.", "content": _content(next(reply))}}
+        for status in (403, *operation.errors):
+            said["responses"][str(status)] = {
+                "description": HTTPStatus(status).phrase,
+                "content": _content(schemas[-1]),
+            }
+        paths.setdefault(operation.path, {})[operation.method.lower()] = said
+    description = "Status, metrics and manual operations of a kvdepot server."
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "kvdepot", "version": version, "description": description},
+            "paths": paths,
+            "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        }
+    )
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {_JSON: {"schema": schema}}
+
+
+def _parameters(given: type) -> list[dict[str, Any]]:
+    """The parameters in the query that a struct has as fields."""
+    _, components = msgspec.json.schema_components([given])
+    return [
+        {"name": name, "in": "query", "description": schema.pop("description", ""), "schema": schema}
+        for name, schema in components[given.__name__]["properties"].items()
+    ]
