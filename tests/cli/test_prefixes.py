@@ -47,8 +47,11 @@ def test_ls_lists_what_is_in_memory(depot: Depot, chats: Engine) -> None:
     shown = run("ls", *which, "-s", "tokens")
     heads, first, *_ = shown.stdout.splitlines()
     assert re.split(r"  +", heads.strip())[:4] == ["prefix", "model", "hits", "bytes"]
-    assert first.startswith(last_hash(SYSTEM)[:12] + " ") and last_hash(SYSTEM) not in shown.stdout
-    assert last_hash(SYSTEM) in run("ls", *which, "-l").stdout
+    prefix = last_hash(SYSTEM[:CHUNK])  # the first chunk's, which stays when a chat goes on
+    assert by_tokens[0]["id"] == prefix
+    assert first.startswith(prefix[:12] + " ") and prefix not in shown.stdout
+    assert prefix in run("ls", *which, "-l").stdout
+    assert "2 of 2 chunks in memory" in run("inspect", prefix[:12], *which).stdout, "all that its prompts share"
 
 
 @pytest.mark.faults

@@ -437,7 +437,7 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     screen.show(
         a_status(namespaces=[model], engines=[engine], tiers=[tier], leases=[lease], events=[event]), 1.0
     )  # fmt: skip
-    screen.show_prefixes([Prefix("", "m" * 50, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    screen.show_prefixes([Prefix("", "m" * 50, "1d" * 32, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
 
     def opened(tab: str) -> dict[str, str]:
         keyed(screen, tab)
@@ -449,8 +449,8 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     assert shown["model"] == "acme: m" and shown["tokens per chunk"] == "256" and shown["ranks"] == "2"
     assert shown["KV cache group 1"] == "8 chunks, 1 MiB; needed to resume a prompt: last 2 chunks"
     assert "models " in keyed(screen, "escape")[3], "the table again"
-    assert opened("3")["prefix"] == "ab" * 32 and opened("3")["model"] == "m" * 50
-    assert opened("3")["its chunks"] == f"kvdepot inspect {'ab' * 32} -m {'m' * 50}"
+    assert opened("3")["prefix"] == "1d" * 32 and opened("3")["model"] == "m" * 50
+    assert opened("3")["its chunks"] == f"kvdepot inspect {'1d' * 32} -m {'m' * 50}"
     assert opened("4")["id"] == "e" * 32 and opened("4")["connected for"] == "1 min 15 s"
     shown = opened("5")
     assert (shown["in progress"], shown["failures"]) == ("1 loads, 2 saves", "3") and "late" not in shown
@@ -501,9 +501,9 @@ def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
 
 
 def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
-    screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    screen.show_prefixes([Prefix("", "m", "1d" * 32, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
     cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
-    assert cells == ["ab" * 6, "m", "3", "1 MiB", "512", "256", "2", "700", "5 s", "1 min 0 s"]
+    assert cells == ["1d" * 6, "m", "3", "1 MiB", "512", "256", "2", "700", "5 s", "1 min 0 s"]
 
 
 def test_what_the_server_does_not_list_one_by_one_is_shown_among_the_models() -> None:

@@ -52,8 +52,8 @@ def test_prompts_that_begin_with_the_same_chunk_are_one_family(desk: Desk) -> No
     for ids in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6)):
         desk.ask(b"one", store(chain("chat", *ids)))
     (found,) = ask(desk)
-    shared = chain("chat", 1, 2)
-    assert found == Prefix("", "m", shared.hashes[-32:].hex(), 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0)
+    first, shared = (chain("chat", *ids).hashes[-32:].hex() for ids in ((1,), (1, 2)))
+    assert found == Prefix("", "m", first, shared, 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0)
 
 
 def test_a_family_of_one_prompt_shares_all_of_it(desk: Desk) -> None:
@@ -61,6 +61,9 @@ def test_a_family_of_one_prompt_shares_all_of_it(desk: Desk) -> None:
     desk.ask(b"one", store(alone))
     (found,) = ask(desk)
     assert (found.hash, found.shared_tokens, found.prompts) == (alone.hashes[-32:].hex(), 3, 1)
+    desk.ask(b"one", store(chain("alone", 1, 2, 3, 4)))  # the chat's next turn
+    (later,) = ask(desk)
+    assert later.id == found.id and later.hash != found.hash
 
 
 def test_lookups_that_find_some_of_a_family_are_its_hits(desk: Desk) -> None:

@@ -157,7 +157,8 @@ def example_prefixes() -> list[dict[str, Any]]:
     """Three prefix families, as `GET /v1/prefixes` lists them."""
     llama, qwen = "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-32B"
     return [
-        {"tenant": "", "model": model, "hash": f"{digit:02x}" * 32, "shared_tokens": shared, "tokens": tokens,
+        {"tenant": "", "model": model, "id": f"{digit:02x}" * 32, "hash": f"{digit + 1:02x}" * 32,
+         "shared_tokens": shared, "tokens": tokens,
          "prompts": prompts, "bytes": int(size * GIB), "hits": hits, "hit_tokens": hits * shared, "age_s": age_s,
          "idle_s": 2.0 * digit}
         for digit, model, shared, tokens, prompts, size, hits, age_s in (

@@ -989,7 +989,7 @@ def test_a_prefix_is_pinned_from_its_row(operated: Site, open_page: OpenPage) ->
     page.get_by_label("Name", exact=True).fill("system")
     page.get_by_role("button", name="Pin", exact=True).click()
     shows(page, "#action-effect", "2 of 3 chunks are pinned.")
-    sent = {"name": "system", "ttl_s": 0, "model": "Qwen/Qwen3-32B", "prefix": "3c" * 32}
+    sent = {"name": "system", "ttl_s": 0, "model": "Qwen/Qwen3-32B", "prefix": "3d" * 32}
     assert operated.changes == [("/v1/pin", sent)]
 
 

@@ -36,7 +36,7 @@ __all__ = ["inspect", "ls"]
 @options.server
 @options.as_json
 def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: str | None, as_json: bool) -> int:
-    """List the prompts in memory, grouped by their first chunk.
+    """List the prompts in memory, grouped by their first chunk, whose hash is the id of the group.
 
     A line has the tokens that all prompts of the group share, how many prompts they are, their tokens and bytes in
     memory (each chunk once), how many lookups found some of it, and the tokens that they found. `kvdepot inspect
@@ -72,8 +72,8 @@ def inspect(
     prefix: str, tokens: str | None, hashes: str | None, model: str, salt: str, is_long: bool, url: str | None,
     key: str | None, as_json: bool,
 ) -> int:  # fmt: skip
-    """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of a hash, as `kvdepot ls`
-    shows it), or those of the prompt that is given.
+    """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of its hash), or those of
+    the prompt that is given. For an id that `kvdepot ls` shows: the chunks that all prompts of that group share.
 
     It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. Exit code 1 if memory has none of the chunks.
@@ -86,7 +86,9 @@ def inspect(
     end = _digits(prefix) if prefix else b""
     with connect(url, key) as client:
         if prefix:
-            found = admin.inspect(client, model, end=end)
+            families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
+            ends = [each.hash for each in families if each.id.startswith(prefix.lower())]
+            found = admin.inspect(client, model, end=bytes.fromhex(ends[0]) if len(ends) == 1 else end)
             found = found if any(each.hash.startswith(prefix.lower()) for each in found) else []
             numbers = {each.hash: each.position for each in found if each.position}
         else:

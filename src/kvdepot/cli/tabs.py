@@ -107,9 +107,9 @@ TABLES: dict[str, Table] = {
         "prefix",
         lambda _, listed: listed,
         view.prefixes,
-        lambda each: (each.tenant, each.model, each.hash),
+        lambda each: (each.tenant, each.model, each.id),
         {name: lambda each: 0 for name in SORTS},  # the server sorts them
-        lambda each: [("its chunks", f"kvdepot inspect {each.hash} -m {shlex.quote(each.model)}")],
+        lambda each: [("its chunks", f"kvdepot inspect {each.id} -m {shlex.quote(each.model)}")],
     ),
     "engines": Table(
         "engine",

@@ -421,10 +421,10 @@ _MODEL_CELLS = 28
 
 
 def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
-    """The table of prefix families. is_long: hashes and names in full."""
+    """The table of prefix families. is_long: ids and names in full."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            each.hash if is_long else each.hash[:_HASH_DIGITS], named(each.tenant, each.model, is_long),
+            each.id if is_long else each.id[:_HASH_DIGITS], named(each.tenant, each.model, is_long),
             count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
             count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
         )

@@ -85,6 +85,7 @@ def _prefix(index: Index, namespace: Namespace, family: Family, shared: Chunk | 
     return Prefix(
         tenant=namespace.tenant,
         model=namespace.model[:MOST_NAME],
+        id=family.key.hex(),
         hash=shared.key.hex(),
         shared_tokens=shared.position * tokens,
         tokens=family.chunks * tokens,

@@ -19,7 +19,8 @@ LEAST_HASH = 3
 class Prefix(msgspec.Struct, frozen=True):
     """One family, as far as it is in memory.
 
-    hash: of the last chunk that all of its prompts share, in hex; shared_tokens: tokens up to the end of that chunk.
+    id: the hash of its first chunk, in hex; it stays the same while prompts come and go.
+    hash: of the last chunk that all of its prompts share; shared_tokens: tokens up to the end of that chunk.
     tokens, bytes: of all its chunks, each counted once; bytes are those of all KV cache groups and ranks.
     prompts: ends of chains, so a prompt that is the beginning of another is not counted.
     hits, hit_tokens: lookups of engines that found some of it since it is in memory, and the tokens that they found.
@@ -29,6 +30,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
     tenant: str
     model: str
+    id: str
     hash: str
     shared_tokens: int
     tokens: int

@@ -72,7 +72,7 @@ const ACTIONS = {
     done: (answer) => `${chunksOf(answer)} are pinned.`,
   },
   pinPrefix: {
-    title: (of) => `Pin the prefix ${short(JSON.parse(of).hash)}`,
+    title: (of) => `Pin the prefix ${short(JSON.parse(of).id)}`,
     what: (of) => {
       const { model, shared_tokens } = JSON.parse(of);
       return `The chunks of the ${count(shared_tokens)} tokens that its prompts share, of ${model}, are not evicted until the pin ends; what follows them is. A pin of the same name is replaced. Leases can hold half of the memory at most.`;

@@ -23,8 +23,8 @@ const actionCell = (action, label, about, of = about) => (cell, item) => {
 
 /** The same for a prefix: what actions.js needs to know of it. A tenant's can be pinned by its own clients alone. */
 const pinCell = (cell, prefix) => {
-  const { model, hash, shared_tokens } = prefix;
-  if (!prefix.tenant) actionCell("pinPrefix", "Pin", () => short(hash), () => JSON.stringify({ model, hash, shared_tokens }))(cell, prefix);
+  const { model, id, hash, shared_tokens } = prefix;
+  if (!prefix.tenant) actionCell("pinPrefix", "Pin", () => short(id), () => JSON.stringify({ model, id, hash, shared_tokens }))(cell, prefix);
 };
 
 export function showFleet({ depots, total }, name) {
@@ -124,8 +124,8 @@ function showLeases(status) {
 export function showPrefixes(prefixes) {
   $("prefixes-part").hidden = prefixes === null;
   if (prefixes === null) return;
-  rows($("prefixes"), prefixes, (prefix) => `${prefix.tenant}/${prefix.model}/${prefix.hash}`, [
-    ["", null, null, idCell((prefix) => prefix.hash)],
+  rows($("prefixes"), prefixes, (prefix) => `${prefix.tenant}/${prefix.model}/${prefix.id}`, [
+    ["", null, null, idCell((prefix) => prefix.id)],
     ["name", (prefix) => (prefix.tenant ? `${prefix.tenant}: ${prefix.model}` : prefix.model), (prefix) => prefix.model],
     ["num", (prefix) => count(prefix.hits), (prefix) => exact(prefix.hits)],
     ["num", (prefix) => count(prefix.hit_tokens), (prefix) => exact(prefix.hit_tokens)],
