@@ -21,6 +21,7 @@ from kvdepot.eviction import POLICIES
 from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
+from kvdepot.protocol.leases import HINT_S, MOST_PRIORITY, NORMAL
 from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.rules import Rules
@@ -191,6 +192,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
     max_namespaces: Annotated[int, Meta(ge=1, description="distinct models, parallel shapes and layouts")] = 1024
     max_rate: Annotated[int, Meta(ge=16, description="requests per second and client; large ones count more")] = 20_000
+    max_hint_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 31,
+            description="longest time, in seconds, for which a request's hints keep chunks; 0 = requests can neither "
+            "keep nor remove chunks",
+        ),
+    ] = HINT_S
+    max_hint_priority: Annotated[
+        int, Meta(ge=0, le=MOST_PRIORITY, description="highest priority that a request's hints can give its leases")
+    ] = NORMAL
     drain_s: Annotated[float, Meta(ge=0, le=86_400, description="seconds to finish copies in flight when stopped")] = (
         5.0
     )

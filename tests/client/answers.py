@@ -27,6 +27,7 @@ class Answering:
         self.heard = 0
         self.is_welcomed = True
         self.wants_tokens = False
+        self.hint_limits = (3600, 50)
         self.liveness = LivenessFile()
         self.asked: list[wire.Request] = []
         self._futures: list[MessagingFuture[Any]] = []

@@ -9,8 +9,13 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
 
-def request(params: object = None, actions: list[tuple[str, dict[str, Any]]] | None = None, version: str = "1") -> Any:
-    """vLLM's request `r`, with this under `kvdepot` and these actions."""
+def request(
+    params: object = None,
+    actions: list[tuple[str, dict[str, Any]]] | None = None,
+    version: str = "1",
+    salt: str | None = None,
+) -> Any:
+    """vLLM's request `r`, with this under `kvdepot`, these actions and this cache salt."""
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.request import Request
@@ -20,17 +25,19 @@ def request(params: object = None, actions: list[tuple[str, dict[str, Any]]] | N
     if actions is not None:
         listed = [KvHintAction(str(i), kind, version, payload) for i, (kind, payload) in enumerate(actions)]
         hints = KvHintsEnvelope("1", "m", listed)
-    return Request("r", list(range(600)), SamplingParams(max_tokens=4, extra_args=given), None, kv_hints=hints)
+    return Request(
+        "r", list(range(600)), SamplingParams(max_tokens=4, extra_args=given), None, kv_hints=hints, cache_salt=salt
+    )
 
 
-def read(*arguments: Any, **options: Any) -> Any:
-    from kvdepot.integrations.vllm.hints import read_hints
+def read(*arguments: Any, limits: tuple[int, int] = (1 << 31, 100), **options: Any) -> Any:
+    from kvdepot.integrations.vllm.hints import Limits, read_hints
 
-    return read_hints(request(*arguments, **options))
+    return read_hints(request(*arguments, **options), Limits(*limits))
 
 
-def accepted(*arguments: Any) -> Any:
-    hints, reason = read(*arguments)
+def accepted(*arguments: Any, **options: Any) -> Any:
+    hints, reason = read(*arguments, **options)
     assert reason == ""
     return hints
 
@@ -52,7 +59,7 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
     assert accepted(None, [("retain", {"retain_s": 5, "session": "a", "priority": 0})]).leases == (
         ("retain", "a", 5, 0),
     )
-    assert accepted(None, [("pin", {}), ("promote", {"bytes": 1})]).leases == (("retain", "r", 0, 50),)
+    assert accepted(None, [("pin", {}), ("promote", {"bytes": 1})]).leases == (("retain", "r", 1 << 31, 50),)
     hints = accepted({"store": False}, [("prefetch", {"retain_s": 5}), ("release", {"session": "old"})])
     assert hints == ((("prefetch", "r", 5, 50),), ("old", "old/expire"), False)
 
@@ -69,6 +76,7 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
         ({"session": ""}, "session"),
         ({"session": "s" * 201}, "session"),
         ({"retain_s": 1, "session": "a/expire"}, "ends with /expire"),
+        ({"release": True, "session": "a@0123456789abcdef"}, "requests with a cache salt"),
         ({"retain": 600}, "retain"),
         ({"release": True, "retain_s": 600}, "either `release`"),
     ],
@@ -92,6 +100,31 @@ def test_a_wrong_action_is_refused_with_the_reason(action: Any, version: str, sa
     hints, reason = read(None, [action], version=version)
     assert hints == ((), (), True)
     assert said in reason and "kv_hints" in reason
+
+
+def test_a_session_belongs_to_the_cache_salt_of_its_requests() -> None:
+    names = []
+    for salt in (None, "alice", "bob", "alice"):
+        (lease,) = accepted({"retain_s": 9, "session": "agent"}, salt=salt).leases
+        assert accepted({"release": True, "session": "agent"}, salt=salt).releases == (
+            lease.name,
+            f"{lease.name}/expire",
+        )
+        assert salt is None or salt not in lease.name
+        names.append(lease.name)
+    assert names[0] == "agent" and names[1] == names[3] and len(set(names)) == 3
+    assert read({"release": True, "session": names[1]})[1], "whoever sees the name of a lease can end it"
+
+
+def test_time_and_priority_are_cut_to_the_limits_and_without_time_only_store_is_left() -> None:
+    long = {"retain_s": 1 << 31, "expire_s": 61, "priority": 100}
+    within = (("retain", "r", 60, 50), ("expire", "r/expire", 60, 50))
+    assert accepted(long, limits=(60, 50)).leases == within
+    assert accepted(None, [("pin", {"priority": 7})], limits=(60, 50)).leases == (("retain", "r", 60, 7),)
+    for params in (long, {"release": True}, {"retain_s": 1, "store": False}):
+        hints, reason = read(params, limits=(0, 50))
+        assert "max_hint_s is 0" in reason and hints == ((), (), "store" not in params)
+    assert accepted({"store": False}, limits=(0, 50)) == ((), (), False)
 
 
 def test_two_leases_of_one_session_are_refused() -> None:

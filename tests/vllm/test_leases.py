@@ -37,7 +37,9 @@ class Desk:
         self.peer: Any = Answering()
         config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=""))
         self.figures = Figures(config, lambda request_id: None)
-        self.leases = Leases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.figures, saves_decode)
+        self.leases = Leases(
+            SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.figures, saves_decode, 1 << 31
+        )
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
@@ -103,9 +105,9 @@ def test_what_expires_is_leased_at_the_end_and_what_is_prefetched_at_the_beginni
     tracked = desk.arrive({"expire_s": 9}, [("prefetch", {"retain_s": 5, "session": "p"}), ("pin", {"session": "q"})])
     assert desk.sent() == [("p", "prefetch", 4, 5, 50)]
     desk.leases.prompt_stored(tracked)
-    assert desk.sent() == [("q", "retain", 4, 0, 50)]
+    assert desk.sent() == [("q", "retain", 4, 3600, 50)]  # the server grants an hour
     desk.finish(tracked)
-    assert desk.sent() == [("r/expire", "expire", 4, 9, 50), ("q", "retain", 4, 0, 50)]
+    assert desk.sent() == [("r/expire", "expire", 4, 9, 50), ("q", "retain", 4, 3600, 50)]
 
 
 def test_a_release_removes_the_requests_chunks_and_then_the_sessions_once_its_stores_have_ended() -> None:
@@ -200,10 +202,11 @@ def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_th
     engine = start_engine(models["gqa"], depot.url).wait_started()
     kept, plain, private = (prompt(seed, 4 * 256 + 17) for seed in (1, 2, 3))
 
-    def run(tokens: list[int], **hints: Any) -> int:
-        return int(engine.run_fresh(tokens, **({"transfer": {"kvdepot": hints}} if hints else {}))["cached"])
+    def run(tokens: list[int], salt: str = "", **hints: Any) -> int:
+        options = {"transfer": {"kvdepot": hints}} if hints else {}
+        return int(engine.run_fresh(tokens, salt=salt, **options)["cached"])
 
-    assert run(kept, retain_s=3600, session="agent") == 0
+    assert run(kept, retain_s=1 << 31, priority=100, session="agent") == 0
     assert run(plain) == 0
     before = depot.status()["chunks"]
     assert before == 8
@@ -212,11 +215,15 @@ def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_th
         run(prompt(seed, 4 * 256 + 17))
     assert run(private) == run(plain) == 0
     assert run(kept) == 1024
-    (lease,) = depot.status()["leases"]
+    for hints in ({"release": True}, {"retain_s": 1}):
+        run(prompt(6, 300), salt="mallory", session="agent", store=False, **hints)
+    lease, another = depot.status()["leases"]
     assert (lease["name"], lease["kind"], lease["chunks"]) == ("agent", "retain", 4)
+    assert lease["ends_s"] <= 3600 and lease["priority"] == 50  # as the server's settings say
+    assert another["name"].startswith("agent@") and "mallory" not in another["name"]
     longer = [*kept[:1024], *prompt(4, 256 + 17)]
     assert run(longer, release=True, session="agent") == 1024
-    eventually(lambda: not depot.status()["leases"])
+    eventually(lambda: "agent" not in [each["name"] for each in depot.status()["leases"]])
     assert run(longer, store=False) == run(kept, store=False) == 0
     refused = run(prompt(5, 300), retain_s="long")
     assert refused == 0 and "retain_s" in engine.logged()

@@ -147,7 +147,7 @@ TOPICS = {
     "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
     "Limits": (
         "max_clients", "max_queued", "max_sessions", "max_pins", "max_instances", "max_namespaces", "max_rate",
-        "max_message_mib",
+        "max_message_mib", "max_hint_s", "max_hint_priority",
     ),
 }  # fmt: skip
 """Options of `serve`, by the topics of its help; others come last."""

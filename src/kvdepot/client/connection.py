@@ -36,6 +36,7 @@ from kvdepot.errors import (
     UnknownInstance,
 )
 from kvdepot.protocol import wire
+from kvdepot.protocol.leases import HINT_S, NORMAL
 
 __all__ = ["MAX_IN_FLIGHT", "Connection", "Done"]
 
@@ -104,6 +105,8 @@ class Connection:
         self.chunk_size = 0  # tokens; known once welcomed
         self.wants_tokens = False  # whether the server wants chunks to be described; known once welcomed
         self.lookup_s = 0.0  # how long the server may search its tiers; known once welcomed
+        self.max_hint_s = HINT_S  # as in wire.Welcome, of the last one
+        self.max_hint_priority = NORMAL
         self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self.welcomed = False
         self._url = url
@@ -287,6 +290,7 @@ class Connection:
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
         self.wants_tokens = welcome.wants_tokens
+        self.max_hint_s, self.max_hint_priority = welcome.max_hint_s, welcome.max_hint_priority
         if self._met and self._registered:
             log.info("reconnected to %s; registering again", self._url)
         self._met = True

@@ -248,6 +248,11 @@ class Client:
         """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
         return self._connection.wants_tokens
 
+    @property
+    def hint_limits(self) -> tuple[int, int]:
+        """The longest time, in seconds, and the highest priority that the server grants to requests' leases."""
+        return self._connection.max_hint_s, self._connection.max_hint_priority
+
     def learn_chunk_size(self, timeout_s: float) -> int:
         """The server's tokens per chunk. Blocks until the first welcome; raises Unavailable after `timeout_s`."""
         if not self.chunk_size:

@@ -183,8 +183,11 @@ class Connections:
             self._meet(identity, user, challenge, prove)
         else:
             known.seal = challenge.check(prove, known.liveness.secret)
-        lookup_s = self._config.lookup_s if self._depot.tiering else 0.0
-        return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s, self._config.wants_tokens)
+        config = self._config
+        lookup_s = config.lookup_s if self._depot.tiering else 0.0
+        return wire.Welcome(
+            wire.VERSION, config.chunk_size, lookup_s, config.wants_tokens, config.max_hint_s, config.max_hint_priority
+        )
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:
         """Add a new client if it proves that it owns its liveness file. Raises KVDepotError, and then keeps nothing."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KINDS", "MOST_LEASES", "MOST_PRIORITY", "NORMAL", "Receipt", "Sum"]
+__all__ = ["HINT_S", "KINDS", "MOST_LEASES", "MOST_PRIORITY", "NORMAL", "Receipt", "Sum"]
 
 KINDS = ("retain", "prefetch", "expire")
 """retain: the chunks are not evicted. prefetch: the same, for chunks that were loaded from tiers in advance. expire: no
 chunk is held, and all are dropped when the lease ends."""
 NORMAL = 50
-"""The priority of a lease that says none."""
+"""The priority of a lease that says none, and the highest that a request may ask for by default."""
 MOST_PRIORITY = 100
+HINT_S = 3600
+"""How long a request may have its chunks kept, by default: KV that nobody has used for an hour is not worth memory."""
 MOST_LEASES = 1 << 14
 """Leases of one server."""
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvdepot import errors
 from kvdepot.protocol.layout import Layout
-from kvdepot.protocol.leases import NORMAL
+from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 
 __all__ = [
@@ -442,13 +442,16 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     """Answer to `Prove`: the chunk size.
 
     lookup_s: how long the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes KV
-    events under the topics of engines, for which it needs `Describe`.
+    events under the topics of engines, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time
+    and the highest priority of leases that requests ask for; 0 s: requests may neither keep nor remove chunks.
     """
 
     version: int
     chunk_size: int
     lookup_s: float = 0.0
     wants_tokens: bool = False
+    max_hint_s: int = HINT_S
+    max_hint_priority: int = NORMAL
 
 
 class Answer(_Message, frozen=True):

@@ -22,7 +22,8 @@ Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.start` and `kvd
 `kvdepot.key` (this client's key file, if the server requires one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store
 decoded chunks, too; default false), `kvdepot.weights_revision` (names weights that their path does not identify),
 `kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py),
-`kvdepot.events_topic` (under which routers know this engine; descriptions.py).
+`kvdepot.events_topic` (under which routers know this engine; descriptions.py), `kvdepot.max_hint_s` (the longest time
+for which a request's hints keep its chunks; hints.py).
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 client.server_url,
             )
         return SchedulerHalf(
-            self._vllm_config, depot, plan, self._ranks, self._settings.save_decode, known, described
+            self._vllm_config, depot, plan, self._ranks, self._settings, known, described
         )  # fmt: skip
 
     def _make_worker(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client) -> WorkerHalf:

@@ -2,10 +2,14 @@
 
 Callers say it in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module parses
 both; leases.py carries it out. Keys and actions of other names belong to others and are left alone.
+
+Whoever may send a request may send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
+its requests: no request can end or replace the lease of a session of another salt.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -13,18 +17,23 @@ import msgspec
 from msgspec import Meta
 
 from kvdepot.errors import BadRequest
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["NO_HINTS", "Hint", "Hints", "read_hints"]
+__all__ = ["NO_HINTS", "Hint", "Hints", "Limits", "read_hints"]
 
 _KEY = "kvdepot"
 _VERSION = "1"
 """`action_version` of the actions that we know."""
 _MOST_NAME = 200
 _EXPIRING = "/expire"
+_SALT_HEX = 16
+"""Hexadecimal digits of its salt's tag in a session's name: enough that nobody finds another salt with the same."""
+_SALTED = re.compile(rf"@[0-9a-f]{{{_SALT_HEX}}}")
+"""The end of the names of sessions with a cache salt."""
 
 _Seconds = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
@@ -97,8 +106,20 @@ class Hints(NamedTuple):
 NO_HINTS = Hints()
 
 
-def read_hints(request: Request) -> tuple[Hints, str]:
-    """A request's hints, and why they are refused; empty if they are not. Raises nothing.
+class Limits(NamedTuple):
+    """What requests may ask for: leases of at most so many seconds (0: no hint but `store`) and so high a priority."""
+
+    seconds: int
+    priority: int
+
+    def bound(self, lease: Hint) -> Hint:
+        """The lease with its time and priority cut to the limits."""
+        ttl_s = min(lease.ttl_s or self.seconds, self.seconds)
+        return lease._replace(ttl_s=ttl_s, priority=min(lease.priority, self.priority))
+
+
+def read_hints(request: Request, limits: Limits) -> tuple[Hints, str]:
+    """A request's hints, within the limits, and why they are refused; empty if they are not. Raises nothing.
 
     Of refused hints, one remains: if `store` is there and is not true, the request is not stored.
     """
@@ -110,13 +131,17 @@ def read_hints(request: Request) -> tuple[Hints, str]:
     hints = Hints()
     try:
         if given is not None:
-            hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request.request_id)
+            hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request)
         if envelope is not None:
-            hints = _with_actions(hints, envelope.actions, request.request_id)
+            hints = _with_actions(hints, envelope.actions, request)
+        if not limits.seconds and (hints.leases or hints.releases):
+            raise BadRequest(
+                "requests may neither keep nor remove chunks here (max_hint_s is 0, of the server or of the connector)"
+            )
     except BadRequest as exc:
         is_private = isinstance(given, dict) and given.get("store", True) is not True
         return Hints(stores=not is_private), str(exc)
-    return hints, ""
+    return hints._replace(leases=tuple(map(limits.bound, hints.leases))), ""
 
 
 def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
@@ -126,8 +151,8 @@ def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
         raise BadRequest(f"{what}: {exc}") from exc
 
 
-def _of_params(params: _Params, request_id: str) -> Hints:
-    name = _name(params.session, request_id, f"kv_transfer_params.{_KEY}")
+def _of_params(params: _Params, request: Request) -> Hints:
+    name = _name(params.session, request, f"kv_transfer_params.{_KEY}")
     leases = []
     if params.retain_s is not None:
         leases.append(Hint("retain", name, params.retain_s, params.priority))
@@ -138,7 +163,7 @@ def _of_params(params: _Params, request_id: str) -> Hints:
     return Hints(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
 
 
-def _with_actions(hints: Hints, actions: Iterable[Any], request_id: str) -> Hints:
+def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hints:
     """`hints`, and those of the actions that we know. actions: KvHintAction of vLLM 0.31 and later."""
     leases, releases = list(hints.leases), list(hints.releases)
     for action in actions:
@@ -149,11 +174,11 @@ def _with_actions(hints: Hints, actions: Iterable[Any], request_id: str) -> Hint
             raise BadRequest(f"{what}: version {action.action_version!r:.40} is not {_VERSION!r}")
         match _convert(action.payload, _ACTIONS[kind], what):
             case _Timed() as timed:
-                leases.append(Hint(kind, _name(timed.session, request_id, what), timed.retain_s, timed.priority))
+                leases.append(Hint(kind, _name(timed.session, request, what), timed.retain_s, timed.priority))
             case _Endless() as endless:
-                leases.append(Hint("retain", _name(endless.session, request_id, what), 0, endless.priority))
+                leases.append(Hint("retain", _name(endless.session, request, what), 0, endless.priority))
             case _Named() as named:
-                name = _name(named.session, request_id, what)
+                name = _name(named.session, request, what)
                 releases += [name, _expiring(name)]
     names = [lease.name for lease in leases] + releases
     if len(set(names)) < len(names):
@@ -161,14 +186,16 @@ def _with_actions(hints: Hints, actions: Iterable[Any], request_id: str) -> Hint
     return Hints(tuple(leases), tuple(releases), hints.stores)
 
 
-def _name(session: str | None, request_id: str, what: str) -> str:
-    """The name of the lease: one lease per session, which its next request replaces. Raises BadRequest."""
-    name = request_id[:_MOST_NAME] if session is None else session
+def _name(session: str | None, request: Request, what: str) -> str:
+    """The name of the lease: one per session and cache salt, which its next request replaces. Raises BadRequest."""
+    name = request.request_id[:_MOST_NAME] if session is None else session
     if name.endswith(_EXPIRING):
         raise BadRequest(
             f"{what}: session {name!r} ends with {_EXPIRING}, as the names of leases of the kind expire do"
         )
-    return name
+    if _SALTED.fullmatch(name[-_SALT_HEX - 1 :]):
+        raise BadRequest(f"{what}: session {name!r} ends as the names of leases of requests with a cache salt do")
+    return f"{name}@{salt_tag(request.cache_salt).hex()[:_SALT_HEX]}" if request.cache_salt else name
 
 
 def _expiring(name: str) -> str:

@@ -66,7 +66,8 @@ class Settings:
     """Our keys of `kv_connector_extra_config`, without their prefix.
 
     url, start, required: see place.py; an empty url stands for the default endpoint. key: a file; empty: the client's
-    default. boundary_chunks: see plan.py; 0: the default. events_topic: see wire.Register; empty: none.
+    default. boundary_chunks: see plan.py; 0: the default. events_topic: see wire.Register; empty: none. max_hint_s: the
+    longest time for which a request's hints keep its chunks, in seconds; 0: they do not, and remove none.
     """
 
     url: str = ""
@@ -77,6 +78,7 @@ class Settings:
     weights_revision: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
+    max_hint_s: int = 1 << 31
 
     @property
     def is_embedded(self) -> bool:
@@ -101,6 +103,8 @@ def read_settings(extra: dict[str, Any]) -> Settings:
         given[name] = value
     if given.get("boundary_chunks", 0) < 0:
         raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
+    if given.get("max_hint_s", 0) < 0:
+        raise ConfigError(f"{_PREFIX}max_hint_s is {given['max_hint_s']}: a number of seconds, or 0")
     settings = Settings(**given)
     if len(settings.events_topic.encode()) > MAX_TOPIC:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")

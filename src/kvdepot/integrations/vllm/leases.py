@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.errors import KVDepotError
-from kvdepot.integrations.vllm.hints import Hints, read_hints
+from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.protocol import wire
@@ -36,11 +36,13 @@ _MOST_LOGGED = 16
 class Leases:
     """The leases of one engine's requests."""
 
-    def __init__(self, depot: SchedulerClient, figures: Figures, saves_decode: bool) -> None:
-        """saves_decode: whether the engine stores decoded tokens."""
+    def __init__(self, depot: SchedulerClient, figures: Figures, saves_decode: bool, max_hint_s: int) -> None:
+        """saves_decode: whether the engine stores decoded tokens. max_hint_s: the longest lease, beside the server's
+        own limit."""
         self._depot = depot
         self._figures = figures
         self._saves_decode = saves_decode
+        self._max_hint_s = max_hint_s
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
         self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
         self._logged: set[str] = set()
@@ -50,7 +52,8 @@ class Leases:
 
     def read(self, request: Request) -> Hints:
         """The request's hints. Refused ones are logged and counted."""
-        hints, reason = read_hints(request)
+        most_s, priority = self._depot.client.hint_limits
+        hints, reason = read_hints(request, Limits(min(most_s, self._max_hint_s), priority))
         if reason:
             self._figures.count_refused_hints()
             rest = "" if hints.stores else ", but it is not stored"

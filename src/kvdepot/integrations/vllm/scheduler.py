@@ -19,6 +19,7 @@ from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.holds import Holds
+from kvdepot.integrations.vllm.identity import Settings
 from kvdepot.integrations.vllm.leases import Leases
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
@@ -59,13 +60,13 @@ class SchedulerHalf:
         client: SchedulerClient,
         plan: Plan,
         ranks: int,
-        save_decode: bool,
+        settings: Settings,
         known: Known | None = None,
         described: Descriptions | None = None,
     ) -> None:
         """plan: of the model's KV cache groups. ranks: all that load each chunk, over all kinds of parallelism.
 
-        save_decode: store decoded chunks, too. known: if the engine publishes KV events. described: if the server
+        settings: the connector's. known: if the engine publishes KV events. described: if the server
         publishes them for it.
         """
         transfer = vllm_config.kv_transfer_config
@@ -75,7 +76,7 @@ class SchedulerHalf:
         self._plan = plan
         self._chunk_tokens = client.spec.chunk_tokens
         self._ranks = ranks
-        self._save_decode = save_decode
+        self._save_decode = settings.save_decode
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         self._named = names_are_contents(vllm_config)
@@ -92,7 +93,8 @@ class SchedulerHalf:
         self._waited_s = 0.0  # for lookups, since the last step was built
         self._holds = Holds(ranks)
         self._waiting = WaitingStores(self._holds)
-        self._leases = Leases(client, self.figures, save_decode and self._may_store)
+        saves_decode = settings.save_decode and self._may_store
+        self._leases = Leases(client, self.figures, saves_decode, settings.max_hint_s)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
