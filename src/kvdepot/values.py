@@ -1,6 +1,7 @@
 """Parsing of settings: sizes with units, and error messages for wrong values and mistyped names; numbers with nouns.
 
-Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py.
+Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py. `fault_of`
+is for what callers send as JSON: the hints of requests, and the bodies of HTTP requests.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from typing import get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["explain", "in_units", "is_size", "parse_size", "plural", "suggestion"]
+__all__ = ["explain", "fault_of", "in_units", "is_size", "parse_size", "plural", "suggestion"]
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -91,3 +93,38 @@ def _not_a_number(name: str, value: object, is_whole: bool) -> str:
     if isinstance(value, float):
         return f"{value:g} {unit} is not a whole number of {unit}"
     return f"{value!r} is not a size: write 64GiB or 512MiB, say, or a plain number of {unit}"
+
+
+_JSON = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "object": "an object",
+    "array": "a list", "null": "null",
+}  # fmt: skip
+"""msgspec's names of types, in words."""
+
+
+def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.Struct]) -> str:
+    """What is wrong with an object that was sent as JSON and is to be of this kind, and which fields or values it may
+    have: one sentence, which begins with the field if the fault is in one."""
+    text, _, path = str(exc).partition(" - at `$")
+    field = path.rstrip("`").lstrip(".")
+    if not isinstance(exc, msgspec.ValidationError):
+        text = text.removeprefix("JSON is malformed: ")
+        return f"not JSON ({text[:1].lower()}{text[1:]})"
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.S):
+        meant = suggestion(unknown[1], kind.__struct_fields__)
+        advice = f"did you mean {meant}?" if meant else f"the fields are {', '.join(kind.__struct_fields__)}"
+        return f"unknown field {unknown[1]!r:.80}; {advice}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return f"the field {missing[1]!r} is missing"
+    if bound := re.fullmatch(r"Expected `\w+` (of length )?(<=|>=|<|>|==) (\S+)", text):
+        words = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than", "==": "exactly"}[bound[2]]
+        said = f"must have {words} {plural(int(bound[3]), 'character')}" if bound[1] else f"must be {words} {bound[3]}"
+    elif types := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", text):
+        wanted = " or ".join(_JSON.get(each, each) for each in types[1].split(" | "))
+        said = f"must be {wanted}, not {_JSON.get(types[2], types[2])}"
+    elif text.startswith("Invalid enum value "):
+        values = get_args(get_type_hints(kind).get(field))
+        said = f"{text.removeprefix('Invalid enum value ')} is not one of {', '.join(map(str, values))}"
+    else:
+        said = text
+    return f"{field}: {said}" if field else said

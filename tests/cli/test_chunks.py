@@ -39,6 +39,22 @@ def test_what_people_do_to_chunks_is_told_as_json(depot: Depot, used: Engine, tm
 
 
 @pytest.mark.faults
+def test_a_pin_of_a_prompt_that_is_not_stored_yet_tells_what_becomes_of_it(
+    depot: Depot, used: Engine, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps([4] * CHUNK))
+    which = ("--tokens", str(prompt), "--model", used.model, "--url", depot.url)
+    done = run("pin", "later", *which)
+    told = "pin later: 0 of 1 chunk; the others are not in memory: it takes those that engines store within the next"
+    assert (done.returncode, done.stdout) == (0, f"{told} minute\n"), done.stderr
+    used.store([4] * CHUNK, [0, 1, 2, 3])
+    eventually(lambda: [each["chunks"] for each in depot.status()["leases"] if each["name"] == "later"] == [1])
+    assert run("pin", "later", *which).stdout == "pin later: 1 of 1 chunk\n"
+    assert run("unpin", "later", "--url", depot.url).returncode == 0
+
+
+@pytest.mark.faults
 def test_what_may_be_left_in_a_tier_is_no_success(start_depot: StartDepot, tmp_path: Path) -> None:
     tier = f"disk://{tmp_path}/kv?capacity_gib=1"
     depot = start_depot("--tiers", tier)

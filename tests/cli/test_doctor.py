@@ -36,7 +36,9 @@ def test_doctor_and_config_tell_the_settings_of_the_server_that_runs(start_depot
     assert "policy s3fifo (here adaptive)" in other["text"] and "arena_gib 0.015625 (here 100000)" in other["text"]
     assert "tiers redis://***@127.0.0.1:1/0 (here empty)" in other["text"]
     assert "hunter2" not in json.dumps(depot.status())
-    assert any("redis://127.0.0.1:1" in finding["text"] for finding in found["server"]), "its tier is down"
+    (_, down) = found["server"]
+    assert down["text"].count("redis://127.0.0.1:1") == 1 and down["text"].endswith(" Connection refused")
+    assert "Connection refused. " in (told := " ".join(run("status", "--url", depot.url).stdout.split())), told
     given = json.loads(run("config", "--url", depot.url, "--policy", "adaptive", "--json").stdout)
     assert given["settings"]["policy"]["value"] == "adaptive"
     assert given["server"]["settings"]["policy"] == "s3fifo"

@@ -563,6 +563,9 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     hits = [number for number in range(24) if engine.lookup([number] * CHUNK)]
     assert smaller.status()["chunks"] == len(hits)
     assert 8 <= len(hits) < 16
+    warnings = re.findall(r"WARNING (.*)", smaller.logged())
+    reason = "its bytes lie behind the end of the arena, which is smaller now"
+    assert warnings == [f"dropped {24 - len(hits)} records during recovery: {reason}; the KV is computed again"]
     for number in hits:
         assert engine.retrieve([number] * CHUNK, [4, 5, 6, 7]) == set()
         assert torch.equal(engine.cache[4:8], engine.cache[:4])

@@ -15,12 +15,13 @@ from kvdepot.cli.connect import connect, endpoint
 from kvdepot.cli.output import Progress, agreed, clean, count, print_json, progress, size
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
+from kvdepot.values import plural
 
 if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
     from kvdepot.client.socket import Client
 
-__all__ = ["check", "forget", "is_local", "open_prompt", "pin", "print_count", "unpin", "warm"]
+__all__ = ["begun", "check", "forget", "is_local", "open_prompt", "pin", "unpin", "warm"]
 
 
 @contextmanager
@@ -48,7 +49,12 @@ def warm(as_json: bool, **which: Any) -> int:
 
     with open_prompt(**which) as (client, prompt, update):
         loaded = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
-    return print_count(loaded, len(prompt), "in_memory", as_json)
+    if as_json:
+        print_json({"chunks": len(prompt), "in_memory": loaded})
+    else:
+        rest = "" if loaded == len(prompt) else "; no tier has the next one"
+        print(f"{count(loaded)} of {plural(len(prompt), 'chunk')} in memory{rest}", flush=True)
+    return 0 if loaded == len(prompt) else 1
 
 
 @click.command(epilog=options.PROMPT)
@@ -61,21 +67,28 @@ def warm(as_json: bool, **which: Any) -> int:
 @options.as_json
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     """Keep a prompt's chunks in memory until they are unpinned, --seconds have passed, or the server stops: a
-    lease of kind retain. Without quotas, all leases together may use at most half of the memory."""
+    lease of kind retain. Without quotas, all leases together may use at most half of the memory.
+
+    For a minute, the pin also takes chunks of the prompt that engines store in that time; the output says how many it
+    has.
+    """
     from kvdepot.client import admin
 
     with open_prompt(**which) as (client, prompt, update):
         pinned = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
-    return print_count(pinned, len(prompt), "pinned", as_json)
-
-
-def print_count(number: int, chunks: int, done: str, as_json: bool) -> int:
-    """Print how many of a prompt's chunks are `done`, a word of the output; returns the exit code."""
     if as_json:
-        print_json({"chunks": chunks, done: number})
+        print_json({"chunks": len(prompt), "pinned": pinned})
     else:
-        print(f"{number} of {chunks} chunks are {done.replace('_', ' ')}", flush=True)
-    return 0 if number == chunks else 1
+        print(begun(f"pin {name}", pinned, len(prompt)), flush=True)
+    return 0
+
+
+def begun(lease: str, held: int, chunks: int) -> str:
+    """How many of a prompt's chunks a lease that has just begun holds, and what becomes of the others."""
+    said = f"{clean(lease)}: {count(held)} of {plural(chunks, 'chunk')}"
+    if held == chunks:
+        return said
+    return f"{said}; the others are not in memory: it takes those that engines store within the next minute"
 
 
 @click.command()

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from kvdepot.cli import options
-from kvdepot.cli.chunks import is_local, open_prompt, print_count
+from kvdepot.cli.chunks import begun, is_local, open_prompt
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, console, count, print_json, size
 from kvdepot.errors import BadRequest
@@ -38,8 +38,8 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
     """Start a lease of a prompt's chunks. It replaces a lease of the same NAME.
 
     retain and prefetch load the chunks from the tiers and keep them in memory; expire keeps nothing, and removes them
-    when it ends. Exit code 1 unless the lease has all chunks; it grows while others are being stored. It fails if the
-    leases of this tenant would use too much memory.
+    when it ends. For a minute, the lease also takes chunks of the prompt that engines store in that time; the output
+    says how many it has. It fails if the leases of this tenant would use too much memory.
     """
     from kvdepot.client import admin
 
@@ -50,7 +50,11 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
             client, name, prompt, kind, seconds, priority, drop,
             lambda done: update("loading chunks", done, len(prompt)),
         )  # fmt: skip
-    return print_count(leased, len(prompt), "leased", as_json)
+    if as_json:
+        print_json({"chunks": len(prompt), "leased": leased})
+    else:
+        print(begun(f"lease {name}", leased, len(prompt)), flush=True)
+    return 0
 
 
 @click.command(epilog=options.PROMPT)

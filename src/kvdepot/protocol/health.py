@@ -57,7 +57,7 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
     for tier in status.tiers:
         if tier.state != "up":
             advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."
-            error = tier.error.rstrip(".") or "unknown error"
+            error = tier.error.removeprefix(f"{tier.name}: ").rstrip(".") or "unknown error"
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {error}.", advice)
         elif _is_short_of_disk(tier):
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."

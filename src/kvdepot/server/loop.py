@@ -14,7 +14,7 @@ import math
 import os
 import select
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import zmq
@@ -44,6 +44,7 @@ from kvdepot.protocol.endpoints import Claim
 from kvdepot.protocol.listener import Listener
 from kvdepot.protocol.quotas import name_of
 from kvdepot.tiers.worker import TierWorker, start_workers
+from kvdepot.values import plural
 from kvdepot.web.child import Child, beside
 
 __all__ = ["Server"]
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _SWEEP_TICKS = 3
-_LINES = 20
-"""Dropped records that are logged one by one."""
 _PAUSE_S = 0.005
 """Pause of receiving if only clients beyond `max_rate` send; any other client ends it."""
 _COPIER_STOP_S = 2.0
@@ -134,8 +133,11 @@ class Server:
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
-            for line in restored.dropped[:_LINES]:
-                log.warning("record dropped during recovery: %s", line)
+            reasons = Counter(line.partition(": ")[2] for line in restored.dropped)
+            for reason, number in reasons.items():
+                log.warning(
+                    "dropped %s during recovery: %s; the KV is computed again", plural(number, "record"), reason
+                )
             log.info(
                 "took over the arena %s with %d chunks in %.3f s; %d records and %d slots were invalid",
                 arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), len(restored.damaged),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvdepot.client.socket import Client
-from kvdepot.errors import InternalError, KVDepotError, Unavailable
+from kvdepot.errors import DeadlineExceeded, InternalError, KVDepotError, ProtocolError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
 from kvdepot.protocol.status import Status, read
@@ -31,6 +31,14 @@ STALE_S = 4.0
 """A server that has not answered for this long is unhealthy."""
 BEHIND_S = 1.0
 """A server with a longer loop lag is unhealthy."""
+
+
+_PROBLEMS = {
+    DeadlineExceeded.code: f"the server has not answered within {_ANSWER_S:g} s: it is overloaded, stopped or hangs",
+    Unavailable.code: "the server cannot be reached: it has stopped, or is starting",
+    ProtocolError.code: "the server is of another version than its web process; restart it",
+}
+"""What anybody may read of an error, by its code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Poll:
         answer = turn.answer
         silent_s = time.monotonic() - (answer.at if answer is not None else self._began)
         if turn.problem:
-            return f"the server does not answer: {turn.problem}"
+            return _PROBLEMS.get(turn.problem, f"the server answers with an error ({turn.problem}); see its log")
         if silent_s > STALE_S:
             return f"the server has not answered for {silent_s:.1f} s"
         if answer is not None and answer.lag_s > BEHIND_S:

@@ -176,12 +176,16 @@ def _plausible(
 ) -> list[tuple[int, ShardRecord]]:
     """The valid records, with their extents occupied in the allocator; erases the others."""
     start, end = index.allocator.start, min(index.allocator.end, limit)
+    is_cut = limit < index.allocator.end
+    lost = "its bytes were cut off" if is_cut else "its bytes lie behind the end of the arena, which is smaller now"
     wrong: dict[int, str] = {}  # slot -> why
     first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
     places: list[tuple[int, int, int]] = []  # offset, bytes, slot
     for item in shards:
         slot, record = item
-        why = _fault(record, namespaces.get(record.namespace), start, end)
+        why = _fault(record, namespaces.get(record.namespace), start)
+        if not why and any(offset + length > end for offset, length in record.extents):
+            why = lost
         if why:
             wrong[slot] = why
             continue
@@ -211,8 +215,8 @@ def _plausible(
     return shards
 
 
-def _fault(record: ShardRecord, recorded: _Recorded | None, start: int, end: int) -> str:
-    """Why a record is invalid by itself; empty if it is valid. Extents must be in `[start, end)`."""
+def _fault(record: ShardRecord, recorded: _Recorded | None, start: int) -> str:
+    """Why a record is invalid by itself; empty if it is valid. start: offset of the first chunk in the arena."""
     if recorded is None:
         return "its namespace is not recorded"
     owner = recorded.namespace
@@ -232,8 +236,6 @@ def _fault(record: ShardRecord, recorded: _Recorded | None, start: int, end: int
     for offset, length in record.extents:
         if offset < start or (offset - start) % PAGE or length < PAGE or length % PAGE:
             return "its extents are invalid"
-        if offset + length > end:
-            return "its bytes were cut off"
         total += length
     if total != Allocator.rounded(record.size):
         return "its extents do not have its size"

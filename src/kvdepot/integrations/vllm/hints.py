@@ -19,6 +19,7 @@ from msgspec import Meta
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
+from kvdepot.values import fault_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -148,7 +149,7 @@ def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        raise BadRequest(f"{what}: {exc}") from exc
+        raise BadRequest(f"{what}: {fault_of(exc, kind)}") from exc
 
 
 def _of_params(params: _Params, request: Request) -> Hints:
