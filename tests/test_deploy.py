@@ -542,7 +542,8 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert {"/dev/shm", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
     assert made["ServiceAccount"]["metadata"]["annotations"] == {"role": "kv"}
     at = str(EVERYTHING["docs"])
-    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render().replace(alerts.RUNBOOKS, at))
+    linked = alerts.render().replace(f'runbook: "{alerts.RUNBOOKS}', f'runbook_url: "{at}')
+    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(linked)
     assert made["PrometheusRule"]["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"].startswith(f"{at}#")
     assert made["ConfigMap"]["data"]["kvdepot.json"] == dashboard.render().replace(alerts.RUNBOOKS, at)
     monitor = made["PodMonitor"]["spec"]

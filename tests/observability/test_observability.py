@@ -309,7 +309,7 @@ def test_the_runbook_of_an_alert_is_its_line_on_the_page_of_metrics() -> None:
     page = (DEPLOY.parent / alerts.RUNBOOKS).read_text()
     rules = module("yaml").safe_load(alerts.render())["groups"][0]["rules"]
     for rule in rules:
-        path, anchor = rule["annotations"]["runbook_url"].split("#")
+        path, anchor = rule["annotations"]["runbook"].split("#")
         assert path == alerts.RUNBOOKS
         assert re.search(rf'^\| `{rule["alert"]}` \| <a id="{anchor}"></a>', page, re.M), rule["alert"]
 
