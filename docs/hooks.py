@@ -7,8 +7,7 @@
 settings                             every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
 counters                             what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
 versions                             of the protocol and of what is stored
-
-*What `kvdepot --help` prints...*    that; a paragraph of its own
+commands                             the help of every command
 
 --8<-- "SECURITY.md"                 a page that lies in the repository's root; a line of its own, too
 
@@ -18,10 +17,7 @@ docs/. The site has the root's pages beside the others, in lower case, so links 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -34,11 +30,10 @@ _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with what it includes, links that lead within the site, and its tables filled in."""
-    if page.file.src_uri.startswith(("decisions/", "internals/")):
-        page.meta.setdefault("search", {"boost": 0.2})  # whoever searches for a word wants to use it first
+    if page.file.src_uri.startswith(("decisions/", "internals/", "architecture", "contributing")):
+        page.meta.setdefault("search", {"exclude": True})  # whoever searches for a word wants to use it
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
-    markdown = re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
-    return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
+    return re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
 
 
 def fill(markdown: str) -> str:
@@ -66,6 +61,8 @@ def _table(name: str) -> str:
         return _counters(name)
     if name == "versions":
         return _versions()
+    if name == "commands":
+        return _commands()
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
     kind = _kind(name)
     fields = msgspec.structs.fields(kind)
@@ -147,12 +144,24 @@ def _default(field: Any) -> str:
     return "" if default in ("", ()) else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 
-def _help() -> str:
-    environ = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", "--help"], env=environ, capture_output=True, text=True, check=True
-    )
-    return f"```text\n{done.stdout.strip()}\n```"
+def _commands() -> str:
+    """The help of every command, as a terminal of 100 columns shows it."""
+    import click
+
+    from kvdepot.cli.root import root
+
+    whole = click.Context(root, info_name="kvdepot", terminal_width=100, help_option_names=["-h", "--help"])
+    parts = [f"```text\n{root.get_help(whole)}\n```"]
+    for name in root.list_commands(whole):
+        command = root.get_command(whole, name)
+        assert command is not None, name
+        text = command.get_help(click.Context(command, whole, name, terminal_width=100))
+        if name == "config":  # it has every option of `serve`
+            head, _, rest = text.partition("\n\nMemory:")
+            own = rest.partition("Other options:")[2]
+            text = f"{head}\n\n  It takes the options of `kvdepot serve`, and:\n\nOther options:{own}"
+        parts.append(f"## {name}\n\n```text\n{text}\n```")
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ _LOCAL_FORMATS = {
 }
 """Load formats that read only the model's own folder."""
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
-"""Methods without KV of their own; and those whose KV at a position depends on the tokens up to it, or as many after it
-as vLLM's `num_prefill_lookahead_tokens` says."""
+"""Methods without KV of their own (medusa and mlp_speculator exist before vLLM 0.33); and those whose KV at a position
+depends on the tokens up to it, or as many after it as vLLM's `num_prefill_lookahead_tokens` says."""
 _SETTLED_S = 2.0
 """Files that changed less than this before the engine began to load count as changed during the load: the clocks of
 file systems lag behind ours."""
