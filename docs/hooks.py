@@ -151,7 +151,7 @@ def _commands() -> str:
     from kvdepot.cli.root import root
 
     whole = click.Context(root, info_name="kvdepot", terminal_width=100, help_option_names=["-h", "--help"])
-    parts = [f"```text\n{root.get_help(whole)}\n```"]
+    parts = [f"## kvdepot\n\n```text\n{root.get_help(whole)}\n```"]
     for name in root.list_commands(whole):
         command = root.get_command(whole, name)
         assert command is not None, name
