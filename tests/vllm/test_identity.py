@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import json
+import os
+import shutil
 import time
 import typing
 from collections.abc import Iterator
@@ -18,7 +21,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm import facts, foreign_code, versions
 from kvdepot.integrations.vllm import identity as vllm_identity
+from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_environment
 from kvdepot.integrations.vllm.fields import HARMLESS, describe_config
 from kvdepot.integrations.vllm.identity import namespace
 from tests.conftest import Depot
@@ -65,6 +70,15 @@ def _instances(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 CLASSES = _classes(VllmConfig, {})
+
+
+def _logged(config: VllmConfig) -> str:
+    """What an engine logs about its configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr(facts.log, "debug", lambda text, *values: lines.append(text % values))
+        facts.describe_engine(config, vouched=False)
+    return "\n".join(lines)
 
 
 def _text(value: Any) -> str:
@@ -122,7 +136,7 @@ OF_OTHER_RELEASES = {
 
 
 def test_attributes_that_are_no_fields_separate_engines_too(config: VllmConfig) -> None:
-    before = _name(config)
+    before = _text(config)
     fields = {field.name for field in dataclasses.fields(config.model_config)}
     others = vars(config.model_config).keys() - fields
     assert {"attention_chunk_size", "convert_type", "original_max_model_len"} <= others
@@ -131,7 +145,7 @@ def test_attributes_that_are_no_fields_separate_engines_too(config: VllmConfig) 
         value = getattr(config.model_config, name)
         setattr(config.model_config, name, "another value")
         is_derived = isinstance(getattr(type(config.model_config), name, None), functools.cached_property)
-        assert (_name(config) == before) == (is_derived or name in HARMLESS["ModelConfig"]), name
+        assert (_text(config) == before) == (is_derived or name in HARMLESS["ModelConfig"]), name
         setattr(config.model_config, name, value)
 
 
@@ -199,6 +213,139 @@ def test_an_engine_has_one_name_whatever_building_the_model_changes(
     again = _configured(models["gqa"], reused)
     assert again.instance_id != scheduler.instance_id
     assert _name(again) == _name(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_CPU_INT4_W4A8", "0"), ("VLLM_FLOAT32_MATMUL_PRECISION", "high"),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"), ("VLLM_CPU_MOE_PREPACK", "0"), ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+    ],
+)  # fmt: skip
+def test_variables_that_change_numbers_separate_engines(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    before = _name(config)
+    monkeypatch.setenv(variable, value)
+    assert _name(config) != before
+
+
+def test_every_variable_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import envs
+
+    known = envs.compile_factors().keys()
+    listed = {name for names in HARMLESS_VARIABLES.values() for name in names}
+    assert len(known - listed) > 100
+    assert {"VLLM_HOST_IP", "VLLM_CACHE_ROOT", "VLLM_PORT", "VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"}.isdisjoint(known)
+    for name in known:
+        monkeypatch.delenv(name, raising=False)
+    assert describe_environment() == {}
+    tried = 0
+    for name in sorted(known):
+        monkeypatch.setenv(name, "1")
+        if name in envs.compile_factors():  # otherwise vLLM refuses this value
+            tried += 1
+            assert (name in describe_environment()) == (name not in listed), name
+        monkeypatch.delenv(name)
+    assert tried > 0.9 * len(known)
+    assert all(len(reason) > 10 for reason in HARMLESS_VARIABLES)
+
+
+def _plugin(folder: Path, code: str) -> None:
+    """Install a package with a plugin of vLLM, always as version 1."""
+    package, metadata = folder / "kvd_other_code", folder / "kvd_other_code-1.dist-info"
+    package.mkdir(exist_ok=True)
+    metadata.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(code)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvd-other-code\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nother_code = kvd_other_code:register\n")
+
+
+def test_code_of_others_separates_engines_by_its_contents(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    def name(given: VllmConfig = config) -> str:
+        foreign_code._digest.cache_clear()
+        importlib.invalidate_caches()
+        return _name(given)
+
+    names = [name()]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _plugin(tmp_path, "def register(): pass")
+    names.append(name())
+    _plugin(tmp_path, "def register(): ...")
+    names.append(name())
+    monkeypatch.setenv("VLLM_PLUGINS", "kvdepot")
+    assert name() == names[0], "a plugin that vLLM does not load"
+    worker = copy.deepcopy(config)
+    worker.parallel_config.worker_extension_cls = "kvd_other_code.Extension"
+    names.append(name(worker))
+    _plugin(tmp_path, "class Extension: pass")
+    names.append(name(worker))
+    architecture = config.model_config.architecture
+    monkeypatch.setitem(ModelRegistry.models, architecture, copy.deepcopy(ModelRegistry.models[architecture]))
+    ModelRegistry.register_model(architecture, "kvd_other_code:Model")
+    names.append(name())
+    _plugin(tmp_path, "class Model: pass")
+    names.append(name())
+    assert len({*names}) == len(names)
+
+
+def test_a_tokenizer_that_is_not_the_models_own_separates_engines_by_its_contents(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    before = _name(config)
+    config = copy.deepcopy(config)
+    names = {before}
+    for number, content in enumerate(("one", "other", "one")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(content)
+        config.model_config.tokenizer = str(folder)
+        names.add(_name(config))
+    assert len(names) == 3
+    config.model_config.tokenizer = config.model_config.model
+    assert _name(config) == before
+    config.model_config.tokenizer_mode = "slow"
+    assert _name(config) != before
+
+
+def test_a_release_that_corrects_a_model_shares_none_of_its_kv_with_releases_before(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = engines.write_model(tmp_path / "mla", engines.MLA)
+    mla = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    yarn = copy.deepcopy(mla)
+    yarn.model_config.hf_text_config.rope_parameters["attention_factor"] = 1.0
+    names = {}
+    for release in versions.KV_FORMATS:
+        monkeypatch.setattr(versions, "installed_release", lambda now=release: now)
+        names[release] = [versions.corrections(each.model_config) for each in (config, mla, yarn)]
+    assert names["0.30"] == [[], [], []]
+    assert all(names[release] == [[], [], ["0.31"]] for release in ("0.31", "0.32", "0.33"))
+    assert versions.corrections(yarn.model_config) == ["0.31"]
+    assert '"corrections": [["0.31"]]' in _logged(yarn)
+
+
+def test_two_models_with_one_revision_never_share(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
+    shutil.copytree(models["gqa"], tmp_path / "a" / "model")
+    shutil.copytree(models["gqa"], tmp_path / "b" / "model")
+    with (tmp_path / "b" / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    one, other = (
+        EngineArgs(model=str(tmp_path / each / "model"), skip_tokenizer_init=True).create_engine_config()
+        for each in "ab"
+    )
+    assert _name(one, "v1") != _name(other, "v1")
+    assert _name(one, "v1") not in (_name(one, "v2"), _name(one))
 
 
 def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: VllmConfig) -> None:

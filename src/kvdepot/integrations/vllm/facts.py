@@ -13,20 +13,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from vllm.logger import init_logger
 
+from kvdepot.integrations.vllm.environment import describe_environment
 from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.foreign_code import describe_code
+from kvdepot.integrations.vllm.versions import corrections
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
 
-__all__ = ["describe_engine", "note_facts", "noted_facts"]
+__all__ = ["describe_engine", "models_of", "note_facts", "noted_facts"]
 
 log = init_logger(__name__)
 
+_WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
+"""Files beside a tokenizer that it does not consist of."""
 _NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})")
 
 
@@ -47,10 +53,44 @@ def noted_facts(vllm_config: VllmConfig) -> str:
 
 def describe_engine(vllm_config: VllmConfig, vouched: bool) -> str:
     """A digest of everything that is given before a model is built. vouched: as of `describe_config`."""
-    facts = {"config": describe_config(vllm_config, vouched)}
+    models = [model for model, _ in models_of(vllm_config)]
+    facts = {
+        "config": describe_config(vllm_config, vouched),
+        "environment": describe_environment(),
+        "code": describe_code(vllm_config, models),
+        "tokenizers": [_tokenizer(model) for model in models],
+        "corrections": [corrections(model) for model in models],
+    }
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: configuration of this engine: %s", text)
     return blake3(text.encode()).hexdigest()[:32]
+
+
+def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model and its drafter, with how each is loaded."""
+    models = [(vllm_config.model_config, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        models.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
+    return models
+
+
+def _tokenizer(model: ModelConfig) -> list[str | None]:
+    """A tokenizer that is not the model's own: some models take numbers from it (Engram, Pixtral, Voxtral, MiniCPM-V).
+
+    Its contents, or where it is not on this host, its name and revision.
+    """
+    if model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision):
+        return []
+    place = Path(model.tokenizer).expanduser()
+    if not place.exists():
+        return [model.tokenizer, model.tokenizer_revision]
+    hasher = blake3()
+    for file in sorted(place.iterdir()) if place.is_dir() else [place]:
+        if file.is_file() and file.suffix not in _WEIGHTS:
+            hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            hasher.update(file.read_bytes())
+    return [hasher.hexdigest()[:32]]
 
 
 def _extra_configs(transfer: KVTransferConfig) -> Iterator[dict[str, Any]]:

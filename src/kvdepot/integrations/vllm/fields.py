@@ -49,9 +49,8 @@ HARMLESS: dict[str, dict[str, str]] = {
     "ModelConfig": {
         "model": _FILES,
         "model_weights": _FILES,
-        "tokenizer": _FRONTEND,
-        "tokenizer_mode": _FRONTEND,
-        "tokenizer_revision": _FRONTEND,
+        "tokenizer": "described by its files, if it is not the model's own (facts.py)",
+        "tokenizer_revision": "described with the tokenizer",
         "skip_tokenizer_init": _FRONTEND,
         "served_model_name": _FRONTEND,
         "allowed_local_media_path": _FRONTEND,

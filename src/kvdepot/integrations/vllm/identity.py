@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.processor import platform_facts
-from kvdepot.integrations.vllm.facts import describe_engine, noted_facts
+from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts
 from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import find_weights
@@ -172,22 +172,29 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration: what building
     a model may change was described before (facts.py). Reads the model's files: call it once the weights have been
     loaded. Raises ConfigError for versions that it cannot identify,
-    unless weights_revision names them.
+    unless weights_revision names them; it is added to what can be identified.
     """
-    models = [(vllm_config.model_config, vllm_config.load_config)]
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.draft_model_config is not None:
-        models.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
     facts = {
         "format": _format(kv_cache_config),
         "engine": noted_facts(vllm_config) or describe_engine(vllm_config, vouched=bool(weights_revision)),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
-        "weights": weights_revision or [_weights(vllm_config, *model) for model in models],
+        "weights": [_weights_or_name(vllm_config, model, weights_revision) for model in models_of(vllm_config)],
+        "revision": weights_revision,
     }
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: identity of this engine's KV: %s", text)
     return f"{Path(vllm_config.model_config.model).name}@{blake3(text.encode()).hexdigest()[:32]}"
+
+
+def _weights_or_name(vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConfig], revision: str) -> list[str]:
+    """Facts of a model's weights; where nothing can be known, their name, if the user has named their version."""
+    try:
+        return _weights(vllm_config, *model)
+    except ConfigError:
+        if not revision:
+            raise
+        return ["vouched for", model[0].model_weights or model[0].model, model[0].revision or ""]
 
 
 def _format(kv_cache_config: KVCacheConfig) -> list[str]:

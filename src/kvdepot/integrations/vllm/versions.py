@@ -9,14 +9,15 @@
 | `VllmConfig.num_prefill_lookahead_tokens`: tokens after a position that a drafter reads | 0.31 | computed here |
 | `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
 
-To serve a new release: look at what it changes in the code that writes KV and in the classes of its configuration
-(`NEUTRAL` in fields.py), add it to `KV_FORMATS`, run `make test-versions`, and remove a release at the other end.
+To serve a new release: look at what it changes in the code that writes KV, in the classes of its configuration
+(`NEUTRAL` in fields.py), in the arithmetic of models (`_CORRECTIONS`) and in its environment variables
+(environment.py), add it to `KV_FORMATS`, run `make test-versions`, and remove a release at the other end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ import vllm
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "KV_FORMATS",
     "METHODS_SINCE",
     "alloc_conf",
+    "corrections",
     "hash_block_tokens",
     "installed_release",
     "lookahead_tokens",
@@ -46,6 +48,13 @@ KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
 bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers
 share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release (identity.py). A
 release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
+
+_CORRECTIONS: Mapping[str, Callable[[ModelConfig], bool]] = {
+    # 0.30 scales MLA's rotary embedding although the model asks for a factor of 1 (models/deepseek_v2.py and others).
+    "0.31": lambda model: model.use_mla and _rope(model).get("attention_factor") == 1.0,
+}
+"""Releases that correct the arithmetic of some models, and which. The KV of these models is shared only among releases
+before the correction, and among releases with it."""
 
 METHODS_SINCE: Mapping[str, str] = {
     "get_mem_pool_context": "0.31",
@@ -89,6 +98,18 @@ if installed_release() != "0.30":
     alloc_conf = import_module("vllm.device_allocator.alloc_conf")
 if installed_release() not in ("0.30", "0.31"):
     HOST_HITS = import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
+
+
+def corrections(model: ModelConfig) -> list[str]:
+    """The corrections that the installed vLLM has, of those that concern this model."""
+    releases = list(KV_FORMATS)
+    installed = releases.index(installed_release())
+    return [since for since, concerns in _CORRECTIONS.items() if releases.index(since) <= installed and concerns(model)]
+
+
+def _rope(model: ModelConfig) -> Mapping[str, Any]:
+    rope: Mapping[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    return rope
 
 
 def tells_of_sleep() -> bool:

@@ -1,0 +1,101 @@
+"""The environment variables that change no byte of KV, each with a reason. All others that vLLM knows are identity.
+
+Used by facts.py. Only variables that are set are described: what an unset one stands for is its release's own
+(`KV_FORMATS` in versions.py), so that releases that add variables share with those before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["HARMLESS_VARIABLES", "describe_environment"]
+
+HARMLESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "how vLLM was built": (
+        "CMAKE_BUILD_TYPE", "CUDA_HOME", "NVCC_THREADS", "VERBOSE", "VLLM_BUILD_COMMIT", "VLLM_BUILD_PIPELINE",
+        "VLLM_BUILD_URL", "VLLM_DOCKER_BUILD_CONTEXT", "VLLM_IMAGE_TAG", "VLLM_MAIN_CUDA_VERSION",
+        "VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX", "VLLM_TARGET_DEVICE", "VLLM_USE_PRECOMPILED",
+        "VLLM_USE_PRECOMPILED_RUST",
+    ),
+    "where libraries are": (
+        "VLLM_CUDART_SO_PATH", "VLLM_HAS_FLASHINFER_CUBIN", "VLLM_NCCL_INCLUDE_PATH", "VLLM_NCCL_SO_PATH",
+    ),
+    "which plugins are loaded: they are described themselves": ("VLLM_PLUGINS",),
+    "how other connectors and caches move data": (
+        "MOONCAKE_PREFERRED_SEGMENT", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_EC_SIDE_CHANNEL_HOST",
+        "VLLM_EC_SIDE_CHANNEL_PORT", "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
+        "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+        "VLLM_MOONCAKE_CONNECTOR_TIMEOUT", "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO", "VLLM_MOONCAKE_LOAD_RECV_THREADS",
+        "VLLM_MOONCAKE_STORE_TIER_LOG", "VLLM_NIC_SELECTION_VARS", "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_P2P_HANDSHAKE_TIMEOUT_S", "VLLM_P2P_IDLE_TIMEOUT_S", "VLLM_P2P_MAX_PEERS", "VLLM_P2P_SIDE_CHANNEL_HOST",
+        "VLLM_P2P_SIDE_CHANNEL_PORT", "VLLM_USE_SIMPLE_KV_OFFLOAD",
+    ),
+    "text and requests before they are tokens, and after": (
+        "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT",
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "VLLM_ENABLE_COHERE_API", "VLLM_ENABLE_RESPONSES_API_STORE",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING", "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS",
+        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS", "VLLM_LORA_RESOLVER_CACHE_DIR", "VLLM_LORA_RESOLVER_HF_REPO_LIST",
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", "VLLM_MAX_COMPLETION_PROMPTS", "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB",
+        "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_N_SEQUENCES", "VLLM_MAX_STOP_STRINGS", "VLLM_REGEX_COMPILATION_TIMEOUT_S",
+        "VLLM_RUST_FRONTEND_PATH", "VLLM_SYSTEM_START_DATE", "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY",
+        "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS", "VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT", "VLLM_USE_FASTOKENS",
+        "VLLM_USE_RUST_BENCH", "VLLM_USE_RUST_FRONTEND", "VLLM_V1_USE_OUTLINES_CACHE", "VLLM_XGRAMMAR_CACHE_MB",
+    ),
+    "what is chosen from the logits; chosen tokens are part of a chunk's hash": (
+        "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN", "VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS",
+        "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_XPU_USE_SAMPLER_KERNEL",
+    ),
+    "what is logged, measured or published": (
+        "VLLM_CONFIGURE_LOGGING", "VLLM_CUSTOM_SCOPES_FOR_PROFILING", "VLLM_DEBUG_MFU_METRICS", "VLLM_DEBUG_WORKSPACE",
+        "VLLM_DISABLE_LOG_LOGO", "VLLM_GC_DEBUG", "VLLM_GPU_SYNC_CHECK", "VLLM_LOG_BATCHSIZE_INTERVAL",
+        "VLLM_LOG_MODEL_INSPECTION", "VLLM_NVTX_SCOPES_FOR_PROFILING", "VLLM_PATTERN_MATCH_DEBUG",
+        "VLLM_PROCESS_NAME_PREFIX", "VLLM_TRACE_FUNCTION", "VLLM_USAGE_SOURCE", "VLLM_XLA_CHECK_RECOMPILATION",
+    ),
+    "which processes compute, and how they reach each other": (
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+        "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES", "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+        "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES", "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
+        "RAY_EXPERIMENTAL_NOSET_RBLN_RT_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+        "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE",
+        "VLLM_ELASTIC_EP_DRAIN_REQUESTS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_LOOPBACK_IP",
+        "VLLM_MQ_MAX_CHUNK_BYTES_MB", "VLLM_MSGPACK_ZERO_COPY_THRESHOLD", "VLLM_RAY_BUNDLE_INDICES",
+        "VLLM_RAY_DP_PACK_STRATEGY", "VLLM_RAY_DP_PLACEMENT_NODE_IPS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY",
+        "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "VLLM_RAY_PER_WORKER_GPUS", "VLLM_SKIP_P2P_CHECK",
+        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE", "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "VLLM_USE_RAY_WRAPPED_PP_COMM", "VLLM_USE_SPINLOOP_EXT",
+        "VLLM_WSL2_ENABLE_PIN_MEMORY",
+    ),
+    "how much memory there is, and where, not what is in it": (
+        "VLLM_DEEPEP_BUFFER_SIZE_MB", "VLLM_FASTSAFETENSORS_QUEUE_SIZE", "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE",
+        "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY", "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA",
+    ),
+    "what is captured, warmed up or cached of the same kernels": (
+        "VLLM_COMPILE_CACHE_SAVE_FORMAT", "VLLM_DEEP_GEMM_WARMUP", "VLLM_DISABLE_COMPILE_CACHE",
+        "VLLM_ENABLE_CUDAGRAPH_GC", "VLLM_USE_AOT_COMPILE", "VLLM_USE_BREAKABLE_CUDAGRAPH",
+        "VLLM_USE_MEGA_AOT_ARTIFACT",
+    ),
+}  # fmt: skip
+"""Variables among vLLM's `compile_factors()` that engines may differ in and still share KV, by the reason why.
+vLLM leaves others out itself: paths, ports, time limits, credentials."""
+
+_LEFT_OUT = (
+    "VLLM_CPU_MOE_PREPACK", "VLLM_MEDIA_CONNECTOR", "VLLM_TEST_FORCE_LOAD_FORMAT", "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_ZENTORCH_WEIGHT_PREPACK",
+)  # fmt: skip
+"""vLLM leaves them out of `compile_factors()`, but they change what is loaded, decoded or computed."""
+_OF_LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""The precision of products: of cuBLAS and cuDNN, oneDNN, and PyTorch."""
+
+
+def describe_environment() -> dict[str, str]:
+    """The variables that are set and may change KV bytes, with what vLLM reads from them."""
+    from vllm import envs
+
+    harmless = {name for names in HARMLESS_VARIABLES.values() for name in names}
+    read = {name: str(value) for name, value in envs.compile_factors().items() if name not in harmless}
+    others = {name: os.environ.get(name, "") for name in (*_LEFT_OUT, *_OF_LIBRARIES)}
+    return {name: value for name, value in (others | read).items() if os.environ.get(name)}
