@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from vllm.logger import init_logger
 
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import describe_environment
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.foreign_code import describe_code
@@ -27,13 +28,13 @@ from kvdepot.integrations.vllm.versions import corrections
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
 
-__all__ = ["describe_engine", "models_of", "note_facts", "noted_facts"]
+__all__ = ["describe_engine", "models_of", "note_facts", "noted_facts", "noted_since"]
 
 log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
 """Files beside a tokenizer that it does not consist of."""
-_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})")
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)")
 
 
 def note_facts(vllm_config: VllmConfig) -> None:
@@ -42,13 +43,20 @@ def note_facts(vllm_config: VllmConfig) -> None:
     assert transfer is not None, "only engines with our connector are described"
     is_vouched = any(extra.get("kvdepot.weights_revision") for extra in _extra_configs(transfer))
     name = _NOTE.sub("", vllm_config.instance_id)
-    vllm_config.instance_id = f"{name}-kvdepot-{describe_engine(vllm_config, is_vouched)}"
+    digest, since_ms = describe_engine(vllm_config, is_vouched), int(1000 * loaded_since())
+    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}"
 
 
 def noted_facts(vllm_config: VllmConfig) -> str:
     """The digest that was noted; empty for a configuration whose executor is not one of vLLM's."""
     found = _NOTE.search(vllm_config.instance_id)
     return found[1] if found else ""
+
+
+def noted_since(vllm_config: VllmConfig) -> float | None:
+    """The Unix time at which the engine had read no file yet, equal in all its processes; None if it was not noted."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return int(found[2]) / 1000 if found else None
 
 
 def describe_engine(vllm_config: VllmConfig, vouched: bool) -> str:
@@ -76,20 +84,22 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
 
 
 def _tokenizer(model: ModelConfig) -> list[str | None]:
-    """A tokenizer that is not the model's own: some models take numbers from it (Engram, Pixtral, Voxtral, MiniCPM-V).
+    """A tokenizer that is not the model's own, or of which the model computes with the tokens' text (Engram).
 
-    Its contents, or where it is not on this host, its name and revision.
+    Pixtral, Voxtral and MiniCPM-V take numbers from it, and other models may. The answer is a digest of its files, or
+    its name and revision if it is not in a folder.
     """
-    if model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision):
-        return []
+    is_own = model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision)
+    if is_own and "engram" not in str(model.hf_config.to_dict()).lower():
+        return []  # of models with images and sounds, the description of their own files has it
     place = Path(model.tokenizer).expanduser()
     if not place.exists():
         return [model.tokenizer, model.tokenizer_revision]
     hasher = blake3()
-    for file in sorted(place.iterdir()) if place.is_dir() else [place]:
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            hasher.update(file.read_bytes())
+    files = [file for file in place.iterdir() if file.suffix not in _WEIGHTS] if place.is_dir() else [place]
+    for file in sorted(file for file in files if file.is_file()):
+        hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        hasher.update(file.read_bytes())
     return [hasher.hexdigest()[:32]]
 
 
