@@ -114,6 +114,13 @@ ALERTS = (
         "shared. They recompute what they would have loaded.",
     ),
     Alert(
+        "KVDepotEngineDivided", "warning", "5m",
+        "kvdepot_divided_engines > 0",
+        "{{ $value }} engines at {{ $labels.instance }} store and load nothing: their processes disagree.",
+        "Scheduler and workers describe their engine differently, which is a bug: report it with the error line in "
+        "the engine's log.",
+    ),
+    Alert(
         "KVDepotHitRateCollapsed", "warning", "30m",
         "increase(kvdepot_reused_tokens_total[1h]) / increase(kvdepot_asked_tokens_total[1h])"
         " < 0.5 * increase(kvdepot_reused_tokens_total[1d]) / increase(kvdepot_asked_tokens_total[1d])"

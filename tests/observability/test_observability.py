@@ -191,6 +191,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotStoresDropped": {f"kvdepot_dropped_shards_total{{{LABELS}}}": "0+10x300"},
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
     "KVDepotNoEngine": {f"kvdepot_engine_processes{{{LABELS}}}": "2x200 0x100"},
+    "KVDepotEngineDivided": {f"kvdepot_divided_engines{{{LABELS}}}": "0x230 1x70"},
     "KVDepotHitRateCollapsed": {
         f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+10000x300",
         f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+4000x150 600000+200x150",

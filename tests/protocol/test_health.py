@@ -33,6 +33,7 @@ def test_a_server_without_problems_needs_nobody() -> None:
          "disk: its file system is nearly full"),
         ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
          "GPU H100 (u1): driver error 700."),
+        ({"divided_engines": 1}, "", 0.0, "1 engine: scheduler and workers disagree on the identity of the KV."),
         ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed checksum verification"),
         ({"unrecorded_shards": 3}, "", 0.0, "3 shards would not survive a restart"),
         ({}, "", 30.2, "30 shards were dropped in the last 5 minutes: memory was full."),

@@ -148,6 +148,7 @@ class Report:
             instances=sum(len(client.instances) for client in clients),
             namespace_count=len(namespaces),
             engine_count=len(engines),
+            divided_engines=_divided(engines),
             lease_count=lease_count,
             leased_bytes=leased_bytes,
             stored_bytes=depot.transfers.stored_bytes,
@@ -261,6 +262,15 @@ def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantSt
 def _chunks(namespace: Namespace) -> int:
     """The number of chunks of a model, given its first KV cache group: of the group that has most of them."""
     return max(len(group.chunks) for group in namespace.groups)
+
+
+def _divided(clients: Iterable[Client]) -> int:
+    """The number of engines whose processes name different models: what one stores, another never finds."""
+    models: dict[tuple[str, str], set[str]] = {}
+    for client in clients:
+        if client.engine and client.model:
+            models.setdefault((client.user, client.engine), set()).add(client.model)
+    return sum(len(each) > 1 for each in models.values())
 
 
 def _engines(clients: Iterable[Client], now: float) -> list[Engine]:

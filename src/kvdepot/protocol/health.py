@@ -66,6 +66,9 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         if device.failure:
             advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
             yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure.rstrip('.')}.", advice)
+    if status.divided_engines:
+        what = f"{plural(status.divided_engines, 'engine')}: scheduler and workers disagree on the identity of the KV."
+        yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(
             f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV.",

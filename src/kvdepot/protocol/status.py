@@ -296,6 +296,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
     namespace_count: int = 0
     engine_count: int = 0
+    divided_engines: int = 0
     lease_count: int = 0
     leased_bytes: int = 0
     stored_bytes: int = 0

@@ -77,6 +77,10 @@ _GAUGES = {
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
     "engine_count": ("engine_processes", "Connected processes of engines: schedulers and workers."),
+    "divided_engines": (
+        "divided_engines",
+        "Engines whose scheduler and workers disagree on the identity of their KV.",
+    ),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }

@@ -373,8 +373,26 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, Orders)
         assert self._connector_worker is not None
         self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
+        if kv_connector_metadata.model != self._model and isinstance(self._worker, WorkerHalf):
+            self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
         self._worker.store(kv_connector_metadata)
+
+    def _disagree(self, scheduler: str) -> None:
+        """Store and load nothing from here on: the scheduler has another name for this engine's KV.
+
+        This worker stays registered, so the server sees an engine whose processes name two models (core/report.py).
+        """
+        assert self._connector_worker is not None
+        self._connector_worker.set_aside()
+        log.error(
+            "kvdepot: this engine's scheduler and this worker (rank %d) disagree on the identity of its KV (%s, %s), "
+            "so the worker stores and loads nothing. Report it with the log of "
+            "VLLM_LOGGING_LEVEL=DEBUG, which has what each of them was told",
+            self._rank,
+            scheduler,
+            self._model,
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.start_loads(self._orders)

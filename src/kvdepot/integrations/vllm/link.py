@@ -131,6 +131,11 @@ class Link(Generic[Half, Without]):
             self._without.hand_over(made)
             self.half = self._connected = made
 
+    def set_aside(self) -> None:
+        """Do without the connected half, which stays registered until the link is closed. Call it between two steps,
+        before anything is begun on that half."""
+        self.half = self._without
+
     def close(self) -> None:
         """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
         self._closing.set()

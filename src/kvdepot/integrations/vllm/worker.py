@@ -59,7 +59,6 @@ class WorkerHalf:
         self._headers: dict[str, Mapping[str, str]] = {}
         self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
         self._gpu: torch.device | None = None  # that holds the KV, if one does
-        self._has_warned = False  # that the scheduler's namespace is not ours
 
     def __repr__(self) -> str:
         return f"<WorkerHalf of rank {self._rank}>"
@@ -112,22 +111,11 @@ class WorkerHalf:
 
     def start_loads(self, orders: Orders) -> None:
         """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
-        self._compare_models(orders)
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
             for transfer in transfers:
                 self._note_headers(transfer)
             self._depot.submit_retrieve([request_id], transfers, event)
-
-    def _compare_models(self, orders: Orders) -> None:
-        if orders.model != self._depot.spec.model and not self._has_warned:
-            self._has_warned = True
-            log.error(
-                "scheduler and worker disagree on this engine's identity (%s, %s), so nothing is reused. Report it "
-                "with the log of VLLM_LOGGING_LEVEL=DEBUG",
-                orders.model,
-                self._depot.spec.model,
-            )
 
     def store(self, orders: Orders) -> None:
         """Submit stores of chunks that earlier steps completed. They begin once the work queued so far is done.
