@@ -7,7 +7,6 @@ says on which), stream (a request whose `parts` arrive one after the other).
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,11 +20,9 @@ class AsyncChild:
 
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # this process has imported vLLM already
 
         async def start() -> AsyncLLM:
-            return AsyncLLM.from_vllm_config(config)
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
         self.llm = self.loop.run_until_complete(start())
 

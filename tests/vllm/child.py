@@ -10,7 +10,10 @@ abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, f
 server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
 folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count
 of tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those
-that were accepted), failed chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
+that were accepted), failed_chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
+
+The engine core and its workers have processes of their own, as by default. Between add and finish, the core makes no
+step but by command.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.programs import die_with_parent
+from tests.vllm import insides, preloaded
 
 MESSAGE_BYTES = 1 << 20
 USED = (
@@ -55,12 +59,28 @@ USED = (
 
 
 class Child:
+    """vLLM's front end (`LLM`), with an engine core and workers in processes of their own."""
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.results: dict[str, Any] = {}
+        self.core = self.engine.engine_core
+
+    def inside(self, name: str, *arguments: Any) -> Any:
+        """Have the engine core do what vLLM has no call for (see insides.py), then take what it put out before."""
+        answer = self.core.call_utility(f"test_{name}", *arguments)
+        while not self.core.outputs_queue.empty():
+            self.take()
+        return answer
+
+    def take(self) -> None:
+        """Wait for the output of one step of the engine core."""
+        for output in self.engine.step():
+            if output.finished:
+                self.results[output.request_id.rsplit("-", 1)[0]] = result_of(output)
 
     def add(self, request: dict[str, Any]) -> None:
         from vllm.lora.request import LoRARequest
@@ -71,89 +91,44 @@ class Child:
             trace_headers=request.get("trace_headers"), priority=request.get("priority", 0),
         )  # fmt: skip
 
-    def add_and_look_up(self, request: dict[str, Any]) -> None:
-        self.add(request)
-        connector = self.scheduler.connector
-        connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
-        half = connector._scheduler
-        lookups = half._depot._lookups if hasattr(half, "_depot") else {}  # it may have no server yet
-        deadline = time.monotonic() + 60
-        while not all(lookup.future.query() for lookup in lookups.values()):
-            assert time.monotonic() < deadline, "the lookup was not answered"
-
-    def link(self) -> None:
-        """Wait until the halves in this process have found a server that came after the engine."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        links = [self.scheduler.connector._connector_scheduler]
-        if has_kv_transfer_group():
-            links.append(get_kv_transfer_group()._connector_worker)
-        for link in links:
-            assert link._settled.wait(120), "no server was found"
-
-    def add_and_ask(self, request: dict[str, Any]) -> None:
-        self.add(request)
-        self.engine.step()
-        lookups = self.scheduler.connector.scheduler_adapter.lookup_futures
-        deadline = time.monotonic() + 60
-        while not all(lookup.query() for lookup in lookups.values()):
-            assert time.monotonic() < deadline, "the lookup was not answered"
-
-    def meet(self) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        clients = [self.scheduler.connector._scheduler._depot.client, get_kv_transfer_group()._worker._depot.client]
-        deadline = time.monotonic() + 30
-        for client in clients:
-            while not client.is_welcomed:
-                assert time.monotonic() < deadline, "no server is there"
-                client.pump()
-
-    @property
-    def scheduler(self) -> Any:
-        return self.engine.engine_core.engine_core.scheduler
-
     def finish(self) -> dict[str, Any]:
+        self.inside("hold", False)
         while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.finished:
-                    self.results[output.request_id.rsplit("-", 1)[0]] = result_of(output)
+            self.take()
         # Blocks that wait for a store are freed by steps with nothing scheduled, whose metrics count, too.
         deadline = time.monotonic() + 60
-        while self.scheduler.requests and time.monotonic() < deadline:
-            self.engine.step()
-        assert not self.scheduler.requests, f"never freed: {list(self.scheduler.requests)}"
+        while not self.inside("is_alone"):
+            assert time.monotonic() < deadline, "requests were never freed"
         results, self.results = self.results, {}
         return results
 
     def close(self) -> None:
-        self.engine.engine_core.shutdown()
+        self.core.shutdown()
 
     def handle(self, command: dict[str, Any]) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         match command["do"]:
-            case "run":
+            case "run":  # in batches that do not depend on when the requests arrive
+                self.inside("hold", True)
                 for request in command["requests"]:
                     self.add(request)
                 return self.finish()
             case "add":
-                return self.add_and_look_up(command["request"])
-            case "ask":  # as "add", with vLLM 0.15 to 0.17's own connector
-                return self.add_and_ask(command["request"])
+                self.inside("hold", True)
+                self.add(command["request"])
+                return self.inside("look_up")
+            case "ask":  # as "add", with vLLM 0.15 to 0.17's own connector, which looks up in a step
+                self.inside("hold", True)
+                self.add(command["request"])
+                self.inside("step")
+                return self.inside("look_up")
             case "add only":
                 return self.add(command["request"])
             case "abort":
                 return self.engine.abort_request([command["id"]])
-            case "step":
-                self.engine.step()
-                return None
+            case "step" | "link" | "meet" | "failed_chunks" | "adapter" as inside:
+                return self.inside(inside)
             case "finish":
                 return self.finish()
-            case "link":
-                return self.link()
-            case "meet":
-                return self.meet()
             case "reset":
                 assert self.llm.reset_prefix_cache(), "blocks are still in use"
                 return None
@@ -161,8 +136,6 @@ class Child:
                 return self.llm.reset_prefix_cache(reset_connector=True)
             case "reload":
                 return self.llm.collective_rpc("reload_weights", kwargs={"weights_path": command["folder"]})
-            case "failed chunks":
-                return get_kv_transfer_group()._worker._depot.counters["chunks_failed"]
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}
@@ -172,15 +145,32 @@ class Child:
             case "speculation":
                 found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
                 return [int(found[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("draft", "accepted")]
-            case "adapter":  # of vLLM 0.15 to 0.17's own connector: the file that it runs
-                return sys.modules[type(self.scheduler.connector.scheduler_adapter).__module__].__file__
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)
 
 
+class UntouchedChild(Child):
+    """The same with vLLM as it comes: its processes are spawned, and steps are when vLLM makes them."""
+
+    def inside(self, name: str, *arguments: Any) -> Any:
+        return None if name == "hold" else name == "is_alone"
+
+    def handle(self, command: dict[str, Any]) -> Any:
+        if command["do"] == "reset":
+            deadline = time.monotonic() + 60
+            while not self.llm.reset_prefix_cache():
+                assert time.monotonic() < deadline, "blocks are still in use"
+                time.sleep(0.01)
+            return None
+        return super().handle(command)
+
+
 def make(arguments: dict[str, Any]) -> Any:
-    """An engine, or vLLM's asynchronous frontend with engines of its own (`is_async`)."""
+    """An engine, one as vLLM makes it (`is_spawned`), or vLLM's asynchronous front end with engines (`is_async`)."""
+    if arguments.pop("is_spawned", False):
+        preloaded.spawn_again()
+        return UntouchedChild(arguments)
     if arguments.pop("is_async", False):
         from tests.vllm.async_child import AsyncChild
 
@@ -298,18 +288,28 @@ def import_vllm() -> None:
             importlib.import_module(name)
     assert "kvdepot.integrations" not in sys.modules
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
+    insides.install()
+    _do_not_spin()
     gc.collect()
     gc.freeze()  # an engine's start collects garbage several times
+
+
+def _do_not_spin() -> None:
+    """Have cores and workers sleep between looks for each other's messages: for a second, vLLM only yields."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     requests = socket.socket(fileno=int(sys.argv[1]))
     import_vllm()
+    end_server = preloaded.start_server()
     while True:
         message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
         if not message:
-            return
+            return end_server()
         asked = json.loads(message)
         if asked["do"] == "wait":
             _, status = os.waitpid(asked["pid"], 0)
@@ -320,6 +320,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             die_with_parent(me)
+            os.setpgid(0, 0)  # its test ends the group
             requests.close()
             channel, log = fds
             os.dup2(log, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -31,7 +33,7 @@ START_S = 600
 ANSWER_S = 300
 END_S = 120
 ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
     "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
@@ -247,8 +249,11 @@ class Nursery:
 
     def close(self) -> None:
         self._channel.close()
-        self._process.kill()
-        self._process.wait(END_S)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
 
 
 @functools.cache
@@ -260,7 +265,7 @@ def nursery(python: str = sys.executable) -> Nursery:
 
 
 class Engine:
-    """One vLLM engine with `KVDepotConnector`, in a process of its own."""
+    """One vLLM engine with `KVDepotConnector`: its front end, engine core and workers in processes of their own."""
 
     def __init__(
         self,
@@ -271,7 +276,9 @@ class Engine:
         python: str = sys.executable,
         **arguments: Any,
     ) -> None:
-        """python: of the environment with vLLM. arguments: vLLM's."""
+        """python: of the environment with vLLM. arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each
+        a new interpreter, which takes 20 s of CPU time; else they are forked from one that has imported vLLM.
+        """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
@@ -285,8 +292,9 @@ class Engine:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
         self._nursery = nursery(python)
-        with theirs:
-            self.pid = self._nursery.fork(options, theirs, self.log.fileno())
+        with theirs, Path(f"/proc/self/fd/{self.log.fileno()}").open("ab", buffering=0) as log:
+            fcntl.flock(log, fcntl.LOCK_SH)  # until the last of the engine's processes has ended
+            self.pid = self._nursery.fork(options, theirs, log.fileno())
         self._process = os.pidfd_open(self.pid)
         self._lines = self._channel.makefile("r")
         self._exit_code: int | None = None
@@ -343,14 +351,25 @@ class Engine:
             self._exit_code = self._nursery.wait(self.pid)
         return self._exit_code
 
+    def is_gone(self) -> bool:
+        """Whether all of its processes have ended."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
     def stop(self) -> None:
         self.tell("stop")
         assert self.wait() == 0, self.logged()[-4000:]
+        eventually(self.is_gone)
+        assert "disagree" not in self.logged(), "the engine's processes describe it differently"
 
     def close(self) -> None:
-        if self._exit_code is None:
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        if not self.is_gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
             self.wait()
+            eventually(self.is_gone)
         os.close(self._process)
         self._lines.close()
         self._channel.close()

@@ -118,7 +118,7 @@ def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
     depot.process.wait(HANG_S)
     again = start_depot(url=depot.url, arena_mib=64)  # ... and then they are gone: another arena
     (recomputed,) = engine.tell("finish").values()
-    assert engine.tell("failed chunks") == 3
+    assert engine.tell("failed_chunks") == 3
     assert output(recomputed) == output(cold)
     engine.tell("reset")
     from_depot = engine.run(tokens)  # what was recomputed was stored again

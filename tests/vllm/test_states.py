@@ -119,7 +119,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     spoil_a_part(depot)
     recomputed = engine.run_fresh(tokens)
     assert depot.status()["counters"]["corrupt_chunks"] == 1
-    assert engine.tell("failed chunks") == 1
+    assert engine.tell("failed_chunks") == 1
     assert output(recomputed) == output(cold)
     same_as_own(engine, tokens, 3 * CHUNK)  # what was recomputed was stored again
     engine.tell("reset")
@@ -128,7 +128,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     depot.process.wait(HANG_S)
     again = start_depot(url=depot.url, arena_mib=64)  # ... and then they are gone: another arena
     (recomputed,) = engine.tell("finish").values()
-    assert engine.tell("failed chunks") == 1 + 3 + 3
+    assert engine.tell("failed_chunks") == 1 + 3 + 3
     assert output(recomputed) == output(cold)
     same_as_own(engine, tokens, 3 * CHUNK)
     again.process.kill()

@@ -151,7 +151,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     depot.process.wait(HANG_S)
     again = start_depot(url=depot.url, arena_mib=64)  # ... and then they are gone: another arena
     (recomputed,) = engine.tell("finish").values()
-    assert engine.tell("failed chunks") == (9 if kind == "windows" else 2)
+    assert engine.tell("failed_chunks") == (9 if kind == "windows" else 2)
     assert output(recomputed) == output(cold)
     same_as_own(engine, tokens, 768)  # what was recomputed was stored again
     again.process.kill()
@@ -191,7 +191,7 @@ def test_one_part_that_is_not_what_was_stored_fails_its_load_as_a_whole(
     spoil_a_part(depot)
     recomputed = engine.run_fresh(tokens)
     assert depot.status()["counters"]["corrupt_chunks"] == 1
-    assert engine.tell("failed chunks") == 1
+    assert engine.tell("failed_chunks") == 1
     assert recomputed["tokens"] == cold["tokens"]
     same_as_own(engine, tokens, 5 * 256)
     engine.stop()
