@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 
 from kvdepot import config
-from kvdepot.config import Config, load
+from kvdepot.config import Config, home_url, load
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
@@ -287,6 +289,28 @@ def test_the_default_endpoint_is_a_unix_socket_in_the_users_runtime_folder(monke
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert load().url.startswith("ipc:///")
     assert not load().url.startswith("ipc:///run/user/77/")
+
+
+def test_the_default_endpoint_is_in_the_first_folder_that_is_usable_and_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = f"kvdepot-{os.geteuid()}/depot.sock"
+    longest = f"kvdepot-{os.geteuid()}/engine-{16 * '0'}.sock"
+    fits = Path("/tmp") / ("x" * (107 - len(f"/tmp//{longest}")))
+    long = f"{fits}x"
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits))
+        assert home_url() == f"ipc://{fits}/{own}"
+        monkeypatch.setenv("XDG_RUNTIME_DIR", long)
+        assert home_url() == f"ipc://{short}/{own}"
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setenv("TMPDIR", long)  # which is not there
+        monkeypatch.setenv("TEMP", short)
+        assert home_url() == f"ipc://{short}/{own}"
+        monkeypatch.delenv("TEMP")
+        monkeypatch.delenv("TMP", raising=False)
+        assert home_url() == f"ipc:///tmp/{own}"
 
 
 def test_the_arena_has_the_bytes_that_were_asked_for() -> None:

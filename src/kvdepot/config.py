@@ -19,7 +19,8 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.room import allocated, limits
-from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
+from kvdepot.memory.shm import SHM
+from kvdepot.protocol.addresses import MOST_PATH, MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import HINT_S, MOST_PRIORITY, NORMAL
 from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
@@ -49,6 +50,8 @@ __all__ = [
 
 GIB = 1 << 30
 _DEFAULT_ARENA = 4 * GIB
+_LONGEST_SOCKET = len("/engine-0123456789abcdef.sock")
+"""Bytes of the longest name of a socket in this user's folder."""
 _PREFIX = "KVDEPOT_"
 """Prefix of settings in the environment."""
 MOST_SALTS = 64
@@ -74,13 +77,20 @@ def url_in_environment() -> str:
 
 
 def home_url() -> str:
-    """This user's own endpoint: a unix socket in a folder that only this user can open."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if not base:
-        import tempfile  # slow to import
+    """This user's own endpoint: a unix socket in a folder that only this user can open.
 
-        base = tempfile.gettempdir()
-    return f"ipc://{Path(base) / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
+    The folder is in XDG_RUNTIME_DIR, or else in the first usable folder for temporary files, or else in /dev/shm, where
+    the arena is, too. One whose sockets would have too long paths is passed over.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    temporary = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    usable = [folder for folder in (*temporary, "/tmp", "/var/tmp") if folder and os.access(folder, os.W_OK | os.X_OK)]
+    for folder in (runtime, *usable, str(SHM)):
+        # Not the current folder, as Python's tempfile chooses: another process would look elsewhere.
+        home = Path(folder).absolute() / f"kvdepot-{os.geteuid()}"
+        if folder and len(os.fsencode(home)) + _LONGEST_SOCKET <= MOST_PATH:
+            break
+    return f"ipc://{home / 'depot.sock'}"
 
 
 def default_key() -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,8 @@ from kvdepot import cli
 from kvdepot.cli.options import TOPICS
 from kvdepot.config import ONLY_IN_FILE, Config
 from tests.cli.command import run
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.programs import missing
 
 # -- serve
 
@@ -43,6 +47,31 @@ def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
     said = capfd.readouterr()
     assert json.loads(said.out)["settings"]["chunk_size"]["value"] == 100
     assert [line.startswith("kvdepot: ") for line in said.err.splitlines()] == [True, True]
+
+
+NO_TEMPORARY_FOLDER = """
+mount -t tmpfs tmpfs /dev/shm && for folder in /tmp /var/tmp; do
+    mount --bind $folder $folder && mount -o remount,bind,ro $folder || exit 99
+done || exit 99
+cd /tmp
+for command in config status doctor "serve --arena-gib 0.01 --http off --idle-exit 0.1"; do
+    "$@" $command 2>&1 || true
+done
+"""
+
+
+@pytest.mark.faults
+def test_without_a_folder_for_temporary_files_commands_and_server_use_that_of_the_arena() -> None:
+    ended = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", NO_TEMPORARY_FOLDER, "sh", sys.executable, "-m",
+         "kvdepot.cli"],
+        capture_output=True, text=True, timeout=HANG_S, env={"PATH": os.environ["PATH"], "COLUMNS": "200"},
+    )  # fmt: skip
+    if ended.returncode == 99 or "unshare:" in ended.stderr:
+        missing(f"the right to mount a file system ({ended.stderr})")
+    url = f"ipc:///dev/shm/kvdepot-{os.geteuid()}/depot.sock"
+    assert "Traceback" not in ended.stdout
+    assert f"serving at {url}: " in ended.stdout and ended.stdout.count(url) > 3
 
 
 def test_a_server_whose_settings_are_usual_warns_of_nothing(depot: Depot) -> None:

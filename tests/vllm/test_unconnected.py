@@ -125,3 +125,25 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: s
     with pytest.raises(ConfigError) as caught:
         read_settings(extra)
     assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_an_address_that_cannot_be_connected_to_is_a_server_that_is_away(required: bool, tmp_path: Path) -> None:
+    from kvdepot.errors import Unavailable
+    from kvdepot.integrations.vllm.link import Link
+    from kvdepot.integrations.vllm.place import Place
+
+    def make(client: Any) -> Any:
+        raise AssertionError("there is no server")
+
+    without: Any = SimpleNamespace(hand_over=make)
+    link: Any = Link(Place(f"ipc://{tmp_path}/{'x' * 108}", required=required), without, tells=True)
+    try:
+        if required:
+            with pytest.raises(Unavailable, match="at most 107 bytes"):
+                link.begin(make)
+        else:
+            link.begin(make)
+            assert link.half is without
+    finally:
+        link.close()

@@ -21,11 +21,11 @@ from kvdepot import __version__, install, locks
 from kvdepot.cli.connect import running
 from kvdepot.cli.output import clean, size
 from kvdepot.cli.web import ask_health
-from kvdepot.config import Config, load, odd_chunk_size, reported, stray_variables
+from kvdepot.config import Config, home_url, load, odd_chunk_size, reported, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import limits
-from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.addresses import MOST_PATH, socket_path
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.status import Status
@@ -61,6 +61,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         config = Config(url=url or load(environ={}).url)
     else:
         yield Finding("ok", "settings", f"those of a server started here: from {file or 'environment and defaults'}")
+    yield _endpoint(config.url)
     if warning := odd_chunk_size(config.chunk_size):
         yield Finding("warn", "settings", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
@@ -87,6 +88,18 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield _key(key)
     yield from _server(config.url, status) if isinstance(status, Status) else [status]
     yield _web(config.http if server is None else server.settings.get("http", config.http), status)
+
+
+def _endpoint(url: str) -> Finding:
+    """Where clients look for the server, and why that is not where this user's environment would have it."""
+    wanted = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR")
+    path = socket_path(url)
+    if path is not None and len(os.fsencode(path)) > MOST_PATH:
+        text = f"{url}: a unix socket's path has at most {MOST_PATH} bytes"
+        return Finding("fail", "endpoint", text, "choose a shorter --url")
+    if url == home_url() and wanted and path is not None and not path.is_relative_to(Path(wanted).absolute()):
+        return Finding("ok", "endpoint", f"{url}: {wanted} is too long for a unix socket, or not writable")
+    return Finding("ok", "endpoint", url)
 
 
 def _python() -> Finding:

@@ -7,6 +7,7 @@ a lock, so no answer waits for a switch of threads. Invariant: every future gets
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -26,7 +27,7 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavai
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
-from kvdepot.protocol.addresses import fault_of_endpoint
+from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint
 from kvdepot.protocol.curve import Key, read_client_key
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
@@ -193,7 +194,8 @@ class Client:
         except zmq.ZMQError as exc:
             self._close_sockets()
             self.liveness.close()
-            raise Unavailable(f"invalid server address {server_url!r}: {exc.strerror}") from exc
+            most = f": a unix socket's path has at most {MOST_PATH} bytes" if exc.errno == errno.ENAMETOOLONG else ""
+            raise Unavailable(f"cannot connect to {server_url!r}: {exc.strerror}{most}") from exc
         # CURVE authenticates each message itself.
         between = partial(_others_between, server_url) if keys is None else bool
         self._connection = Connection(

@@ -18,7 +18,7 @@ import zmq
 
 from kvdepot import locks
 from kvdepot.errors import Unavailable
-from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.addresses import MOST_PATH, socket_path
 
 __all__ = ["Binding", "Claim", "holder", "is_taken", "listen", "make_folder", "reach"]
 
@@ -28,7 +28,6 @@ _LOCK = ".lock"
 """Suffix of a unix socket's lock file, which names the process that holds it."""
 _ASIDE = ".full"
 """Suffix of a unix socket's name while the server accepts no more connections."""
-_MOST_PATH = 107
 _CONNECT_S = 1.0
 
 
@@ -174,8 +173,10 @@ class Claim:
             return  # the kernel itself gives a port or an abstract name to one socket only
         self._path = path
         self._lock = self._path.with_name(self._path.name + _LOCK)
-        if len(os.fsencode(self._path)) > _MOST_PATH:
-            raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most {_MOST_PATH} bytes")
+        if len(os.fsencode(self._path)) > MOST_PATH:
+            raise Unavailable(
+                f"cannot listen on {url}: a unix socket's path has at most {MOST_PATH} bytes; choose another {setting}"
+            )
         try:
             make_folder(url)
             while not self._take():

@@ -59,14 +59,15 @@ class Link(Generic[Half, Without]):
     def __init__(self, place: Place, without: Without, tells: bool) -> None:
         """tells: whether this process says in the log that no server is there: one of an engine's does.
 
-        Raises ConfigError for a key file that cannot be used, Unavailable for another user's socket.
+        Raises ConfigError for a key file that cannot be used. An address that cannot be connected to, such as another
+        user's socket, is that of a server that is away.
         """
         self.half: Half | Without = without
         self._place = place
         self._without = without
         self._tells = tells
         self._context: zmq.Context[Any] = zmq.Context()
-        self._client = Client(place.url, self._context, key=place.key, engine=place.engine[: wire.MAX_CLIENT_NAME])
+        self._client: Client | None = None
         self._make: Callable[[Client], Half] | None = None
         self._made: Half | None = None  # by the thread, which does not touch it any more
         self._connected: Half | None = None
@@ -76,9 +77,17 @@ class Link(Generic[Half, Without]):
         self._settled = threading.Event()  # there is a half, or a refusal
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-link", daemon=True)
+        try:
+            self._client = self._open()
+        except Unavailable as exc:
+            self._error = exc
 
     def __repr__(self) -> str:
         return f"<Link to {self._place.url}, {self.half!r}>"
+
+    def _open(self) -> Client:
+        place = self._place
+        return Client(place.url, self._context, key=place.key, engine=place.engine[: wire.MAX_CLIENT_NAME])
 
     # -- on the engine's thread
 
@@ -105,6 +114,8 @@ class Link(Generic[Half, Without]):
             )
 
     def _is_worth_waiting(self, waited_s: float) -> bool:
+        if self._client is None:
+            return False
         if self._client.is_welcomed:
             return waited_s < _REGISTER_S
         server, required = self._place.server, self._place.required
@@ -116,7 +127,7 @@ class Link(Generic[Half, Without]):
         """Why there is no connection."""
         if fault := self._place.fault():
             return fault
-        if self._error is not None:
+        if self._client is None or self._error is not None:
             return str(self._error)
         try:
             self._client.learn_chunk_size(0.0)
@@ -139,14 +150,15 @@ class Link(Generic[Half, Without]):
     def close(self) -> None:
         """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
         self._closing.set()
-        if self._thread.is_alive() and not self._settled.is_set():
+        if self._client is not None and self._thread.is_alive() and not self._settled.is_set():
             self._client.close()  # which fails what the thread waits for
         if self._thread.ident is not None:
             self._thread.join(_END_S)
         self.advance()
         if self._connected is not None:
             self._connected.shutdown()
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
         self._context.term()
         self._place.close()
 
@@ -165,6 +177,7 @@ class Link(Generic[Half, Without]):
         """Whether the half could be made."""
         assert self._make is not None
         try:
+            self._client = self._client or self._open()
             welcome = self._client.ask(wire.ChunkSize(), deadline_s=None)
             due, look_s = time.monotonic() + _PAUSE_S, _FIRST_LOOK_S
             while not welcome.query():
