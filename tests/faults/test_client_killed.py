@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.memory.shm import LivenessFile, LivenessView
+from tests.cli.command import doctor
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, Watcher, footprint
 
@@ -19,10 +20,30 @@ pytestmark = pytest.mark.faults
 
 WIDE = {"blocks": 64, "width": 1 << 15}
 """2 MiB a block, 128 MiB in all: copying them takes long enough to be interrupted."""
+KILLED = """
+import sys, time, torch, zmq
+from kvdepot.adapters import LMCacheMPWorkerAdapter
+from kvdepot.devices.cpu import zeros_in_shared_memory
+with zeros_in_shared_memory():
+    cache = torch.zeros(16, 64, 4)
+if sys.argv[1:]:
+    worker = LMCacheMPWorkerAdapter(sys.argv[1], zmq.Context(), "killed", 1, 0, 64)
+    worker.register_kv_caches({"layer": cache})
+print(cache.untyped_storage()._share_filename_cpu_()[1].decode()[1:], flush=True)
+time.sleep(1000)
+"""
 ROUNDS = 4
 TOGETHER = 5
 WARM_UP = 2
 """Rounds of `TOGETHER` engines before the first numbers are taken."""
+
+
+def helper_of(pid: int) -> int:
+    """The process that removes the shared memory of an engine's process, torch_shm_manager: its child."""
+    for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if Path(f"/proc/{number}/comm").read_text().startswith("torch_shm"):
+            return int(number)
+    raise AssertionError("torch has started no helper")
 
 
 def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing_half_written(
@@ -160,3 +181,26 @@ def test_a_forked_process_that_closes_its_parents_liveness_takes_nothing_from_th
     assert view.fence == 0 and not view.has_left() and view.is_alive()
     view.close(remove=False)
     liveness.close()
+
+
+def test_the_memory_of_an_engine_killed_with_torchs_helper_is_removed(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=4, chunk_size=64)
+    engines = [subprocess.Popen([sys.executable, "-c", KILLED, depot.url], stdout=subprocess.PIPE, text=True)]
+    engines += [subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)]
+    try:
+        files = [SHM / str(engine.stdout and engine.stdout.readline().strip()) for engine in engines]
+        helpers = [helper_of(engine.pid) for engine in engines]
+        eventually(lambda: depot.status()["instances"] == 1)
+        doctor("--fix", "--url", depot.url)
+        assert all(file.exists() for file in files), "their engines live"
+    finally:
+        for number in (*helpers, *(engine.pid for engine in engines)):
+            os.kill(number, signal.SIGKILL)
+        for engine in engines:
+            engine.communicate()
+    eventually(lambda: not files[0].exists())
+    assert files[1].exists(), "its engine was never connected: this is for doctor"
+    _, found = doctor("--url", depot.url)
+    assert any("of ended engines" in finding["text"] for finding in found["shared memory"])
+    doctor("--fix", "--url", depot.url)
+    assert not files[1].exists()

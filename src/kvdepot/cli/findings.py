@@ -74,6 +74,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     arena_bytes = here.capacity_bytes if here is not None else config.arena_bytes
     yield _shared_memory(config.arena, arena_bytes, here is not None)
     yield from _left_arenas()
+    yield from _left_tensors()
     yield _memory(arena_bytes if here is None else 0)  # a running server's arena is no longer available memory
     yield _huge_pages()
     yield _memlock(config)
@@ -173,6 +174,15 @@ def _left_arenas() -> Iterator[Finding]:
     text = f"{plural(len(left), 'unused arena')} {take} {size(sum(taken for _, taken in left))}: {names}"
     advice = f"start a server with the same --url or --arena-name to reuse one, or remove the files in {shm.SHM}"
     yield Finding("warn", "shared memory", text, advice)
+
+
+def _left_tensors() -> Iterator[Finding]:
+    """KV of engines that were killed together with torch's helper process, which would have removed it."""
+    left = dict(shm.left_tensors())
+    if left:
+        text = f"{plural(len(left), 'file')} of ended engines take {size(sum(left.values()))}: {next(iter(left))}"
+        text += ", ..." if len(left) > 1 else ""
+        yield Finding("warn", "shared memory", text, "no process has them open: kvdepot doctor --fix removes them")
 
 
 def _left_bytes(path: Path) -> int:

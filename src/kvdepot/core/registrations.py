@@ -169,7 +169,8 @@ class Registrations:
         """Unmap an instance's tensors; no copy may be using them."""
         assert instance.mapped is not None and instance.closing
         mapped, instance.mapped = instance.mapped, None
-        return Call(Remapping(client, instance), mapped.close, _lane(instance))
+        close = mapped.close_after_death if client.dead else mapped.close
+        return Call(Remapping(client, instance), close, _lane(instance))
 
     def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
         """Handle the end of a mapping or unmapping; `outcome` as in copier.Copier."""

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ _TORCH_ALIGNS = 64
 """torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
 _ENTER_BYTES = 16 << 20
 """Bytes whose pages are entered at once: some milliseconds, in which the process can map nothing."""
+_LOOKS, _LOOK_S = 10, 0.02
+"""How often, and how far apart, to look whether a dead client's files are closed."""
 _TRIES = 5
 """Attempts to reach torch's helper process. torch waits one second for each, which a busy machine may exceed."""
 
@@ -130,7 +133,8 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
     All torch tensors on the same storage move with it and stay valid. Its old memory is freed, so addresses held by
     others (NumPy, DLPack) become invalid. Blocks while the bytes are copied, about 3 s per GiB. torch removes the file
-    when the process ends, even by `kill -9`. Raises LayoutError.
+    when the process ends, even by `kill -9`; the server does if torch's helper process was killed, too. Raises
+    LayoutError.
     """
     storage = tensor.untyped_storage()
     _check_own(tensor, name or "tensor")
@@ -271,6 +275,16 @@ class HostTensors(Mapped):
         for area in self._maps:
             area.close()
         self._maps.clear()
+
+    def close_after_death(self) -> None:
+        """Also remove the files, which torch does unless its helper process was killed together with the client."""
+        self.close()
+        left = [mapping.name for mapping in self.layout.mappings]
+        for _ in range(_LOOKS):  # the kernel may be about to close the dead process's files
+            left = [name for name in left if not shm.remove_left_tensors(name)]
+            if not left:
+                return
+            time.sleep(_LOOK_S)
 
 
 def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:

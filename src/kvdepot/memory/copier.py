@@ -86,6 +86,10 @@ class Mapped(ABC):
     def close(self) -> None:
         """Unmap them and release everything that was acquired for them. May be called twice."""
 
+    def close_after_death(self) -> None:
+        """`close`, once the client is gone, which may have left its memory behind. Blocks for a moment."""
+        self.close()
+
 
 @dataclass(slots=True)
 class Copy:

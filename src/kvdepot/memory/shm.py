@@ -26,8 +26,10 @@ import fcntl
 import mmap
 import os
 import re
+import signal
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvdepot import locks
@@ -39,14 +41,18 @@ __all__ = [
     "LivenessFile",
     "LivenessView",
     "is_being_made",
+    "left_tensors",
     "map_shared",
     "populate",
+    "remove_left_tensors",
     "sweep_liveness_files",
 ]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _LIVENESS = "kvdepot-card-"
+_TENSORS = re.compile(r"torch_[0-9]+_[0-9]+_[0-9]+")
+"""Names of torch's files of shared tensors: the number of the process, as its container counts, and two more."""
 ARENA_MAGIC = b"kvdepot\0"
 """The first bytes of every arena (memory/arena_header.py)."""
 _SECRET = slice(8, 24)
@@ -159,6 +165,51 @@ def advise_huge(address: int, size: int) -> None:
 def do_not_fork(address: int, size: int) -> None:
     """Do not let forked processes inherit a mapping, and with it the open file and its lock."""
     _libc.madvise(address, size, _MADV_DONTFORK)
+
+
+def left_tensors() -> Iterator[tuple[str, int]]:
+    """Files of torch's shared tensors that their processes have left behind: their names, and the bytes they take."""
+    for path in SHM.glob("torch_*"):
+        fd = _open_left(path.name)
+        if fd is not None:
+            taken = os.fstat(fd).st_blocks * 512
+            os.close(fd)
+            yield path.name, taken
+
+
+def remove_left_tensors(name: str) -> bool:
+    """Remove a file of torch's shared tensors if no process has it open; whether it is gone.
+
+    torch's helper process removes them when their process ends, unless it is killed, too.
+    """
+    fd = _open_left(name)
+    if fd is None:
+        return not (SHM / name).exists()
+    try:
+        return not locks.leads_to(SHM / name, fd) or _remove(SHM / name)
+    finally:
+        os.close(fd)
+
+
+def _open_left(name: str) -> int | None:
+    """Open a file of this user's shared tensors if no process of any container has it open or mapped; else None.
+
+    The kernel grants a lease for writing only then, and holds back whoever opens the file until our descriptor is
+    closed. Process numbers would prove nothing: they are reused, and each container has its own.
+    """
+    if not _TENSORS.fullmatch(name):
+        return None
+    try:
+        fd = open_shared(name)
+    except KVDepotError:
+        return None
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # if another process opens it; SIGIO would end this one
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 class LivenessFile:
