@@ -27,6 +27,8 @@ def test_a_server_without_problems_needs_nobody() -> None:
     [
         ({"unreachable": "the socket is gone"}, "x", 0.0, "No new engine can connect: the socket is gone."),
         ({}, "the server lags: 2 s", 0.0, "The server lags: 2 s."),
+        ({"http_failure": "cannot bind 127.0.0.1:7077 (in use); retrying, or choose another --http"}, "", 0.0,
+         "HTTP is not served: cannot bind 127.0.0.1:7077 (in use); retrying, or choose another --http."),
         ({"tiers": [TierStatus("s3", "through", "circuit breaker open", 1, 1, None, 0, 0, {}, "refused")]}, "", 0.0,
          "s3: circuit breaker open, retrying with backoff: refused."),
         ({"tiers": [TierStatus("disk", "through", "up", 9, 500, 1000, 0, 0, {}, free_bytes=40)]}, "", 0.0,

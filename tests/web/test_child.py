@@ -164,7 +164,10 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
         depot = start_depot("--http", address)
         eventually(lambda: "cannot bind HTTP to" in depot.logged())
         assert works(depot)
+        said = eventually(lambda: depot.status()["http_failure"])
+        assert said == f"cannot bind {address} (Address already in use); retrying, or choose another --http"
     web = Web(depot)
+    eventually(lambda: not depot.status()["http_failure"])
     assert web.port == int(address.rpartition(":")[2])
     assert depot.logged().count("cannot bind HTTP to") == 1
 
@@ -182,6 +185,7 @@ def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> 
     try:
         eventually(lambda: f"HTTP is disabled: uvicorn is missing; {advice()}, or set --http off" in depot.logged())
         assert works(depot)
+        assert eventually(lambda: depot.status()["http_failure"]).startswith("uvicorn is missing; ")
         assert depot.stop() == 0
     finally:
         depot.close()

@@ -61,6 +61,7 @@ class Report:
         self.journal = Journal()
         self.latencies = Latencies()
         self.http = ""  # where the server listens for HTTP; set by server/loop.py, on the deciding thread
+        self.http_failure = ""  # why it does not serve HTTP although it should
         self.unreachable = ""  # why no new client can find this server
         self.settings: dict[str, str] = {}  # set by server/loop.py before it serves
         self._depot = depot
@@ -130,6 +131,7 @@ class Report:
             wall_s=depot.wall,
             uptime_s=now - self._began if self._began is not None else 0.0,
             http=self.http,
+            http_failure=self.http_failure,
             unreachable=self.unreachable,
             settings={} if tenant else self.settings,
             chunk_size_tokens=depot.chunk_size,

@@ -54,6 +54,9 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
     elif trouble:
         what = f"{trouble[0].upper()}{trouble[1:]}."
         yield Concern(what, "Run `kvdepot doctor` on its machine, which may be overloaded.")
+    if status.http_failure:
+        advice = "Page, metrics and HTTP probes are missing; engines work without them."
+        yield Concern(f"HTTP is not served: {status.http_failure}.", advice)
     for tier in status.tiers:
         if tier.state != "up":
             advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full."

@@ -268,7 +268,8 @@ class Server:
         self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
         report = self.depot.report
-        report.http = self._web.address if self._web is not None else ""
+        if self._web is not None:
+            report.http, report.http_failure = self._web.address, self._web.failure
         report.reach(*self._obstacle())
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected

@@ -100,6 +100,8 @@ class Child:
         self._token = obtain_token(config)
         self.address = ""
         """HOST:PORT while we listen there, whether or not a process runs. Written by the thread, read by any."""
+        self.failure = ""
+        """Why HTTP is not served, with what to do; empty if it is. Written by the thread, read by any."""
         self._lock = threading.Lock()  # guards the next two against `end`
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -138,7 +140,8 @@ class Child:
         if self._stopping.wait(_GRACE_S):
             return
         if missing := missing_packages():
-            log.info("HTTP is disabled: %s is missing; %s, or set --http off", missing[0], install.advice())
+            self.failure = f"{missing[0]} is missing; {install.advice()}, or set --http off"
+            log.info("HTTP is disabled: %s", self.failure)
             return
         listener = self._listen()
         if listener is None:
@@ -155,6 +158,7 @@ class Child:
         delay_s = _FIRST_S
         while not self._stopping.is_set():
             began = time.monotonic()
+            self.failure = ""
             try:
                 status = self._live(listener)
             except OSError as exc:
@@ -163,23 +167,24 @@ class Child:
             if self._stopping.is_set():
                 return
             delay_s = _FIRST_S if time.monotonic() - began > _WELL_S else min(2 * delay_s, _LONGEST_S)
-            log.warning("the web process ended with status %d; the next one starts in %g s", status, delay_s)
+            self.failure = f"the web process ended with status {status}; the next one starts in {delay_s:g} s"
+            log.warning("%s", self.failure)
             self._stopping.wait(delay_s)
 
     def _listen(self) -> socket.socket | None:
         """The listening socket; None if the server ends before the address is free."""
         host, port = split_address(self._config.http)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        is_logged = False
         while not self._stopping.is_set():
             try:
                 return socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as exc:
-                if not is_logged:
-                    why = os.strerror(exc.errno) if exc.errno else exc  # `strerror` may have the address once more
-                    place = self._config.http
-                    log.warning("cannot bind HTTP to %s (%s); retrying, or choose another --http", place, why)
-                is_logged = True
+                why = os.strerror(exc.errno) if exc.errno else exc  # `strerror` may have the address once more
+                if not self.failure:
+                    log.warning(
+                        "cannot bind HTTP to %s (%s); retrying, or choose another --http", self._config.http, why
+                    )
+                self.failure = f"cannot bind {self._config.http} ({why}); retrying, or choose another --http"
             self._stopping.wait(_LISTEN_S)
         return None
 
