@@ -259,8 +259,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group
     that has most chunks.
 
-    http: HOST:PORT where this server itself serves HTTP; empty if it does not. http_failure: why it does not although it
-    should, with what to do; empty if it does, or need not.
+    http: HOST:PORT where this server itself serves HTTP; empty if it does not.
+    http_failure: why it does not although it should, with what to do; empty if it does, or need not.
     unreachable: why no new client can connect although the server works; empty if they can.
     tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
     other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
