@@ -727,8 +727,9 @@ _ANSWERS = {
     "no hits": "troubleshooting", "tuning": "tuning", "performance": "tuning", "tensor parallel": "parallelism",
     "quantization": "models", "fp8": "models", "how much memory": "memory", "upgrade": "upgrades",
     "kubernetes": "kubernetes", "curl": "http", "savings": "operating", "remove user data": "tiers",
-    "several hosts": "tiers", "secure": "faq", "rag": "cookbook", "fp8 kv cache": "models", "offloadingconnector": "faq",
-    "overhead": "faq", "lora": "vllm", "pin a prompt": "hints", "kvdepot doctor": "commands",
+    "several hosts": "tiers", "secure": "faq", "rag": "cookbook", "fp8 kv cache": "models",
+    "offloadingconnector": "faq", "overhead": "faq", "lora": "vllm", "pin a prompt": "hints",
+    "kvdepot doctor": "commands",
 }  # fmt: skip
 """What people type into the search -> the page that answers."""
 

@@ -2,8 +2,8 @@
 
 Rendered as YAML for Prometheus's `rule_files`. Every alert is actionable, so normal events (evictions, misses) have
 none; only damaged memory is critical, because without a depot engines compute. The rules expect the scrape job to be
-named `kvdepot`. `runbook` names the line of the alert on the page RUNBOOKS, which is a file of this repository; where an
-operator has published that page, the chart puts a `runbook_url` in its place.
+named `kvdepot`. `runbook` names the line of the alert on the page RUNBOOKS, which is a file of this repository; where
+an operator has published that page, the chart puts a `runbook_url` in its place.
 """
 
 from __future__ import annotations
