@@ -15,7 +15,7 @@ from blake3 import blake3
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.processor import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.vllm.weight_files import find_weights
+from kvdepot.integrations.vllm.weight_files import find_weights, kinds_read
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +32,7 @@ def identity(vllm_config: VllmConfig) -> str:
     Weights of a hub name that is not in the local cache are known by their name alone.
     """
     model = vllm_config.model_config
-    found = find_weights(model.model, model.revision, vllm_config.load_config.download_dir)
+    found = find_weights(model.model, model.revision, vllm_config.load_config.download_dir, kinds_read(model))
     facts: list[object] = [vllm.__version__, platform_facts(), describe_config(vllm_config, vouched=True)]
     if found is not None:
         facts.append(found.digest)

@@ -7,7 +7,7 @@ requests.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -22,7 +22,7 @@ from kvdepot.integrations.processor import platform_facts
 from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts
 from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
-from kvdepot.integrations.vllm.weight_files import find_weights
+from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
 
@@ -53,6 +53,10 @@ _LOCAL_FORMATS = {
     "sharded_state",
 }
 """Load formats that read only the model's own folder."""
+_OLD_FORMATS = {"pt", "npcache"}
+"""Those of them that read what the others leave aside where safetensors lie beside it."""
+_TOWERS = {"ultravox": ("audio_model_id", "text_model_id")}
+"""Fields of models' configurations that name repositories with more of their weights."""
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
 """Methods without KV of their own (medusa and mlp_speculator exist before vLLM 0.33); and those whose KV at a position
 depends on the tokens up to it, or as many after it as vLLM's `num_prefill_lookahead_tokens` says."""
@@ -216,17 +220,24 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
         raise _unknown(f"what load format {load.load_format} loads")
     if not isinstance(settings, dict) or _has_text(settings):
         raise _unknown(f"which files model_loader_extra_config {settings!r:.200} names")
-    paths = [(origin, model.revision)]
-    if model.trust_remote_code and model.code_revision:
-        paths.append((origin, model.code_revision))
-    scales = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
-    if scales:
-        paths.append((scales, None))
+    read = kinds_read(model) | ({Kind.DUPLICATE} if str(load.load_format) in _OLD_FORMATS else set())
+    paths: list[tuple[str, str | None, Collection[Kind]]] = [(origin, model.revision, read)]
     if model.trust_remote_code and "--" in str(getattr(model.hf_config, "auto_map", "")):
         raise _unknown("which version of another repository's code runs this model")
+    if model.trust_remote_code and model.code_revision:
+        paths.append((model.model, model.code_revision, ALL_KINDS))
+    if model.trust_remote_code and model.hf_config_path:
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        paths.append((model.hf_config_path, revision, {Kind.CONFIG, Kind.CODE}))
+    scales = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
+    if scales:
+        paths.append((scales, None, ALL_KINDS))
+    for name in _TOWERS.get(model.hf_config.model_type, ()):
+        if tower := getattr(model.hf_config, name, None):
+            paths.append((tower, None, {Kind.WEIGHTS}))
     facts = []
-    for path, revision in paths:
-        found = find_weights(path, revision, load.download_dir)
+    for path, revision, kinds in paths:
+        found = find_weights(path, revision, load.download_dir, kinds)
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)

@@ -1,34 +1,77 @@
 """Which version of weights is at a path, or in the local cache of a model hub, and since when.
 
-Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by its contents, equally on
-every host; it reads samples, which takes tens of milliseconds for a model of 160 files in the page cache. `look`
-detects changes within one process by file metadata that no copy, rename or `touch` can restore; it reads no file.
+Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by the contents of its
+files, equally on every host and in every folder: neither paths nor times are part of the name, so the same model is the
+same through a link, in a copy, and in the cache of a hub. It reads samples (samples.py). `look` detects changes within
+one process by file metadata that no copy, rename or `touch` can restore; it reads no file.
+
+Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
+folder counts from when it was put where it is. Renaming a folder sets the time at which its inode changed (`ctime`),
+and that of the folder it is in, and nobody can set either back. Each alone is also set when entries come and go in the
+folder itself, so the earlier of the two counts: a busy folder within a quiet one has not moved. This holds on ext4,
+XFS, Btrfs and tmpfs; on a file system where a rename leaves the folder's own ctime alone, and where something is
+mounted over a folder, it goes unnoticed.
+
+In the cache of the Hugging Face hub, a link that is not older than the file that it leads to was made with it, by a
+download: before it, nobody could read the file by that name. So a first start, which downloads the model, has not
+changed it; a file that was edited through its link has changed.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import translate
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-__all__ = ["Look", "Weights", "find_weights", "look"]
+from kvdepot.integrations.vllm.samples import hash_file
 
-_HARMLESS_SUFFIXES = {".md", ".log", ".lock", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf"}
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+__all__ = ["ALL_KINDS", "Kind", "Look", "Weights", "find_weights", "kinds_read", "look", "uses_modelscope"]
+
 _MAX_FILES = 20_000
-_WHOLE_BYTES = 1 << 20
-"""Files up to this size are hashed whole: configurations, code, indexes."""
-_SAMPLE_BYTES = 4096
-_SAMPLES = 4096
-"""Samples of all larger files together: times do not distinguish weights if an image build sets all of them alike."""
 _MAX_LINKS = 40
 """Linux's limit: beyond it, a path counts as a loop."""
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class Kind(enum.Enum):
+    """Which part of a loader reads a file; from its name."""
+
+    HARMLESS = (
+        "*.md", "*.log", "*.lock", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", "license", "license.txt",
+        "notice", "notice.txt", "use_policy.txt", "generation_config.json", "configuration.json", "trainer_state.json",
+        "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "rng_state*.pth",
+        "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite",
+    )  # fmt: skip
+    """Nothing that an engine computes depends on it."""
+    DUPLICATE = ("pytorch_model*",)
+    """Weights that no loader reads where safetensors lie beside them, unless it is told to read this format."""
+    WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors", "*.index.json")
+    CODE = ("*.py",)
+    TOKENIZER = (
+        "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+        "tekken.json", "chat_template*", "*.jinja",
+    )  # fmt: skip
+    """It says which tokens a text has. Chunks are named by their tokens, so it seldom matters."""
+    OTHER = ("*processor*",)
+    """It says how images and audio become numbers, or what it is for is unknown."""
+    CONFIG = ("*config*.json", "params.json", "modules.json")
+
+
+ALL_KINDS = frozenset(Kind) - {Kind.HARMLESS, Kind.DUPLICATE}
+_HARMLESS_FOLDERS = {"__pycache__", "original", "onnx", "openvino", "coreml", "metal"}
+"""The same weights for other programs."""
 
 
 @dataclass(frozen=True)
@@ -38,165 +81,280 @@ class Weights:
     digest: str
     """Equal digests mean equal files, on any host."""
     changed_at: float
-    """Unix time of the last change to any of them, or to links on the way to them; 0.0 if they never change."""
+    """Unix time of the last change to any of them, or to the way to them; 0.0 if they never change."""
+
+
+class _Folder(NamedTuple):
+    """A folder on the way to files, and the times in ns at which its inode and that of the folder it is in changed.
+
+    Both times are 0 where it does not matter whether it moved.
+    """
+
+    path: str
+    device: int
+    inode: int
+    own_ns: int
+    outer_ns: int
+
+    @property
+    def moved_ns(self) -> int:
+        """The latest time at which it may have been put where it is."""
+        return min(self.own_ns, self.outer_ns)
+
+    def has_moved_since(self, before: _Folder) -> bool:
+        is_other = self[:3] != before[:3]
+        return is_other or (self.own_ns != before.own_ns and self.outer_ns != before.outer_ns)
 
 
 class Look(NamedTuple):
-    """A folder of weights at one moment."""
+    """What a path leads to at one moment."""
 
-    place: str
-    """The folder, without links."""
     files: tuple[tuple[str | int, ...], ...]
     links: tuple[tuple[str | int, ...], ...]
-    """Links on the way to the folder."""
+    """The links on the way to the files."""
+    folders: tuple[_Folder, ...]
+    """The folders on the way to the files."""
     changed_at: float
-    """Unix time of the last change to files, links or folder."""
+    """Unix time of the last change to any of them."""
 
-    def is_same(self, other: Look) -> bool:
-        """Whether no weights were written, replaced or relinked in between. Other files may change."""
-        return self[:3] == other[:3]
+    def is_same(self, before: Look) -> bool:
+        """Whether no weights were written, replaced, moved or relinked since `before`. Other files may change."""
+        if (self.files, self.links, len(self.folders)) != (before.files, before.links, len(before.folders)):
+            return False
+        return not any(now.has_moved_since(then) for now, then in zip(self.folders, before.folders, strict=True))
 
 
-def find_weights(name: str, revision: str | None = None, cache: str | None = None) -> Weights | None:
-    """The version of the files at `name`: a path (`~` is expanded), or a repository of the Hugging Face hub in its
-    local cache (`cache`: its folder if not the default).
+class _File(NamedTuple):
+    name: str
+    """Its path within the folder."""
+    path: Path
+    state: os.stat_result
+    changed_ns: int
+
+
+def find_weights(
+    name: str, revision: str | None = None, cache: str | None = None, kinds: Collection[Kind] = ALL_KINDS
+) -> Weights | None:
+    """The version of the files of these kinds at `name`: a path (`~` is expanded), or a repository of a model hub in
+    its local cache (`cache`: the folder of the Hugging Face hub's, if not the default), found as vLLM's loader does.
 
     None if there is no such path or snapshot, more than 20,000 files, or an unreadable one. Does not use the network.
     """
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         if name and path.exists():
-            return _at(path)
-        return _in_hub_cache(name, revision or "main", cache)
-    except (OSError, ValueError):  # ValueError: a path with a null byte
+            return _read_version([path], kinds)
+        if uses_modelscope():
+            return _in_modelscope_cache(name, revision, kinds)
+        return _in_hub_cache(name, revision, cache, kinds)
+    except (OSError, ValueError, RuntimeError):  # ValueError: a path with a null byte; RuntimeError: no home folder
         return None
+
+
+def kinds_read(model: ModelConfig) -> frozenset[Kind]:
+    """The kinds of a model's files that decide about its KV, and that are there once it is loaded: from a hub, vLLM
+    downloads others late or never."""
+    reads_all = bool(model.trust_remote_code) or model.is_multimodal_model
+    return ALL_KINDS if reads_all else frozenset({Kind.WEIGHTS, Kind.CONFIG})
 
 
 def look(folder: Path) -> Look:
     """The current state of a folder of weights. Raises OSError if it cannot be read."""
-    links = _links(folder)
-    files: list[tuple[str | int, ...]] = []
-    newest_ns = max([folder.stat().st_ctime_ns, *(int(link[-1]) for link in links)])
-    for name, file, state in sorted(_walk(folder), key=lambda entry: entry[0]):
-        entry = file.lstat()
-        files.append((name, *_stat(entry), *_stat(state)))
-        newest_ns = max(newest_ns, entry.st_ctime_ns, state.st_ctime_ns)
-    return Look(os.path.realpath(folder), tuple(files), tuple(links), newest_ns / 1e9)
+    way = _Way()
+    files = _scan(folder, ALL_KINDS | {Kind.DUPLICATE}, way)
+    state: tuple[tuple[str | int, ...], ...] = tuple(
+        (file.name, *_stat(file.path.lstat()), *_stat(file.state)) for file in files
+    )
+    changed_ns = max([way.changed_ns, *(file.changed_ns for file in files)])
+    return Look(state, way.links, way.folders, changed_ns / 1e9)
 
 
-def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None:
+def uses_modelscope() -> bool:
+    """Whether vLLM takes names of repositories as ModelScope's."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
+
+
+def _in_modelscope_cache(name: str, revision: str | None, kinds: Collection[Kind]) -> Weights | None:
+    try:
+        hub = import_module("modelscope.hub.snapshot_download")
+        found = hub.snapshot_download(model_id=name, revision=revision, local_files_only=True)
+    except Exception:  # noqa: BLE001 - it raises various errors where nothing is there, or is itself not there
+        return None
+    return _read_version([Path(found)], kinds)
+
+
+def _in_hub_cache(name: str, revision: str | None, cache: str | None, kinds: Collection[Kind]) -> Weights | None:
+    """vLLM's loader keeps weights in `cache`, and what else it reads in the default one."""
     try:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
     except ImportError:
         return None
-    repository = Path(cache or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    if _COMMIT.fullmatch(revision):
-        commit, changed_at = revision, 0.0
-    else:
-        ref = repository / "refs" / revision
+    folder = repo_folder_name(repo_id=name, repo_type="model")
+    caches = dict.fromkeys([cache or constants.HF_HUB_CACHE, constants.HF_HUB_CACHE])
+    repositories = [Path(cache) / folder for cache in caches]
+    changed_at = 0.0
+    commit = getattr(revision, "resolved", revision) or ""  # vLLM pins a revision to its commit when it starts
+    if not _COMMIT.fullmatch(commit):
+        refs = [repository / "refs" / (revision or "main") for repository in repositories]
+        ref = next(ref for ref in refs if ref.exists() or ref == refs[-1])
         commit, changed_at = ref.read_text().strip(), ref.stat().st_ctime_ns / 1e9
-    snapshot = repository / "snapshots" / commit
-    if not snapshot.is_dir():
+    snapshots = [repository / "snapshots" / commit for repository in repositories]
+    snapshots = [snapshot for snapshot in snapshots if snapshot.is_dir()]
+    if not snapshots:
         return None
-    found = _at(snapshot)
+    found = _read_version(snapshots, kinds)
     return Weights(found.digest, max(found.changed_at, changed_at))
 
 
-def _at(path: Path) -> Weights:
-    """The version of a file, or of all files in a folder. Raises OSError for unreadable files, and for too many."""
-    changed_ns = max((int(link[-1]) for link in _links(path)), default=0)
-    resolved = path.resolve()
-    if resolved.is_file():
-        entries = [("", resolved, resolved.stat())]
-    else:
-        folder = resolved.stat()
-        if folder.st_ctime_ns != folder.st_mtime_ns:  # renamed into place; what is added to it changes both times
-            changed_ns = max(changed_ns, folder.st_ctime_ns)
-        entries = sorted(_walk(resolved), key=lambda entry: entry[0])
+def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
+    """The version of one file, or of all files in some folders: of equal names, those in the first folder.
+
+    Raises OSError for unreadable files, and for too many.
+    """
     hasher = blake3()
-    snapshot = _snapshot(resolved)
-    if snapshot is not None:
-        hasher.update(f"snapshot {snapshot}\n".encode())
-    large = sum(state.st_size > _WHOLE_BYTES for _, _, state in entries)
-    for name, file, state in entries:
-        if snapshot is not None and _is_blob(file):
-            continue  # the commit says it, and files that nobody asked for may not have been downloaded yet
-        changed_ns = max(changed_ns, state.st_ctime_ns, file.lstat().st_ctime_ns)
-        hasher.update(f"{name}\0{state.st_size}\n".encode())
-        if state.st_size <= _WHOLE_BYTES:
-            hasher.update(file.read_bytes())
-        else:
-            hasher.update(f"{state.st_mtime_ns}\n".encode())
-            _sample(hasher, file, state.st_size, max(16, _SAMPLES // large))
-    return Weights(hasher.hexdigest(), changed_ns / 1e9)
+    for file in _merge(_scan(path, kinds, _Way()) for path in paths):
+        hasher.update(f"{file.name}\0".encode("utf-8", "surrogateescape"))
+        hasher.update(hash_file(file.path, file.state.st_size))
+    way = _Way()  # after the contents were read, or a change meanwhile would not be dated
+    files = _merge(_scan(path, kinds, way) for path in paths)
+    return Weights(hasher.hexdigest(), max([way.changed_ns, *(file.changed_ns for file in files)]) / 1e9)
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Name, path and state of each file below `folder` that may matter."""
+def _merge(folders: Iterable[list[_File]]) -> list[_File]:
+    merged: dict[str, _File] = {}
+    for files in folders:
+        merged = {file.name: file for file in files} | merged
+    return [merged[name] for name in sorted(merged)]
+
+
+def _scan(path: Path, kinds: Collection[Kind], way: _Way) -> list[_File]:
+    """The files of these kinds at a path. Notes in `way` what leads to them."""
+    resolved = way.follow(path)
+    if resolved.is_file():
+        state = resolved.stat()
+        return [_File("", resolved, state, state.st_ctime_ns)]
+    blobs = _blobs(resolved)
+    way.has_moving_folders = blobs is None
+    files: list[_File] = []
+    for file in _walk(resolved, kinds):
+        try:
+            state, changed_ns = _date(file, blobs, way)
+        except FileNotFoundError:
+            continue  # a dangling link: it cannot have been loaded
+        if stat.S_ISREG(state.st_mode):
+            files.append(_File(str(file.relative_to(resolved)), file, state, changed_ns))
+    return sorted(files, key=lambda file: file.name)
+
+
+def _walk(folder: Path, kinds: Collection[Kind]) -> Iterator[Path]:
+    """The files below `folder` whose names are of these kinds."""
     count = 0
     for at, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _HARMLESS_FOLDERS]
+        has_safetensors = any(name.endswith(".safetensors") for name in files)
         for name in files:
-            file = Path(at, name)
-            if name.startswith(".") or file.suffix.lower() in _HARMLESS_SUFFIXES:
+            kind = _kind(name)
+            if kind is Kind.DUPLICATE and not has_safetensors:
+                kind = Kind.WEIGHTS
+            if name.startswith(".") or kind not in kinds:
                 continue
             count += 1
             if count > _MAX_FILES:
                 raise OSError(f"more than {_MAX_FILES} files in {folder}")
-            try:
-                state = file.stat()
-            except FileNotFoundError:
-                continue  # a dangling link: it cannot have been loaded
-            if stat.S_ISREG(state.st_mode):
-                yield str(file.relative_to(folder)), file, state
+            yield Path(at, name)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _sample(hasher: blake3, file: Path, size: int, samples: int) -> None:
-    """Hash windows of the file at even distances, from its start."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        step = max(_SAMPLE_BYTES, size // samples)
-        for offset in range(0, size, step):
-            hasher.update(os.pread(descriptor, _SAMPLE_BYTES, offset))
-    finally:
-        os.close(descriptor)
+def _kind(name: str) -> Kind:
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.match(name.lower())), Kind.OTHER)
+
+
+_PATTERNS = {kind: re.compile("|".join(map(translate, kind.value))) for kind in Kind}
+
+
+def _date(file: Path, blobs: Path | None, way: _Way) -> tuple[os.stat_result, int]:
+    """A file's state, and the time of its last change in ns; 0 if a hub's download made it, and nobody changed it.
+
+    blobs: the folder of a hub's cache with the contents that a snapshot's links lead to.
+    """
+    entry, folder = file.lstat(), way.follow(file.parent)
+    if not stat.S_ISLNK(entry.st_mode):
+        return entry, entry.st_ctime_ns
+    target = Path(os.path.normpath(folder / file.readlink()))
+    if target.parent == blobs and not target.is_symlink():
+        state = target.stat()
+        return state, state.st_ctime_ns if state.st_ctime_ns > entry.st_ctime_ns else 0
+    state = way.follow(file).stat()
+    return state, state.st_ctime_ns
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Where the contents of a snapshot in a hub's cache are; None for another folder."""
+    is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
+    return folder.parent.parent / "blobs" if is_snapshot else None
+
+
+class _Way:
+    """The links and folders on the way to files."""
+
+    def __init__(self) -> None:
+        self.has_moving_folders = True
+        """Whether a folder that moved leads to other files than before. A hub's snapshots are named by contents."""
+        self._links: dict[Path, tuple[str | int, ...]] = {}
+        self._folders = {Path("/"): os.lstat("/")}
+
+    def __repr__(self) -> str:
+        return f"<_Way {len(self._links)} links, {len(self._folders)} folders>"
+
+    def follow(self, path: Path) -> Path:
+        """The path without links. Raises OSError if it leads nowhere."""
+        todo, done, links = list(reversed(path.absolute().parts)), Path("/"), 0
+        while todo:
+            part = todo.pop()
+            if part in {"/", ".."}:
+                done = done.parent if part == ".." else Path("/")
+                continue
+            done /= part
+            if done in self._folders:
+                continue
+            state = done.lstat()
+            if stat.S_ISLNK(state.st_mode):
+                links += 1
+                if links > _MAX_LINKS:
+                    raise OSError(f"{path} leads through too many links")
+                target = done.readlink()
+                self._links[done] = (str(done), str(target), *_stat(state))
+                todo += reversed(target.parts)
+                done = done.parent
+            elif stat.S_ISDIR(state.st_mode):
+                self._folders[done] = state
+        return done
+
+    @property
+    def links(self) -> tuple[tuple[str | int, ...], ...]:
+        """Each link with its target and, last, the time in ns at which it was made or renamed."""
+        return tuple(sorted(self._links.values()))
+
+    @property
+    def folders(self) -> tuple[_Folder, ...]:
+        return tuple(self._folder(path, state) for path, state in sorted(self._folders.items()))
+
+    def _folder(self, path: Path, state: os.stat_result) -> _Folder:
+        times = (0, 0)
+        if self.has_moving_folders and path.name:
+            times = state.st_ctime_ns, self._folders[path.parent].st_ctime_ns
+        return _Folder(str(path), state.st_dev, state.st_ino, *times)
+
+    @property
+    def changed_ns(self) -> int:
+        """When a link or a folder was last put in its place."""
+        links, folders = (int(link[-1]) for link in self.links), (folder.moved_ns for folder in self.folders)
+        return max([*links, *folders])
 
 
 def _stat(state: os.stat_result) -> tuple[int, ...]:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
-
-
-def _links(path: Path) -> list[tuple[str | int, ...]]:
-    """Each link on a path, with its target and, last, the time of its last change in ns."""
-    found: list[tuple[str | int, ...]] = []
-    todo, done = list(reversed(path.absolute().parts)), Path("/")
-    while todo:
-        part = todo.pop()
-        if part in {"/", "."}:
-            continue
-        done = done.parent if part == ".." else done / part
-        if part != ".." and done.is_symlink():
-            target = str(done.readlink())
-            found.append((str(done), target, *_stat(done.lstat())))
-            if len(found) > _MAX_LINKS:
-                raise OSError(f"{path} leads through too many links")
-            todo += reversed(Path(target).parts)
-            done = Path("/") if target.startswith("/") else done.parent
-    return found
-
-
-def _snapshot(folder: Path) -> str | None:
-    """`repository@commit` of a folder in a hub's cache."""
-    if folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
-        return None
-    return f"{folder.parent.parent.name}@{folder.name}"
-
-
-def _is_blob(file: Path) -> bool:
-    """Whether a snapshot's file is a link to content that the hub names by its hash."""
-    return file.is_symlink() and file.resolve().parent.name == "blobs"
