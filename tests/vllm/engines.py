@@ -193,7 +193,7 @@ def _add_qwen3_next(
 
 def write_lora(folder: Path, seed: int) -> Path:
     """A LoRA adapter of `LLAMA` with random weights."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(LLAMA["num_hidden_layers"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,9 +200,10 @@ def test_files_that_were_there_before_the_engine_name_its_adapter_for_every_engi
     one, two = started(), started()
     assert one.parts(lora(folder)) == two.parts(lora(folder)) == one.parts(lora(folder))
     assert one.is_unchanged(lora(folder))
-    assert one.parts(lora(folder, 2, "blue")) != one.parts(lora(folder))
+    assert one.parts(lora(folder, 2, "blue")) == one.parts(lora(folder)), "a name is for people"
     (folder / "README.md").write_text("no weights")
     assert one.is_unchanged(lora(folder))
+    assert one.parts(lora(shutil.copytree(folder, tmp_path / "copy"), 3)) == one.parts(lora(folder))
     write(folder, "another")
     assert started().parts(lora(folder)) != two.parts(lora(folder))
 
@@ -312,6 +314,87 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
     assert adapters.parts(lora(folder)) == started().parts(lora(folder))
     (tmp_path / "gone").write_text("weights")
     assert not adapters.is_unchanged(lora(folder))
+
+
+def test_an_engine_that_connects_late_knows_no_adapter_that_changed_since_it_could_load_any(tmp_path: Path) -> None:
+    """What it loaded before it had a server may have been another version."""
+    from kvdepot.integrations.vllm.lora import Adapters
+    from kvdepot.integrations.vllm.weight_files import look
+
+    folder = write(tmp_path / "adapter")
+    eventually(lambda: time.time() > look(folder).changed_at + 2.5)
+    assert Adapters().parts(lora(folder)) != Adapters().parts(lora(folder))
+
+
+def names_only(request: Any) -> list[Any]:
+    """What vLLM 0.30 puts into the key of its own cache for an adapter."""
+    return [request.lora_request.lora_name] if request.lora_request is not None else []
+
+
+def roots(prefix_caching: bool = True) -> Any:
+    from kvdepot.integrations.vllm.requests import Roots
+
+    config: Any = SimpleNamespace(
+        lora_config=object(), cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
+    )
+    made = Roots(config)
+    made.adapters = started()
+    return made
+
+
+@pytest.mark.parametrize("release", ["0.30", "installed"])
+@pytest.mark.parametrize("change", ["folder", "files"])
+def test_a_name_that_is_loaded_again_with_other_files_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, change: str
+) -> None:
+    """vLLM's own cache takes the new adapter for the old one: 0.30 knows its name, later ones its folder as well."""
+    from vllm.v1.core import kv_cache_utils
+
+    if release == "0.30":
+        monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", names_only)
+    tokens = list(range(512))
+    first, second = write(tmp_path / "v1"), write(tmp_path / "v2", "another")
+    engine = roots()
+    before = engine.root(request(tokens, lora_request=lora(first, 1)))
+    assert before is not None
+    assert engine.root(request(tokens, lora_request=lora(first, 2))) == before
+    if change == "files":
+        second = write(tmp_path / "v1", "another")
+    for _ in range(2):
+        after = engine.root(request(tokens, lora_request=lora(second, 3)))
+        is_confused = release == "0.30" or change == "files"
+        assert (after is None) == is_confused and after != before
+    assert engine.root(request(tokens)) == roots().root(request(tokens)) is not None
+    assert roots(prefix_caching=False).root(request(tokens, lora_request=lora(second, 3))) is not None
+
+
+def test_a_salt_that_vllm_takes_for_an_adapters_name_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.30 has both as plain text in its key."""
+    from vllm.v1.core import kv_cache_utils
+
+    def plain(request: Any, start: int, end: int, item: int) -> tuple[tuple[Any, ...] | None, int]:
+        salts = [request.cache_salt] if start == 0 and request.cache_salt else []
+        return tuple(names_only(request) + salts) or None, item
+
+    monkeypatch.setattr("kvdepot.integrations.vllm.requests.generate_block_hash_extra_keys", plain)
+    assert kv_cache_utils.generate_block_hash_extra_keys is not plain
+    engine, tokens, adapter = roots(), list(range(512)), lora(write(tmp_path / "red"))
+    assert engine.root(request(tokens, cache_salt="blue")) is not None
+    assert engine.root(request(tokens, cache_salt="red")) is not None
+    assert engine.root(request(tokens, lora_request=adapter)) is None
+    assert engine.root(request(tokens, cache_salt="blue", lora_request=adapter)) is not None
+    assert engine.root(request(tokens, cache_salt="red")) is None
+
+
+def test_what_was_computed_with_an_adapter_that_is_not_cached_is_not_taken_for_a_later_one(tmp_path: Path) -> None:
+    """One id for two adapters: vLLM computes with the first, and keeps it under the second's name."""
+    red, blue = write(tmp_path / "red"), write(tmp_path / "blue", "another")
+    engine, tokens = roots(), list(range(512))
+    assert engine.root(request(tokens, lora_request=lora(red, 1))) is not None
+    assert engine.root(request(tokens, lora_request=lora(blue, 1, "blue"))) is None
+    assert engine.root(request(tokens, lora_request=lora(blue, 2, "blue"))) is None
 
 
 # -- stores that wait for their step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.keys import derive_root
 from tests.conftest import HANG_S, StartDepot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import output, prompt, write_lora
 from tests.vllm.test_requests import Steps, request
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -102,6 +105,32 @@ def test_a_reset_without_a_server_counts_when_one_comes(
         assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
     finally:
         connector.shutdown()
+
+
+def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """The folder above its folder was renamed, so that all files and links are old."""
+    write_lora(tmp_path / "current" / "adapter", 1), write_lora(tmp_path / "next" / "adapter", 2)
+    adapter, tokens = ("red", 1, str(tmp_path / "current" / "adapter")), prompt(11, 2 * 256 + 9)
+    url = f"ipc://{tmp_path}/late.sock"
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    one = start_engine(models["gqa"], url, **options).wait_started()
+    one.run(prompt(12, 300), lora=adapter)  # loads it
+    (tmp_path / "current").rename(tmp_path / "old"), (tmp_path / "next").rename(tmp_path / "current")
+    depot = start_depot(url=url)
+    one.tell("link")
+    old = one.run(tokens, lora=adapter)
+    assert one.run_fresh(tokens)["cached"] == 0 < one.run_fresh(tokens)["cached"], "other requests are cached"
+    stored = depot.status()["chunks"]
+    one.run_fresh(tokens, lora=adapter), one.stop()
+    assert depot.status()["chunks"] == stored == 2
+    eventually(lambda: time.time() > (tmp_path / "current").stat().st_ctime + 3)
+    two = start_engine(models["gqa"], url, **options).wait_started()
+    new = two.run(tokens, lora=adapter)
+    assert new["cached"] == 0 and output(new) != output(old)
+    assert two.run_fresh(tokens, lora=adapter)["cached"] == 512, "it is shared from its next start on"
+    two.stop()
 
 
 def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], tmp_path: Path) -> None:

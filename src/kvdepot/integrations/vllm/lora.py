@@ -1,12 +1,13 @@
 """Which KV computed with a LoRA adapter may be shared, and under what name.
 
-Used by scheduler.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
+Used by requests.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
 `/v1/load_lora_adapter`), and again after an eviction; the scheduler sees none of this. Invariant: KV is shared under
 the contents of files only if the engine cannot have read others.
 
 - Files last changed before this engine could load any are what each of its loads reads, as long as they do not change.
   They are checked when a request arrives, and again when a step has ended, before its KV is stored: every load is
-  between the two checks, or before the first.
+  between the two checks, or before the first. Before this engine could load any: when its scheduler's process loaded
+  our plugin, which is before it starts workers, and before it has a server.
 - Newer files may have been loaded with other contents before they were first seen here. A hub name is resolved by the
   loader, over the network. KV of both is shared with no other engine, under a random name.
 - Files that changed after they were first seen: the engine may go on with the old ones, or load the new ones after an
@@ -18,9 +19,7 @@ A request that runs while the files are replaced may mix both, as it may in vLLM
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvdepot.integrations.vllm.weight_files import Look, find_weights, look
+from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations.vllm.weight_files import Look, find_weights, look, uses_modelscope
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -41,8 +41,9 @@ _MARGIN_S = 2.0
 """Times of files come from a clock that may lag by some milliseconds."""
 _MOST = 65536
 """Adapters that are remembered; one that was forgotten is new when it is seen again."""
-_NO_MATTER = frozenset({"lora_int_id", "lora_path", "load_inplace"})
-"""Fields of a LoRARequest that say how this engine finds and loads the adapter, not what it is."""
+_NO_MATTER = frozenset({"lora_name", "base_model_name", "lora_int_id", "lora_path", "load_inplace"})
+"""Fields of a LoRARequest that say how people name the adapter and how this engine finds and loads it, not what it
+is."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Adapters:
     """The adapters that one engine's requests have named. since: a Unix time before the engine could load any."""
 
     def __init__(self, since: float | None = None) -> None:
-        self._since = time.time() if since is None else since
+        self._since = loaded_since() if since is None else since
         self._seen: OrderedDict[int, _Seen] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -85,11 +86,13 @@ class Adapters:
 
     def _first_seen(self, lora: LoRARequest) -> _Seen:
         folder, is_sure = _resolve(lora.lora_path)
+        if getattr(lora, "tensorizer_config_dict", None):
+            is_sure = False  # vLLM 0.30 loads it from the place that is named there
         looked = _look(folder)
         name = tuple((f"lora {field}", value) for field, value in _fields(lora))
-        if folder is not None and looked is not None and is_sure and looked.changed_at < self._since - _MARGIN_S:
+        if folder is not None and looked is not None and is_sure:
             found = find_weights(str(folder))
-            if found is not None:
+            if found is not None and max(found.changed_at, looked.changed_at) < self._since - _MARGIN_S:
                 return _Seen(_fields(lora), looked, (*name, ("lora files", found.digest)))
         log.info(
             "LoRA adapter %r is shared with no other engine: its files are newer than this one, or it is a hub name",
@@ -100,17 +103,18 @@ class Adapters:
     def _compare(self, lora: LoRARequest, seen: _Seen) -> None:
         if seen.parts is None:
             return
-        now = _look(_resolve(lora.lora_path)[0])
-        if seen.looked is None:
-            seen.looked = now  # files that did not exist could not have been loaded
-        is_same = now is seen.looked or (now is not None and seen.looked is not None and now.is_same(seen.looked))
-        if not is_same or _fields(lora) != seen.request:
-            seen.parts = None
-            log.warning(
-                "LoRA adapter %r is not cached until this engine is restarted: its files changed since they were "
-                "first seen, or its id stands for two adapters",
-                lora.lora_name,
-            )
+        now, before = _look(_resolve(lora.lora_path)[0]), seen.looked
+        # Files that did not exist could not have been loaded.
+        is_same = before is None or (now is not None and now.is_same(before))
+        if is_same and _fields(lora) == seen.request:
+            seen.looked = now
+            return
+        seen.parts = None
+        log.warning(
+            "LoRA adapter %r is not cached until this engine is restarted: its files changed since they were first "
+            "seen, or its id stands for two adapters",
+            lora.lora_name,
+        )
 
 
 def _look(folder: Path | None) -> Look | None:
@@ -130,7 +134,7 @@ def _resolve(path: str) -> tuple[Path | None, bool]:
         return Path(path).expanduser().absolute(), True
     if Path(path).is_absolute() or Path(path).exists():
         return Path(path).absolute(), True
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
+    if uses_modelscope():
         return None, False
     from huggingface_hub import constants, try_to_load_from_cache  # vLLM has it
 

@@ -21,12 +21,11 @@ from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.holds import Holds
 from kvdepot.integrations.vllm.identity import Settings
 from kvdepot.integrations.vllm.leases import Leases
-from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.minute import Minute
 from kvdepot.integrations.vllm.plan import Plan, State
 from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
-from kvdepot.integrations.vllm.requests import Load, Prompt, Tracked, names_are_contents, root
+from kvdepot.integrations.vllm.requests import Load, Prompt, Roots, Tracked, names_are_contents
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.stores import WaitingStores
 from kvdepot.integrations.vllm.versions import lookahead_tokens
@@ -83,8 +82,7 @@ class SchedulerHalf:
         self._lookahead = lookahead_tokens(vllm_config)
         self._known = known
         self._described = described
-        self._adapters = Adapters()
-        self._epoch = ""  # of weights that only this engine has
+        self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._logged: set[str] = set()  # names of error types
@@ -112,6 +110,10 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._holds.bind(pool)
 
+    def use_roots(self, roots: Roots) -> None:
+        """Go on with what was learned of requests before there was a server."""
+        self._roots = roots
+
     def has_pending_block_frees(self) -> bool:
         return self._holds.will_end_soon()
 
@@ -127,7 +129,7 @@ class SchedulerHalf:
             return  # token ids do not identify embeddings: neither looked up nor stored
         try:
             request_id.encode()  # an id that is not valid text cannot be sent
-            parent = root(request, self._adapters, self._epoch)
+            parent = self._roots.root(request)
             if parent is None:
                 self._uncached.add(request_id)
                 return
@@ -393,7 +395,7 @@ class SchedulerHalf:
             for request_id in waiting.failed(others):
                 self._uncache(request_id)
         for request_id, adapter in list(waiting.adapters(step)):
-            if not self._adapters.is_unchanged(adapter):
+            if not self._roots.adapters.is_unchanged(adapter):
                 waiting.drop(request_id)
                 self._uncache(request_id)
         waiting.ended(step)
@@ -441,7 +443,7 @@ class SchedulerHalf:
 
     def share_with_none(self) -> None:
         """The weights may differ from those on disk: from here on this engine's KV is its own."""
-        self._epoch = secrets.token_hex(16)
+        self._roots.epoch = secrets.token_hex(16)
         log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
 
     def shutdown(self) -> None:

@@ -9,9 +9,11 @@ a connected one does without a server; it keeps nothing from one step to the nex
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.requests import Roots
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.worker import WorkerHalf
@@ -36,6 +38,7 @@ class UnconnectedScheduler:
         """model: the engine's namespace."""
         self.figures = Figures(vllm_config, lambda request_id: None)
         self._model = model
+        self._roots = Roots(vllm_config)
         self._pool: BlockPool | None = None
         self._was_reset = False
 
@@ -44,6 +47,7 @@ class UnconnectedScheduler:
 
     def hand_over(self, half: SchedulerHalf) -> None:
         """Tell the half that takes our place what we were told."""
+        half.use_roots(self._roots)
         if self._pool is not None:
             half.bind_block_pool(self._pool)
         if self._was_reset:
@@ -59,7 +63,9 @@ class UnconnectedScheduler:
         return ()
 
     def on_new_request(self, request: Request) -> None:
-        pass
+        """Note its adapter: vLLM's own prefix cache keeps what it computes."""
+        with suppress(OSError, ValueError, RuntimeError):  # it is not cached anyway
+            self._roots.root(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
