@@ -410,6 +410,10 @@ def test_a_model_that_changed_while_it_was_loaded_is_shared_with_no_other_engine
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed - 1)
     assert _name(one) != _name(other)
     assert _name(one) == _name(copy.deepcopy(one)), "the scheduler and the workers of one engine must agree"
+    one.instance_id = f"engine-kvdepot-{'0' * 32}-{int(1000 * (changed - 1))}"
+    before = _name(one)
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed + 60)
+    assert _name(one) == before, "a worker that starts after the change must agree as well"
 
 
 def test_lengths_that_choose_other_rope_factors_never_share(

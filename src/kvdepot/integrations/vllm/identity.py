@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.processor import platform_facts
-from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts
+from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts, noted_since
 from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
@@ -235,13 +235,14 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
     for name in _TOWERS.get(model.hf_config.model_type, ()):
         if tower := getattr(model.hf_config, name, None):
             paths.append((tower, None, {Kind.WEIGHTS}))
+    since = noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
     facts = []
     for path, revision, kinds in paths:
         found = find_weights(path, revision, load.download_dir, kinds)
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)
-        if found.changed_at > loaded_since() - _SETTLED_S:
+        if found.changed_at > since - _SETTLED_S:
             log.warning(
                 "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. "
                 "Restart the engine to share it",
