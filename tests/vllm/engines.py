@@ -399,7 +399,8 @@ def same_as_own(engine: Engine, tokens: list[int], cached: int, exact: bool = Tr
     assert engine.run_fresh(tokens, salt=salt)["cached"] == 0
     own = engine.run(tokens, salt=salt)
     from_depot = engine.run_fresh(tokens)
-    assert (from_depot["cached"], own["cached"]) == (cached, cached)
+    found = from_depot["cached"], own["cached"]
+    assert found == (cached, cached), f"{found} tokens came from the depot and the engine's own cache, not {cached}"
     assert from_depot["tokens"] == own["tokens"]
     if exact:
         assert output(from_depot) == output(own)

@@ -1,0 +1,184 @@
+"""An engine's processes agree on what it is: what the scheduler looks up is what its workers have stored.
+
+vLLM's code for a model changes the configuration in the process that builds the model, which the scheduler's process
+does not see. Other tests of this folder run the other kinds of models and drafters in several processes, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import HANG_S, Depot, eventually
+from tests.ports import free_port
+from tests.vllm import drafters, engines
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import END_S, ENVIRON, MLA, ROOT, START_S, nothing_is_held, prompt, same_as_own
+from tests.vllm.processors import write_tokenizer
+
+YARN: dict[str, Any] = MLA | {
+    "rope_scaling": {
+        "type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32,
+        "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+"""vLLM gives its rope another type as it builds the model."""
+LATENT: dict[str, Any] = {"max_num_batched_tokens": 4096}  # vLLM computes prompts of such models in one step
+STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
+"""vLLM fits the size of states and of blocks to each other as it builds the model."""
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "vocab_size": 1000, "bias": False,
+    "alibi": False, "parallel_attn": True, "torch_dtype": "bfloat16", "max_position_embeddings": 4096,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""How many layer norms it has is written into the configuration as the model is built."""
+
+
+def write_falcon(folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    hidden, heads, groups = (FALCON[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings": (FALCON["vocab_size"], hidden)}
+    norms = {"transformer.ln_f": hidden}
+    for layer in range(FALCON["num_hidden_layers"]):
+        name = f"transformer.h.{layer}"
+        norms |= {f"{name}.ln_attn": hidden, f"{name}.ln_mlp": hidden}
+        shapes |= {
+            f"{name}.self_attention.query_key_value": ((heads + 2 * groups) * hidden // heads, hidden),
+            f"{name}.self_attention.dense": (hidden, hidden),
+            f"{name}.mlp.dense_h_to_4h": (4 * hidden, hidden),
+            f"{name}.mlp.dense_4h_to_h": (hidden, 4 * hidden),
+        }
+    weights = engines.draw(shapes, norms, FALCON)
+    weights |= {f"{name}.bias": weights[f"{name}.weight"].new_zeros(size) for name, size in norms.items()}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(FALCON))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engines._note_written()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["YaRN", "Falcon"])
+def test_a_model_that_vllm_completes_as_it_builds_it_gets_what_it_stored(
+    kind: str, vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    model = engines.write_model(tmp_path / "model", YARN) if kind == "YaRN" else write_falcon(tmp_path / "model")
+    engine = start_engine(model, vllm_depot.url, **(LATENT if kind == "YaRN" else {})).wait_started()
+    tokens = prompt(801, 3 * 256 + 17)
+    assert engine.run(tokens)["cached"] == 0
+    same_as_own(engine, tokens, 3 * 256)
+    engine.stop()
+    eventually(lambda: nothing_is_held(vllm_depot.status()))
+
+
+def test_processes_that_vllm_spawns_agree_on_a_drafter(
+    vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """vLLM as it comes: EAGLE-3's configuration is completed from the target's as the drafter is built."""
+    target = engines.write_model(tmp_path / "target", drafters.TARGET)
+    head = drafters.write_drafter(tmp_path / "eagle3", "eagle3", drafters.TARGET)
+    options: dict[str, Any] = {
+        "speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+        "dtype": "float32", "block_size": 32, "is_spawned": True,
+    }  # fmt: skip
+    engine = start_engine(target, vllm_depot.url, **options).wait_started()
+    tokens = [token % drafters.VOCABULARY for token in prompt(802, 3 * 256 + 17)]
+    before = vllm_depot.status()["chunks"]
+    assert engine.run(tokens)["cached"] == 0
+    eventually(lambda: vllm_depot.status()["chunks"] == before + 3)
+    same_as_own(engine, tokens, 3 * 256, exact=False)
+    engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["states", "eagle3"])
+def test_the_ranks_of_an_engine_agree_with_its_scheduler(
+    kind: str, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 2048}
+    if kind == "states":
+        model, tokens, cached = models["states"], prompt(803, 640 + 17), 640
+        options |= STATES
+    else:
+        model = engines.write_model(tmp_path / "target", drafters.TARGET)
+        head = drafters.write_drafter(tmp_path / "eagle3", "eagle3", drafters.TARGET)
+        tokens, cached = [token % drafters.VOCABULARY for token in prompt(804, 2 * 256 + 17)], 512
+        options |= {
+            "speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+            "dtype": "float32", "block_size": 32,
+        }  # fmt: skip
+    engine = start_engine(model, vllm_depot.url, **options).wait_started()
+    assert engine.run(tokens)["cached"] == 0
+    same_as_own(engine, tokens, cached, exact=False)
+    engine.stop()
+    eventually(lambda: nothing_is_held(vllm_depot.status()))
+
+
+def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path: Path) -> None:
+    """API server, engine core and worker as users start them, and a model with states, which none of them may see
+    otherwise than the others."""
+    model = engines.write_model(tmp_path / "states", engines.STATES)
+    write_tokenizer(model)
+    port = free_port()
+    transfer = {
+        "kv_connector": "KVDepotConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvdepot.url": vllm_depot.url},
+    }
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
+        "--host", "127.0.0.1", "--served-model-name", "served", "--max-model-len", "4096", "--enforce-eager",
+        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+    environ = os.environ | ENVIRON | {"VLLM_SERVER_DEV_MODE": "1"}  # which lets a request reset the prefix cache
+
+    def post(path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            return json.loads(answer.read() or "null")
+
+    def complete() -> tuple[str, int]:
+        answer = post("v1/completions", model="served", prompt=tokens, max_tokens=8, temperature=0, ignore_eos=True)
+        details = answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+        return answer["choices"][0]["text"], details["cached_tokens"]
+
+    def is_up() -> bool:
+        assert server.poll() is None, "its last lines are below"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+        return False
+
+    tokens = prompt(805, 640 + 17)
+    before = vllm_depot.status()["chunks"]
+    with tempfile.TemporaryFile("a+") as log:
+        server = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            eventually(is_up, START_S)
+            computed, nothing = complete()
+            eventually(lambda: vllm_depot.status()["chunks"] > before)
+            own = complete()
+            post("reset_prefix_cache")
+            assert complete() == own == (computed, 640) and nothing == 0
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(END_S) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            log.seek(0)
+            said = log.read()
+            print(said[-6000:])
+    assert "disagree" not in said
+    eventually(lambda: nothing_is_held(vllm_depot.status()))
