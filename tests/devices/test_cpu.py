@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +20,7 @@ from kvdepot.protocol.layout import TensorView, build_layout
 from tests.conftest import HANG_S
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import DTYPES, Bytes, Model
+from tests.programs import missing
 
 
 class TorchWorker:
@@ -81,6 +80,26 @@ assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == bytes([8, *
 """
 
 
+_TOO_SMALL = """
+import os
+import torch
+from kvdepot.devices import share
+from kvdepot.devices.cpu import zeros_in_shared_memory
+from kvdepot.errors import ArenaError
+with zeros_in_shared_memory():
+    large, small = torch.zeros(2 << 20, dtype=torch.uint8), torch.zeros(1 << 19, dtype=torch.uint8)
+large[:] = 1
+assert not large.untyped_storage().is_shared() and small.untyped_storage().is_shared()
+try:
+    share(large, "large")
+except ArenaError as exc:
+    assert "large does not fit into /dev/shm: " in str(exc), exc
+else:
+    raise AssertionError("it was shared")
+assert large.sum() == 2 << 20 and share(small, "small").mapping
+"""
+
+
 @pytest.mark.faults
 def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
     done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=HANG_S, check=False)
@@ -106,12 +125,16 @@ class TestZerosInSharedMemory:
         assert not any(tensor.untyped_storage().is_shared() for tensor in (*others[:3], after))
         assert others[3].device.type == "meta"
 
-    def test_zeros_that_do_not_fit_are_an_error_and_take_no_memory(self) -> None:
-        with zeros_in_shared_memory(), pytest.raises(LayoutError, match="No space left"):
-            torch.zeros(2 * shutil.disk_usage("/dev/shm").total, dtype=torch.uint8)
-        # torch keeps the empty file's name until the process ends
-        sizes = [path.stat() for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
-        assert all(size.st_blocks * 512 <= 1 << 24 for size in sizes)
+    def test_zeros_that_do_not_fit_are_in_other_memory_and_cannot_be_shared(self) -> None:
+        mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 99; exec "$@"'
+        inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh"]
+        done = subprocess.run(
+            [*inside, sys.executable, "-c", _TOO_SMALL],
+            capture_output=True, text=True, timeout=HANG_S, check=False,
+        )  # fmt: skip
+        if done.returncode == 99 or "unshare:" in done.stderr:
+            missing(f"the right to mount a small /dev/shm ({done.stderr})")
+        assert done.returncode == 0, done.stderr
 
 
 class TestMemoryThatOthersHold:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from kvdepot.config import home_url
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import holder
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.programs import missing
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import nothing_is_held, output, prompt
 
@@ -144,3 +147,26 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     engine.wait()
     eventually(lambda: not Path(f"/proc/{pid}").exists() and not arena.exists() and not holder(url))
     assert not home.log.exists()
+
+
+def test_an_engine_whose_kv_does_not_fit_into_shared_memory_runs_uncached_and_says_why_once(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.004")
+    python = tmp_path / "python"  # one whose processes have a small /dev/shm
+    python.write_text(
+        "#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size=8m tmpfs /dev/shm && "
+        f'exec {sys.executable} "$@"\' sh "$@"\n'
+    )
+    python.chmod(0o755)
+    if subprocess.run([python, "-c", ""], check=False).returncode:
+        missing("the right to mount a small /dev/shm")
+    tokens = prompt(45, 2 * 256 + 9)
+    small = start_engine(models["gqa"], "", python=str(python), **settings(), num_gpu_blocks_override=8192)
+    small.wait_started()
+    cold = small.run(tokens)
+    assert small.run_fresh(tokens)["cached"] == 0
+    assert output(small.run_fresh(tokens)) == output(cold)
+    said = small.logged()
+    assert len(re.findall("runs without a cache: its KV takes .* /dev/shm has .* free", said)) == 1
+    small.stop()

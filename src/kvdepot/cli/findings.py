@@ -24,7 +24,7 @@ from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, home_url, load, odd_chunk_size, reported, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
-from kvdepot.memory.room import limits
+from kvdepot.memory.room import free_shm, limits
 from kvdepot.protocol.addresses import MOST_PATH, socket_path
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
@@ -73,6 +73,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     here = server if socket_path(config.url) is not None else None
     arena_bytes = here.capacity_bytes if here is not None else config.arena_bytes
     yield _shared_memory(config.arena, arena_bytes, here is not None)
+    yield from _engine_kv(arena_bytes if here is None else 0)
     yield from _left_arenas()
     yield from _left_tensors()
     yield _memory(arena_bytes if here is None else 0)  # a running server's arena is no longer available memory
@@ -162,6 +163,24 @@ def _shared_memory(name: str, wanted: int, is_running: bool) -> Finding:
     if free - (wanted - there) < whole // 20:
         return Finding("warn", "shared memory", f"{text}, which leaves little for engines", more)
     return Finding("ok", "shared memory", text)
+
+
+def _engine_kv(arena_bytes: int) -> Iterator[Finding]:
+    """Engines on CPUs have their own KV in shared memory, too. arena_bytes: of an arena that is yet to be filled."""
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if not space.isdecimal() or not int(space):
+        return
+    try:
+        free = free_shm() - arena_bytes
+    except OSError:
+        return  # another finding says so
+    text = f"an engine's KV takes {space} GiB of {shm.SHM} (VLLM_CPU_KVCACHE_SPACE)"
+    if int(space) << 30 > free:
+        text += f", which has {size(max(0, free))} free beside the arena"
+        advice = f"enlarge {shm.SHM}, or lower VLLM_CPU_KVCACHE_SPACE: an engine whose KV does not fit is not cached"
+        yield Finding("warn", "shared memory", text, advice)
+    else:
+        yield Finding("ok", "shared memory", text)
 
 
 def _left_arenas() -> Iterator[Finding]:

@@ -44,7 +44,8 @@ def size(
 
     MODEL_CONFIG is the model's config.json, its folder, or - for standard input; nothing is downloaded. Tensor and
     pipeline parallelism do not matter: the parts of all ranks add up to the same memory. Each turn of a chat extends
-    the same prefix, so a chat counts once.
+    the same prefix, so a chat counts once. Engines on CPUs take /dev/shm for their own KV as well, beside the server's:
+    VLLM_CPU_KVCACHE_SPACE.
     """
     from kvdepot.simulate.kv_size import KvSize, kv_size
 

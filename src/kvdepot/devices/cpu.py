@@ -7,6 +7,7 @@ The client calls `share`, with torch tensors, which it may have made under `zero
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import math
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.errors import KVDepotError, LayoutError
+from kvdepot.errors import ArenaError, KVDepotError, LayoutError
 from kvdepot.memory import shm
 from kvdepot.memory.copier import Bytes, CopyPiece, Ids, Mapped, Memory, views
 from kvdepot.memory.shm import SHM
@@ -49,7 +50,7 @@ _TRIES = 5
 def zeros_in_shared_memory() -> AbstractContextManager[Any]:
     """A context in which `torch.zeros` creates CPU tensors in shared memory, so that `share` has nothing to move.
 
-    `torch.zeros` blocks about as long as otherwise, and raises LayoutError if the memory is full.
+    `torch.zeros` blocks about as long as otherwise. If the shared memory is full, it creates other tensors.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -63,7 +64,10 @@ def zeros_in_shared_memory() -> AbstractContextManager[Any]:
             device = torch.device(options.get("device") or torch.get_default_device())
             if func is not torch.zeros or device.type != "cpu":
                 return func(*args, **options)
-            return _shared_zeros(func(*args, **{**options, "device": "meta"}))
+            try:
+                return _shared_zeros(func(*args, **{**options, "device": "meta"}))
+            except ArenaError:
+                return func(*args, **options)
 
     return SharedZeros()
 
@@ -118,11 +122,14 @@ class _Entering:
 
 
 def _ask_torch(call: Callable[[], Any], called: str) -> Any:
-    """Call torch for shared memory, again if its helper process did not answer. Raises LayoutError."""
+    """Call torch for shared memory, again if its helper process did not answer. Raises ArenaError if that is full,
+    LayoutError for other errors."""
     for tries_left in reversed(range(_TRIES)):
         try:
             return call()
         except RuntimeError as exc:
+            if any(os.strerror(number) in str(exc) for number in (errno.ENOSPC, errno.ENOMEM)):
+                raise ArenaError(f"{called} does not fit into {SHM}: {exc}") from exc
             if not tries_left or "timed out" not in str(exc):
                 raise LayoutError(f"{called} cannot be in shared memory: {exc}") from exc
     raise AssertionError
@@ -134,7 +141,7 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
     All torch tensors on the same storage move with it and stay valid. Its old memory is freed, so addresses held by
     others (NumPy, DLPack) become invalid. Blocks while the bytes are copied, about 3 s per GiB. torch removes the file
     when the process ends, even by `kill -9`; the server does if torch's helper process was killed, too. Raises
-    LayoutError.
+    ArenaError if the shared memory is full, LayoutError for a tensor that cannot be moved.
     """
     storage = tensor.untyped_storage()
     _check_own(tensor, name or "tensor")

@@ -59,7 +59,7 @@ from kvdepot.client.socket import Client
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.cpu import enter_pages
-from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
+from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
@@ -70,7 +70,7 @@ from kvdepot.integrations.vllm.place import find_place
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
 from kvdepot.integrations.vllm.unconnected import UnconnectedScheduler, UnconnectedWorker
-from kvdepot.integrations.vllm.worker import WorkerHalf, mem_pool_context, share_kv
+from kvdepot.integrations.vllm.worker import WorkerHalf, check_room, mem_pool_context, share_kv
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._connector_worker: WorkerLink | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._is_asleep = False  # the KV has no memory
+        self._no_room: ArenaError | None = None  # why it cannot be shared
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -317,14 +318,39 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         """A context in which vLLM allocates KV that can be shared; None if it does so anyway."""
+        try:
+            check_room(self._kv_cache_config)
+        except ArenaError as exc:
+            self._no_room = exc
+            return None
         return mem_pool_context(self._vllm_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Share the paged KV, and connect to the server, if it is there; waits 5 s for it at most."""
         assert self._connector_worker is not None
         self._kv_caches = kv_caches
-        self._connector_worker.begin(partial(self._make_worker, self._share_kv(), kv_caches))
+        try:
+            if self._no_room is not None:
+                raise self._no_room
+            layouts = self._share_kv()
+        except ArenaError as exc:
+            self._run_uncached(exc)
+            return
+        self._connector_worker.begin(partial(self._make_worker, layouts, kv_caches))
         enter_pages(kv_caches.values())  # last, as the engine's own threads are needed before
+
+    def _run_uncached(self, why: ArenaError) -> None:
+        """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
+        if self._settings.required:
+            raise why
+        half = self._worker
+        assert isinstance(half, UnconnectedWorker)
+        half.shares_none = True
+        log.warning(
+            "kvdepot: this engine runs without a cache: %s. On CPUs, an engine's whole KV is in shared memory: enlarge "
+            "/dev/shm (docker: --shm-size; Kubernetes: an emptyDir with medium Memory) or lower VLLM_CPU_KVCACHE_SPACE",
+            why,
+        )
 
     def _share_kv(self) -> list[Layout]:
         return share_kv(self._vllm_config, self._groups, self._kv_caches, self._kv_cache_config.num_blocks)

@@ -20,7 +20,7 @@ import zmq
 from vllm.logger import init_logger
 
 from kvdepot.client.socket import CONNECT_S, Client
-from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.errors import ArenaError, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, Place
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import is_taken
@@ -79,7 +79,7 @@ class Link(Generic[Half, Without]):
         self._thread = threading.Thread(target=self._run, name="kvdepot-link", daemon=True)
         try:
             self._client = self._open()
-        except Unavailable as exc:
+        except (Unavailable, ArenaError) as exc:
             self._error = exc
 
     def __repr__(self) -> str:

@@ -53,6 +53,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What was stored and loaded since the last step."""
     step: int = 0
     measured: int = 0
+    shares_none: bool = False
+    """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 
     def add(self, keys: bytes, rank: int) -> None:
         """A rank has stored these chunks. keys: 32 bytes each."""
@@ -69,4 +71,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         self.moved += other.moved
         self.step = max(self.step, other.step)
         self.measured = max(self.measured, other.measured)
+        self.shares_none |= other.shares_none
         return self

@@ -85,6 +85,7 @@ class SchedulerHalf:
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
+        self._shares_none = False  # whether a worker's KV cannot be shared
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
@@ -127,6 +128,9 @@ class SchedulerHalf:
         request_id = request.request_id
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # token ids do not identify embeddings: neither looked up nor stored
+        if self._shares_none:
+            self._uncached.add(request_id)
+            return
         try:
             request_id.encode()  # an id that is not valid text cannot be sent
             parent = self._roots.root(request)
@@ -372,6 +376,7 @@ class SchedulerHalf:
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
+        self._shares_none |= report.shares_none
         self._step_ended(report.step, failed)
         for tracked in self._tracked.values() if failed else ():
             if tracked.load is not None:

@@ -97,6 +97,8 @@ class UnconnectedWorker:
         self._rank = rank
         self._fails_whole = fails_whole
         self._failed = Orders()  # whose loads have failed and are not reported yet
+        self.shares_none = False
+        """Whether this worker's KV cannot be shared, so that it will never be connected."""
 
     def __repr__(self) -> str:
         return f"<UnconnectedWorker of rank {self._rank}>"
@@ -130,4 +132,4 @@ class UnconnectedWorker:
 
     def take_report(self, orders: Orders) -> WorkerReport:
         ended = {orders.step: {self._rank}} if orders.holds else {}
-        return WorkerReport(ended=ended, step=orders.step, measured=orders.measured)
+        return WorkerReport(ended=ended, step=orders.step, measured=orders.measured, shares_none=self.shares_none)

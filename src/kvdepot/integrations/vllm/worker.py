@@ -18,19 +18,22 @@ from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import share
 from kvdepot.devices.cpu import zeros_in_shared_memory
-from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.errors import ArenaError, ConfigError, KVDepotError
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.minute import moved_by
 from kvdepot.integrations.vllm.probe import describe_writers
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.versions import alloc_conf
+from kvdepot.memory.room import free_shm
+from kvdepot.memory.shm import SHM
 from kvdepot.protocol.layout import Layout, build_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf", "mem_pool_context", "share_kv"]
+__all__ = ["WorkerHalf", "check_room", "mem_pool_context", "share_kv"]
 
 log = init_logger(__name__)
 
@@ -179,6 +182,19 @@ class WorkerHalf:
         self._depot.close()
 
 
+def check_room(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ArenaError if /dev/shm has no room for this rank's KV, before it is allocated there; only on CPUs."""
+    if not current_platform.is_cpu():
+        return
+    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    try:
+        free = free_shm()
+    except OSError as exc:
+        raise ArenaError(f"{SHM} cannot be used: {exc.strerror}") from exc
+    if size > free:
+        raise ArenaError(f"its KV takes {size / 2**30:.2f} GiB, and {SHM} has {free / 2**30:.2f} GiB free")
+
+
 def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
     """A context in which vLLM allocates KV that need not be moved; None if it does so anyway.
 
@@ -209,7 +225,7 @@ def share_kv(
 ) -> list[Layout]:
     """Make the paged KV visible to other processes, and describe it by KV cache group. num_blocks: that it has.
 
-    It may move bytes, so no step may run. Raises ConfigError, LayoutError.
+    It may move bytes, so no step may run. Raises ArenaError if /dev/shm is full, ConfigError, LayoutError.
     """
     writers = describe_writers(vllm_config, kv_caches)
     return [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in groups]
