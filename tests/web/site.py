@@ -86,7 +86,10 @@ class Site:
         said = msgspec.structs.asdict(self.status)
         said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
         health = judge(self.status, self.lag, self.dropped)
-        return StatusNow(**said, turn=self.turn(), trouble=self.lag, health=health, losses=losses(self.status))
+        flag = "--kv-transfer-config '{}'"
+        return StatusNow(
+            **said, turn=self.turn(), trouble=self.lag, health=health, losses=losses(self.status), engine_flag=flag
+        )
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path, _, after = request.path.partition("?")

@@ -314,10 +314,54 @@ def test_a_server_that_has_just_started_shows_no_figures_that_it_does_not_have(s
     assert text(page, "#hit-rate") == NONE
     assert "No engine has looked anything up yet" in text(page, "#hit-ceiling")
     assert "No engine is connected" in text(page, "#engines-none")
+    assert "--kv-transfer-config" in text(page, "#verdict"), "what to do next comes first"
     assert page.is_hidden("#engines")
+    assert re.search(f"Total prefill saved {NONE}", text(page, "#gain-facts"))
     saved = page.locator("figure", has_text="TTFT saved per request").locator(".plot")
     assert saved.inner_text().strip() == "No values yet"
     assert not re.search(r"NaN|undefined|Infinity|null", page.inner_text("body"))
+
+
+def drawn(page: Page, title: str, where: str) -> list[list[int]]:
+    """The rows of pixels (0: transparent) of a part of a chart: `where` is [x, y, width, height] of the canvas c."""
+    found: list[list[int]] = (
+        page.locator("figure", has_text=title)
+        .locator("canvas")
+        .evaluate(
+            f"""c => {{
+          const [x, y, w, h] = {where};
+          const alphas = [...c.getContext('2d').getImageData(x, y, w, h).data].filter((_, i) => i % 4 === 3);
+          return Array.from({{ length: h }}, (_, row) => alphas.slice(row * w, (row + 1) * w));
+        }}"""
+        )
+    )
+    return found
+
+
+def test_no_label_of_time_is_cut_and_an_empty_chart_has_few_lines(site: Site, open_page: OpenPage) -> None:
+    site.ticks = False
+    site.status = empty_status()
+    until_s = site.status.wall_s // 60 * 60 + 30  # where the last label is, with seconds
+    site.status = msgspec.structs.replace(site.status, wall_s=until_s)
+    site.history = constant(until_s, 31, used_bytes=0.0)
+    page = open_page(width=1400)
+    assert any(map(any, drawn(page, "Bytes in memory", "[c.width - 31, c.height - 26, 27, 26]"))), "the last label"
+    assert not any(map(any, drawn(page, "Bytes in memory", "[c.width - 3, c.height - 26, 3, 26]")))
+    (column,) = zip(*drawn(page, "Request latency", "[70, 0, 1, c.height - 30]"), strict=True)
+    assert sum(map(bool, column)) <= 12
+
+
+@pytest.mark.parametrize("width", [400, 1280, 1400])
+def test_buttons_in_tables_are_seen_whole_without_scrolling(site: Site, open_page: OpenPage, width: int) -> None:
+    site.prefixes = example_prefixes()
+    page = open_page(width=width)
+    open_part(page, "users")
+    page.locator("#prefixes tbody tr").nth(2).wait_for()
+    cut = page.eval_on_selector_all(
+        ".small-button",
+        "all => all.filter(e => e.getBoundingClientRect().right > e.closest('.scroll').getBoundingClientRect().right)",
+    )
+    assert cut == []
 
 
 def test_the_next_status_is_shown_a_second_later(site: Site, open_page: OpenPage) -> None:

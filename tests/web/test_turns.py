@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import threading
@@ -14,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvdepot.config import default_url
+from kvdepot.web.turns import engine_flag
 from tests.conftest import HANG_S, StartDepot, eventually, suspend
 from tests.web.conftest import NEEDED, Answer, StartWeb, Web, need
 from tests.web.sockets import connect, open_connections
@@ -49,6 +53,14 @@ def test_who_has_seen_a_turn_is_answered_with_the_next_one(web: Web) -> None:
 
     eventually(five_in_a_row)
     eventually(lambda: web.latest()["trouble"] == "")
+
+
+def test_the_flag_for_engines_names_this_server_unless_it_is_the_default_one(web: Web) -> None:
+    option, given = shlex.split(web.latest()["engine_flag"])
+    assert option == "--kv-transfer-config"
+    connector = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    assert json.loads(given) == {**connector, "kv_connector_extra_config": {"kvdepot.url": web.depot.url}}
+    assert json.loads(shlex.split(engine_flag(default_url()))[1]) == connector
 
 
 def test_all_who_wait_are_told_the_same(web: Web) -> None:
@@ -131,7 +143,7 @@ def wait_on(connection: socket.socket, turn: int) -> int:
     """The next turn, requested on an open connection."""
     connection.sendall(f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     heard = b""
-    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","health":{.*},"losses":\[.*\]}$', heard)):
+    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","health":{.*"engine_flag":"[^\n]*"}$', heard)):
         data = connection.recv(1 << 16)
         assert data, heard
         heard += data

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvdepot.config import default_url
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.status import Loss, Status
@@ -21,20 +24,22 @@ from kvdepot.web.poll import STALE_S, Poll
 if TYPE_CHECKING:
     from kvdepot.web.connections import Connection
 
-__all__ = ["StatusNow", "Turns"]
+__all__ = ["StatusNow", "Turns", "engine_flag"]
 
 
 class StatusNow(Status, frozen=True, kw_only=True):
     """The server's status, with the number of the turn and what is wrong.
 
     turn: for the parameter `after`. trouble: the error of `/healthz`; empty if healthy. health: the same and all other
-    problems, with what to do. losses: evictions, failures and refusals, as text.
+    problems, with what to do. losses: evictions, failures and refusals, as text. engine_flag: the option of vLLM that
+    connects an engine of this host to this server.
     """
 
     turn: int
     trouble: str
     health: Health
     losses: list[Loss]
+    engine_flag: str = ""
 
 
 class Turns:
@@ -46,6 +51,7 @@ class Turns:
         self._waiting: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._ending = False
+        self._flag = engine_flag(poll.client.server_url)
         self._encoded = -1, b""  # the number of a turn, and its status as JSON
         poll.on_turn = self._notify
 
@@ -58,7 +64,7 @@ class Turns:
         status, health = self.judged()
         return StatusNow(
             **msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble(), health=health,
-            losses=losses(status),
+            losses=losses(status), engine_flag=self._flag,
         )  # fmt: skip
 
     def judged(self) -> tuple[Status, Health]:
@@ -113,3 +119,11 @@ class Turns:
             if not woken.done():
                 woken.set_result(None)
         self._waiting.clear()
+
+
+def engine_flag(url: str) -> str:
+    """The option of vLLM that connects an engine to the server at `url`; the default one needs no url."""
+    connector: dict[str, object] = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    if url != default_url():
+        connector["kv_connector_extra_config"] = {"kvdepot.url": url}
+    return f"--kv-transfer-config {shlex.quote(json.dumps(connector, separators=(',', ':')))}"

@@ -126,6 +126,8 @@ function colour(name) {
   return value;
 }
 
+const isPower = (value) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-6;
+
 const faint = (value, part) => value.replace(/^rgb\((.*)\)$/, `rgba($1, ${part})`);
 
 export class Chart {
@@ -240,7 +242,7 @@ export class Chart {
     const options = {
       width: this.area.clientWidth,
       height: heightOf(this.area),
-      padding: [8, 24, 0, 0], // half the width of a time label
+      padding: [8, 32, 0, 0], // more than half the width of a time label, which is centred on its time
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "kvdepot" }, points: { size: 6 } },
       scales: { x: { time: true, auto: false }, y: { auto: false, distr: logarithmic ? 3 : 1 } },
@@ -255,9 +257,12 @@ export class Chart {
           ...axis,
           size: 64,
           space: 30,
+          // A logarithmic axis has ten lines for each power of ten, which would smear.
+          ...(logarithmic ? { grid: { ...axis.grid, filter: (_, values) => values.map((value) => (isPower(value) ? value : null)) } } : {}),
           ...(steps ? { incrs: steps } : {}),
-          // Where there is nothing but zeros, an axis beyond them would be invented.
-          values: (_, values) => values.map((value) => (value === null || (value && !this.#most) ? "" : text(value))),
+          // Where there is nothing, or nothing but zeros, an axis beyond that would be invented.
+          values: (_, values) =>
+            values.map((value) => (value === null || !this.none.hidden || (value && !this.#most) ? "" : text(value))),
         },
       ],
       series: [

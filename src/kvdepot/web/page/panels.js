@@ -36,6 +36,8 @@ export function showHost(status) {
 }
 
 export function showFacts(status) {
+  $("connect").hidden = status.engine_count > 0;
+  say($("connect").lastElementChild, status.engine_flag);
   fillFacts($("facts"), [
     ["Engine processes", count(status.engine_count), "Schedulers and workers"],
     ["Requests in progress", count(status.sessions), exact(status.sessions)],
@@ -75,7 +77,7 @@ export function showGain(status) {
 
   const saved = histogram(status, "saved_seconds");
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);
-  const hasSpeed = !status.saved.tokens || status.saved.prefill_s > 0;
+  const hasSpeed = status.saved.prefill_s > 0;
   fillFacts($("gain-facts"), [
     ["Total saved", `${count(status.saved.tokens)} tokens`, exact(status.saved.tokens)],
     ["Total prefill saved", hasSpeed ? duration(status.saved.prefill_s) : none, hasSpeed ? "At each engine's own measured speed" : "No engine has reported its prefill speed yet"],
