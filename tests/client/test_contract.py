@@ -989,6 +989,9 @@ def test_a_store_that_does_not_fit_is_dropped_and_the_rest_goes_on(
     small = make_engine(start_depot(arena_mib=1), caches=[make_caches(width=1024)])  # a chunk of 1 MiB
     tokens = prompt(CHUNK)
     small.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    assert [why for worker in small.workers for why in worker.get_failed_stores().values()] == [
+        "the server had no space for it, or could not copy it"
+    ]
     assert small.lookup(token_ids=tokens) == 0
     assert small.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
 
@@ -1033,7 +1036,9 @@ def test_a_batch_with_more_ids_than_ops_raises_bad_request(engine: Engine) -> No
     assert engine.worker.get_finished(set()) == (None, None)
 
 
-def test_a_worker_that_has_not_registered_stores_nothing_and_fails_its_retrieves(depot: Depot) -> None:
+def test_a_worker_that_has_not_registered_stores_nothing_and_fails_its_retrieves(
+    depot: Depot, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = LMCacheMPWorkerAdapter(depot.url, depot.context, unique("model"), 1, 0, BLOCK)
     op = LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK))
     worker.submit_store_request("s", op, None)
@@ -1041,6 +1046,12 @@ def test_a_worker_that_has_not_registered_stores_nothing_and_fails_its_retrieves
     assert eventually(lambda: worker.get_finished({"s"})[0]) == {"s"}
     assert eventually(lambda: not worker.retrieve_futures or worker.get_finished(set())[1])
     assert worker.get_block_ids_with_load_errors() == {0, 1, 2, 3}
+    worker.submit_store_request("again", op, None)
+    assert eventually(lambda: worker.get_finished({"again"})[0]) == {"again"}
+    failed = worker.get_failed_stores()
+    assert list(failed) == ["s", "again"] and worker.get_failed_stores() == {}
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "not stored" in r.getMessage()]
+    assert "'s'" in warned and failed["s"] in warned
     worker.shutdown()
 
 
@@ -1050,6 +1061,8 @@ def test_tensors_that_cannot_be_described_are_refused_with_their_shapes(depot: D
         worker.register_kv_caches({"layer": torch.zeros(5)})
     with pytest.raises(errors.LayoutError):
         worker.register_kv_caches({})
+    with pytest.raises(errors.LayoutError, match=r"axis 0 of layer \[1, 4, 512, 32\], .* is 1, and no chunk of 4"):
+        worker.register_kv_caches({"layer": torch.zeros(1, 4, 512, 32)})
     with pytest.raises(errors.LayoutError, match=r"disagree|do not determine"):
         worker.register_kv_caches({"a": torch.zeros(4, BLOCK, 8), "b": torch.zeros(6, BLOCK, 8)})
     worker.register_kv_caches(make_caches())

@@ -30,7 +30,7 @@ from kvdepot.client.scheduler import Cached, Lookup, LookupOutcome, Pending, Sch
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
@@ -295,11 +295,20 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
 
         CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes: each tensor's
         block axis; without it, the shapes must show it (`[num_blocks, ...]` or `[2, num_blocks, ...]`). Blocks 30 s at
-        most. Raises LayoutError, with the shapes, for tensors that cannot be described or shared.
+        most. Raises LayoutError, with the shapes, for tensors that cannot be described or shared, or that have fewer
+        blocks than a chunk, so that nothing could be stored.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
-        self.register_layout(build_layout(views, axes), kv_caches)
+        layout = build_layout(views, axes)
+        if layout.num_blocks < self.blocks_in_chunk:
+            shapes = ", ".join(f"{view.name} {list(view.shape)}" for view in views[:8])
+            raise LayoutError(
+                f"the block axis is taken to be axis {axes[0]} of {shapes}, so the number of blocks is "
+                f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored: name the block "
+                "axis (block_axes=...), or register tensors with more blocks"
+            )
+        self.register_layout(layout, kv_caches)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
@@ -366,6 +375,11 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         return self.take_failed_blocks()
+
+    def get_failed_stores(self) -> dict[str, str]:
+        """Ids of requests with a store that failed since the last call, and why. `get_finished` reports them as any
+        other: their blocks are free. The latest 1,024 are kept."""
+        return self.take_failed_stores()
 
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SHUTDOWN_S = 5.0
+_MOST_FAILED = 1024
+"""Requests whose failed stores are kept for a caller that may never ask."""
 
 
 @dataclass(eq=False)
@@ -120,6 +122,8 @@ class WorkerClient:
         self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._failed_stores: dict[str, str] = {}  # by request id, why; the oldest first
+        self._warned: set[type[KVDepotError]] = set()  # errors of stores that were logged
         self._last_ticket = 0
         self._device_events = EventQueue("kvdepot-events", self._choose_device)
 
@@ -263,13 +267,29 @@ class WorkerClient:
         outcome = submitted.outcome()
         is_whole = not isinstance(outcome, KVDepotError) and all(outcome)
         if not is_whole:
-            self.counters["stores_dropped"] += 1
-            why = outcome if isinstance(outcome, KVDepotError) else "no space, or a copy failed"
-            log.info("store for %s dropped: %s", submitted.request_ids[:4], why)
+            self._store_failed(submitted, outcome if isinstance(outcome, KVDepotError) else None)
         stored = submitted.transfers if is_whole else []
         keys = b"".join(transfer.hashes for transfer in stored if not transfer.group)
         size = sum(transfer.blocks * self._bytes_of(transfer) for transfer in stored)
         self._tell("store", submitted, sum(transfer.chunks for transfer in stored), size, keys)
+
+    def _store_failed(self, submitted: Submitted[bool], error: KVDepotError | None) -> None:
+        """Keep and log why a store has failed; error: None if the server had no space, or could not copy."""
+        self.counters["stores_dropped"] += 1
+        why = str(error) if error is not None else "the server had no space for it, or could not copy it"
+        for request_id in submitted.request_ids:
+            self._failed_stores.pop(request_id, None)
+            self._failed_stores[request_id] = why
+        while len(self._failed_stores) > _MOST_FAILED:
+            del self._failed_stores[next(iter(self._failed_stores))]
+        if error is None or type(error) in self._warned:
+            log.info("not stored for %s: %s", submitted.request_ids[:4], why)
+        else:
+            self._warned.add(type(error))
+            log.warning(
+                "not stored for %s: %s (further stores that fail with %s are counted, not logged)",
+                submitted.request_ids[:4], why, type(error).__name__,
+            )  # fmt: skip
 
     def _retrieve_ended(self, submitted: Submitted[list[bool]]) -> None:
         outcome = submitted.outcome()
@@ -320,6 +340,12 @@ class WorkerClient:
         """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         self._failed_requests.clear()
+        return failed
+
+    def take_failed_stores(self) -> dict[str, str]:
+        """Ids of requests with a store that failed, in part or as a whole, since the last call, and why: what they
+        wrote may be missing from the depot. The latest 1,024 are kept."""
+        failed, self._failed_stores = self._failed_stores, {}
         return failed
 
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
