@@ -156,6 +156,27 @@ def test_a_server_that_is_there_is_not_started_again(make_place: Callable[..., P
     by_hand.close()
 
 
+def test_a_server_has_crashed_only_if_an_engine_started_it_and_it_was_not_stopped(
+    make_place: Callable[..., Place],
+) -> None:
+    place = make_place()
+    shared = Shared(place.url)
+    by_hand = Depot(url=place.url).wait_ready()
+    assert not shared.has_crashed()
+    by_hand.close()  # kill -9
+    eventually(lambda: not shared.is_running())
+    assert not shared.has_crashed()
+    for end, has_crashed in ((signal.SIGKILL, True), (signal.SIGTERM, False)):
+        engine = place.run(SHARES)
+        for _ in range(2):
+            tell(engine)
+            assert hear(engine)
+        assert not shared.has_crashed()
+        os.kill(place.pid(), end)
+        eventually(lambda: not shared.is_running())
+        assert shared.has_crashed() is has_crashed
+
+
 def test_a_start_that_fails_says_why_and_the_next_may_try_again(make_place: Callable[..., Place]) -> None:
     place = make_place(KVDEPOT_ARENA_GIB="100000")
     shared = Shared(place.url)

@@ -44,8 +44,9 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
 
 
 def pid_at(url: str) -> int:
-    """The process that holds an endpoint; 0: none."""
-    return int(holder(url).removeprefix("pid ") or 0)
+    """The process that holds an endpoint; 0: none, or one that has not said yet which it is."""
+    who = holder(url)
+    return int(who.removeprefix("pid ")) if who.startswith("pid ") else 0
 
 
 def settings(**extra: Any) -> dict[str, Any]:
@@ -77,6 +78,18 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
     assert output(from_depot) == output(second.run(tokens))
     assert from_depot["tokens"] == cold["tokens"]
     assert pid_at(home.url) == pid and "started `kvdepot serve`" not in second.logged()
+
+    # From here on the engine is idle.
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: pid_at(home.url) not in (0, pid))
+    with admin.connect(home.url, timeout_s=HANG_S) as client:
+        eventually(lambda: client.ask(wire.Status()).result(HANG_S)["instances"] == 1)
+    eventually(lambda: f"the server at {home.url} is back" in second.logged())
+    said = second.logged().splitlines()
+    assert ["WARNING" in line for line in said if f"{home.url} is lost" in line] == [True]
+    assert len([line for line in said if "started it again" in line]) == 1
+    from_restarted = second.run_fresh(tokens)
+    assert from_restarted["cached"] == 512 and output(from_restarted) == output(from_depot)
     second.stop()
 
 

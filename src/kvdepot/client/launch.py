@@ -22,7 +22,7 @@ from kvdepot.errors import KVDepotError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.processes import run_module
 from kvdepot.protocol.addresses import socket_path
-from kvdepot.protocol.endpoints import holder, make_folder
+from kvdepot.protocol.endpoints import holder, is_coming, is_on_demand, make_folder, start_lock
 
 __all__ = ["IDLE_EXIT_S", "Embedded", "Shared"]
 
@@ -57,7 +57,9 @@ class Shared:
         self.url = url
         self.log = path.with_suffix(".log")
         """Its log; that of the server before it has the suffix `.log.1`."""
-        self._lock = path.with_name(f"{path.name}.start")
+        self._path = path
+        self._lock = start_lock(path)
+        self._is_engines = False  # the server that was last seen was started by an engine
 
     def __repr__(self) -> str:
         return f"<Shared at {self.url}>"
@@ -68,9 +70,11 @@ class Shared:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                if not locks.lock(fd) or holder(self.url):
+                self._is_engines = not locks.lock(fd)
+                if self._is_engines or holder(self.url):
                     return False
                 self._spawn(fd)
+                self._is_engines = True
                 return True
             finally:
                 os.close(fd)
@@ -98,16 +102,21 @@ class Shared:
 
     def is_running(self) -> bool:
         """Whether a server is there or being started, by any engine or by hand."""
-        if holder(self.url):
-            return True
-        try:
-            fd = os.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            return locks.is_locked(fd)
-        finally:
-            os.close(fd)
+        return is_coming(self.url)
+
+    def has_crashed(self) -> bool:
+        """Whether a server that an engine started has ended without cleaning up.
+
+        One that is stopped in order removes its socket, and stays stopped; one that was started by hand is its user's
+        to start again. Call it or `start` while the server runs, too: who started it cannot be seen afterwards.
+        """
+        if is_on_demand(self.url):
+            self._is_engines = True
+        elif holder(self.url):
+            self._is_engines = False
+        else:
+            return self._is_engines and os.path.lexists(self._path)
+        return False
 
     def failure(self) -> str:
         """Why it is not running: the last line of its log, and where that is."""
@@ -127,11 +136,14 @@ class Embedded:
         _remove_left_arenas()
         self.url = url
         self._arena = f"{_OWN.format(user=os.geteuid())}{name}"
+        self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         flags = ["--until-eof", "--http", "off", "--arena-name", self._arena, "--on-stop", "remove", "--idle-exit", "0"]
         try:
-            make_folder(url)
-            self._process = subprocess.Popen(
-                _command(url, *flags),
+            make_folder(self.url)
+            process = subprocess.Popen(
+                _command(self.url, *flags),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
@@ -139,15 +151,27 @@ class Embedded:
             )
         except OSError as exc:
             raise Unavailable(f"`kvdepot serve` cannot be started: {exc}") from exc
-        assert self._process.stdin is not None
+        assert process.stdin is not None
         # A child that this process forks would hold the pipe open after our end.
-        os.register_at_fork(after_in_child=self._process.stdin.close)
+        os.register_at_fork(after_in_child=process.stdin.close)
+        return process
 
     def __repr__(self) -> str:
         return f"<Embedded at {self.url}, pid {self._process.pid}>"
 
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def has_crashed(self) -> bool:
+        """Whether a signal has ended it: it was killed, or has crashed."""
+        return (self._process.poll() or 0) < 0
+
+    def start(self) -> bool:
+        """Start another in place of one that has ended; True. Raises Unavailable."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = self._spawn()
+        return True
 
     def failure(self) -> str:
         """Why it is not running."""

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import stat
+from pathlib import Path
 
 import zmq
 
@@ -20,7 +21,18 @@ from kvdepot import locks
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.addresses import MOST_PATH, socket_path
 
-__all__ = ["Binding", "Claim", "holder", "is_taken", "listen", "make_folder", "reach"]
+__all__ = [
+    "Binding",
+    "Claim",
+    "holder",
+    "is_coming",
+    "is_on_demand",
+    "is_taken",
+    "listen",
+    "make_folder",
+    "reach",
+    "start_lock",
+]
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +157,31 @@ def make_folder(url: str) -> None:
         info = path.parent.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
             raise Unavailable(f"cannot listen on {url}: {path.parent} belongs to another user")
+
+
+def start_lock(path: Path) -> Path:
+    """The file beside a unix socket that is locked while a server that an engine started is there or starting."""
+    return path.with_name(f"{path.name}.start")
+
+
+def is_on_demand(url: str) -> bool:
+    """Whether a server that an engine started is at a unix socket, or is about to be."""
+    path = socket_path(url)
+    if path is None:
+        return False
+    try:
+        fd = os.open(start_lock(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return locks.is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def is_coming(url: str) -> bool:
+    """Whether a process holds a unix socket, or was started to: a server is there, or about to be."""
+    return bool(holder(url)) or is_on_demand(url)
 
 
 def is_taken(url: str) -> bool:

@@ -1,9 +1,11 @@
 """The way from the settings to a connected half, however late its server comes. Owned by connector.py.
 
 A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered:
-mapping takes as long as it takes, and an idle engine connects, too. It ends with that; a server that goes away later is
-the client's own matter (client/connection.py). The engine's thread takes the half over with `advance`. Invariants: a
-half belongs to one thread at a time; after the start, nothing here waits on the engine's thread or raises into it.
+mapping takes as long as it takes, and an idle engine connects, too. The engine's thread takes the half over with
+`advance`. From then on the thread only watches the connection: it reads the client's socket now and then, because an
+idle engine does not, so that the client (client/connection.py) finds a server that has come back; and it starts a
+server again that engines start and that has crashed. Invariants: a half belongs to one thread at a time; after the
+start, nothing here waits on the engine's thread or raises into it.
 
 Rejected: to connect on the engine's own calls. A handshake takes several of them, so that the first request after an
 idle time would not be cached, and registering would stall all requests.
@@ -11,6 +13,7 @@ idle time would not be cached, and registering would stall all requests.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +38,11 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
 _REGISTER_S = 30.0
 """How long a start waits for a server that has answered, and now maps the KV."""
 _PAUSE_S = 5.0
-"""Between attempts after a failed one, and between looks whether the shared server must be started again."""
+"""Between attempts after a failed one."""
+_WATCH_S, _SEEK_S = 0.25, 0.1
+"""Between looks at the connection: while there is one, and while there is none."""
+_LOST_S = 1.0
+"""A server that is back before that was not lost; requests wait that long for it (client/connection.py)."""
 _END_S = 5.0
 
 
@@ -168,9 +175,11 @@ class Link(Generic[Half, Without]):
         try:
             while not self._closing.is_set() and not self._connect():
                 self._closing.wait(_PAUSE_S)
+            self._watch()
         except BaseException:  # the top of a thread: the engine goes on without a server
             log.exception(
-                "kvdepot: internal error while connecting; this engine runs without a server until it is restarted"
+                "kvdepot: internal error in the thread that connects; this engine may not find a server any more until "
+                "it is restarted"
             )
 
     def _connect(self) -> bool:
@@ -179,14 +188,14 @@ class Link(Generic[Half, Without]):
         try:
             self._client = self._client or self._open()
             welcome = self._client.ask(wire.ChunkSize(), deadline_s=None)
-            due, look_s = time.monotonic() + _PAUSE_S, _FIRST_LOOK_S
+            due, look_s = time.monotonic() + _LOST_S, _FIRST_LOOK_S
             while not welcome.query():
                 if self._closing.wait(look_s):
                     return False
                 look_s = min(1.5 * look_s, _LONGEST_LOOK_S)
                 if time.monotonic() > due:
-                    self._place.start_again()
-                    due = time.monotonic() + _PAUSE_S
+                    self._start_again()
+                    due = time.monotonic() + _LOST_S
             welcome.result(0.0)
             self._made = self._make(self._client)
         except KVDepotError as exc:
@@ -194,6 +203,34 @@ class Link(Generic[Half, Without]):
             return False
         self._settled.set()
         return True
+
+    def _watch(self) -> None:
+        """Find out that the server is gone, or back, although the engine may be idle."""
+        gone_at, is_lost = 0.0, False
+        while not self._closing.wait(_WATCH_S if self._client.is_welcomed else _SEEK_S):
+            self._client.pump()
+            if self._client.is_welcomed:
+                if is_lost:
+                    self._say(logging.INFO, "kvdepot: the server at %s is back", self._place.url)
+                gone_at, is_lost = 0.0, False
+            elif not gone_at:
+                gone_at = time.monotonic()
+            elif not is_lost and time.monotonic() > gone_at + _LOST_S:
+                is_lost = True
+                self._say(
+                    logging.WARNING, "kvdepot: the server at %s is lost, so nothing is cached until it is back; this "
+                    "engine connects when it is", self._place.url,
+                )  # fmt: skip
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """Start a server again that engines start and that has crashed: one process of an engine does."""
+        if self._tells and self._place.start_again():
+            log.info("kvdepot: the server at %s has crashed; started it again", self._place.url)
+
+    def _say(self, level: int, text: str, *arguments: object) -> None:
+        if self._tells:
+            log.log(level, text, *arguments)
 
     def _failed(self, error: KVDepotError) -> None:
         if self._closing.is_set():

@@ -14,6 +14,7 @@ The engine runs without a server that is not there, and connects when it is (lin
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,8 @@ REQUIRED_S = 8.0
 """How long an engine that must have a server waits for it."""
 PASSING = (Unavailable, DeadlineExceeded, Busy, ArenaError, VersionMismatch, UnknownClient, UnknownInstance)
 """Errors of a server that is away, or that its next start may cure; all others tell what is wrong with this engine."""
-_MOST_STARTS = 2
-"""How often one process starts a shared server again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Between two starts of a server that crashes: doubled each time, until it has run for twice the longest."""
 
 
 @dataclass
@@ -60,13 +61,26 @@ class Place:
     engine: str = ""
     server: Shared | Embedded | None = None
     error: str = ""
-    _starts_left: int = _MOST_STARTS
+    _pause_s: float = _FIRST_PAUSE_S
+    _started_at: float = float("-inf")  # when it was last started again
 
-    def start_again(self) -> None:
-        """Start the shared server once more, if it has ended before this engine was connected. Never blocks."""
-        if isinstance(self.server, Shared) and self._starts_left > 0 and not self.server.is_running():
-            self._starts_left -= 1
-            _start(self)
+    def start_again(self) -> bool:
+        """Start the server that engines start again if it has crashed; whether it was started. Never waits for it.
+
+        Called several times a second, while it runs, too.
+        """
+        if self.server is None or not self.server.has_crashed():
+            return False
+        age_s = time.monotonic() - self._started_at
+        if age_s < self._pause_s:
+            return False
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if age_s < 2 * _LONGEST_PAUSE_S else _FIRST_PAUSE_S
+        self._started_at = time.monotonic()
+        try:
+            return self.server.start()
+        except Unavailable as exc:
+            self.error = str(exc)
+            return False
 
     def fault(self) -> str:
         """Why the server that engines start does not run; empty if it runs, or if engines start none here."""
