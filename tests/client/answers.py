@@ -43,6 +43,9 @@ class Answering:
         """A value, or an error."""
         self._futures.pop(0)._finish(value)
 
+    def is_returning(self) -> bool:
+        return False
+
     def pump(self) -> None:
         pass
 

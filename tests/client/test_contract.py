@@ -33,9 +33,11 @@ from kvdepot.adapters import (
 )
 from kvdepot.client import connection, lmcache
 from kvdepot.client import scheduler as client_scheduler
+from kvdepot.client import socket as client_socket
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
 from kvdepot.keys import ROOT, ChunkChain
+from kvdepot.protocol.endpoints import Claim
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 
 CHUNK = 256
@@ -1563,9 +1565,10 @@ def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: l
 @pytest.mark.faults
 @pytest.mark.parametrize("is_noticed", [True, False], ids=["met", "not met"])
 def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
-    start_depot: StartDepot, make_engine: MakeEngine, is_noticed: bool
+    start_depot: StartDepot, make_engine: MakeEngine, is_noticed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not the client had noticed the end of the server before."""
+    """Whether or not the client had noticed the end of the server before. One that is starting is waited for."""
+    monkeypatch.setattr(client_socket, "RETURN_S", 0.0)
     first = start_depot()
     engine, tokens = make_engine(first), prompt(2 * CHUNK)
     scheduler = engine.scheduler
@@ -1575,6 +1578,13 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
         ask_in_vain(scheduler, "early", tokens)
     ask_in_vain(scheduler, "r", tokens)
     assert scheduler.wait_lookup_result("r", 0.1) == 0, "nobody is there: nobody is waited for"
+    starting = Claim(first.url, "url")
+    assert scheduler.wait_lookup_result("r", 0.1) == 0, "it takes too long"
+    monkeypatch.setattr(client_socket, "RETURN_S", 600.0)
+    for _ in range(3):
+        assert scheduler.wait_lookup_result("r", 0.01) is None
+    assert scheduler.check_lookup_result("r") == 0, "a caller that polls has its answer"
+    starting.close()
     second = start_depot(url=first.url, name=first.name)
     assert scheduler.check_lookup_result("r") == 0, "the contract knows no second answer"
     eventually(lambda: scheduler.wait_lookup_result("r", 0.1) == 2 * CHUNK)

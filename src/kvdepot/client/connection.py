@@ -198,6 +198,11 @@ class Connection:
     def _cut_off(self) -> Unavailable:
         return Unavailable(f"the connection to {self._url} is down")
 
+    @property
+    def lost_s(self) -> float:
+        """For how many seconds the server that had welcomed us has been lost; 0 if it is not."""
+        return self._clock() - self._lost_at if self._met and self._lost_at is not None else 0.0
+
     def no_server(self) -> Unavailable:
         """The error for a server that does not answer."""
         return Unavailable(

@@ -134,7 +134,8 @@ class SchedulerClient:
         since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is under way; if
         it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again; then it is
         Unanswered until the next call. A server that is gone or hangs is not heard, so nobody waits for it longer than
-        LOOKUP_S and the tiers' deadline, and afterwards nobody waits at all.
+        LOOKUP_S and the tiers' deadline, and afterwards nobody waits at all; unless another is starting in the place of
+        one that was lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
@@ -142,9 +143,13 @@ class SchedulerClient:
             client.pump()
             is_outdated = lookup.incarnation not in (b"", client.incarnation)
             was_silent = isinstance(outcome, Unanswered) and isinstance(outcome.error, Unavailable | DeadlineExceeded)
+            is_returning = was_silent and client.is_returning()
             if is_outdated or (was_silent and lookup.heard != client.heard):
-                self._ask(request_id, lookup.message, is_second=lookup.was_held)
+                self._ask(request_id, lookup.message, is_second=lookup.was_held and not is_returning)
                 lookup, outcome = self._lookups[request_id], _PENDING
+            elif is_returning:
+                lookup.was_held = True
+                return _PENDING
         if outcome is _PENDING:
             if client.is_welcomed:
                 client.wait(lookup.future.query, timeout_s)

@@ -29,6 +29,7 @@ from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint
 from kvdepot.protocol.curve import Key, read_client_key
+from kvdepot.protocol.endpoints import is_coming
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
 
@@ -41,6 +42,8 @@ T = TypeVar("T")
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 CONNECT_S = 5.0
 """How long requests wait for the first connection to a server."""
+RETURN_S = 5.0
+"""How long lookups wait for a lost server in whose place another is starting: on a busy machine it takes seconds."""
 
 
 def _check_owner(url: str) -> None:
@@ -254,6 +257,11 @@ class Client:
     def hint_limits(self) -> tuple[int, int]:
         """The longest time, in seconds, and the highest priority that the server grants to requests' leases."""
         return self._connection.max_hint_s, self._connection.max_hint_priority
+
+    def is_returning(self) -> bool:
+        """Whether the server was lost a moment ago, and another holds its unix socket already, or is being started."""
+        lost_s = self._connection.lost_s
+        return 0 < lost_s < RETURN_S and is_coming(self.server_url)
 
     def learn_chunk_size(self, timeout_s: float) -> int:
         """The server's tokens per chunk. Blocks until the first welcome; raises Unavailable after `timeout_s`."""
