@@ -44,11 +44,32 @@ class Whole(click.IntRange):
 
     name = "whole number"
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _within(self, super().convert, value, param, ctx)
+
 
 class Number(click.FloatRange):
     """A number within bounds."""
 
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _within(self, super().convert, value, param, ctx)
+
+
+def _within(
+    kind: Whole | Number,
+    convert: Callable[..., Any],
+    value: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> Any:
+    """A value converted, or an error that has the bounds in words: click has them as 1<=x<=256."""
+    try:
+        return convert(value, param, ctx)
+    except click.BadParameter:
+        bounds = f"of at least {kind.min}" if kind.max is None else f"from {kind.min} to {kind.max}"
+        kind.fail(f"{value!r} is not a {kind.name} {bounds}", param, ctx)
 
 
 def destructive(command: Decorated) -> Decorated:

@@ -104,7 +104,8 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'chunk hashes'}: {exc}") from exc
+        wanted = "token ids, such as [1, 2, 3]" if tokens else f"chunk hashes of {2 * HASH_BYTES} hexadecimal digits"
+        raise ConfigError(f"{file}: not a list of {wanted}: {exc}") from exc
     return make_prompt(client, ids, chunks, model, salt, file)
 
 
@@ -130,7 +131,9 @@ def make_prompt(
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
-        raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {chunk_tokens}")
+        raise ConfigError(
+            f"{what}: {len(ids)} tokens are less than a chunk of {chunk_tokens}; only whole chunks are kept"
+        )
     spec = ShardSpec(name, world_size, 0, chunk_tokens, blocks_in_chunk)
     return Prompt(spec, hashes, salt_tag(salt))
 
@@ -184,10 +187,9 @@ def _token(word: str) -> int:
 
 
 def _hash(word: str) -> bytes:
-    chunk = bytes.fromhex(word)
-    if len(chunk) != HASH_BYTES:
-        raise ValueError(f"{word[:80]} is not {HASH_BYTES} bytes")
-    return chunk
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * HASH_BYTES}}}", word):
+        raise ValueError(f"{word[:80]!r} is not one")
+    return bytes.fromhex(word)
 
 
 def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:

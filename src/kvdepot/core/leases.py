@@ -169,7 +169,7 @@ class Leases:
         if not 0 <= request.priority <= MOST_PRIORITY:
             raise BadRequest(f"priority {request.priority} is not between 0 and {MOST_PRIORITY}")
         if not 0 <= request.ttl_s <= _MOST_TTL_S:
-            raise BadRequest(f"a lease of {request.ttl_s} s; the limit is {_MOST_TTL_S}")
+            raise BadRequest(f"a lease of {request.ttl_s} s; the limit is {_MOST_TTL_S} s")
         if request.kind == "expire" and not request.ttl_s:
             raise BadRequest("a lease of kind expire needs ttl_s")
         self._refuse_many(tenant, request)

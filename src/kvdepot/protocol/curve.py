@@ -225,7 +225,10 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
         known = {client.name for client in _read_clients(folder).values()}
         taken = [name for name in clients if name in known or (folder / f"{name}.key").exists()]
         if taken or (not clients and path.exists()):
-            raise ConfigError(f"{folder} already has a key of {' and '.join(taken) or 'the server'}")
+            raise ConfigError(
+                f"{folder} already has a key of {' and '.join(taken) or 'the server'}; name clients that have none, or "
+                "remove the old key first"
+            )
         written = []
         if not path.exists():
             public, secret = zmq.curve_keypair()

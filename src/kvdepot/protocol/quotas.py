@@ -60,7 +60,7 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
             if not (0 <= floor < _MOST and 0 <= cap < _MOST):
                 return f"floor and cap{where} must be 0 bytes or more"
             if cap and cap < floor:
-                return f"the cap of {cap} bytes{where} is below the floor of {floor}"
+                return f"the cap of {cap} bytes{where} is below the floor of {floor} bytes"
         if not (math.isfinite(self.weight) and 1 / MOST_WEIGHT <= self.weight <= MOST_WEIGHT):
             return f"weight {self.weight:g} is not between {1 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
         if not 0 <= self.ttl_s <= 1 << 31:

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.errors import ConfigError
+from kvdepot.values import fault_of
 
 __all__ = ["Request", "Trace", "load"]
 
@@ -216,7 +217,7 @@ def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _
         try:
             yield decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{file}:{number}: {exc}") from exc
+            raise ConfigError(f"{file}:{number}: {fault_of(exc, _Mooncake)}") from exc
 
 
 def _whole(
@@ -230,13 +231,13 @@ def _whole(
         value = msgspec.json.decode(text, type=msgspec.Raw)
         entries = msgspec.json.decode(text, type=list[msgspec.Raw]) if text.lstrip()[:1] == b"[" else [value]
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{file}:{number}: {problem}") from problem
+        raise ConfigError(f"{file}:{number}: {fault_of(problem, _Mooncake)}") from problem
     for entry in entries:
         try:
             yield _decoder(entry)(entry)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             line = number + text.count(b"\n", 0, text.find(entry))
-            raise ConfigError(f"{file}:{line}: {exc}") from exc
+            raise ConfigError(f"{file}:{line}: {fault_of(exc, _Mooncake)}") from exc
 
 
 def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:
