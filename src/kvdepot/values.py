@@ -122,6 +122,8 @@ def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.S
     elif types := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", text):
         wanted = " or ".join(_JSON.get(each, each) for each in types[1].split(" | "))
         said = f"must be {wanted}, not {_JSON.get(types[2], types[2])}"
+    elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*)'", text):
+        said = f"must match the pattern {pattern[1]}"
     elif text.startswith("Invalid enum value "):
         values = get_args(get_type_hints(kind).get(field))
         said = f"{text.removeprefix('Invalid enum value ')} is not one of {', '.join(map(str, values))}"

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvdepot.errors import BadRequest, InternalError, KVDepotError
+from kvdepot.values import fault_of
 from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send
 
 __all__ = ["HTTP_STATUS", "Dispatch", "Encoded", "Operation", "describe", "get", "post"]
@@ -122,7 +123,7 @@ class Operation:
         except RecursionError as exc:
             raise BadRequest("the body is nested too deeply") from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {exc}") from exc
+            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc, self.given)}") from exc
 
 
 def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Operation]:
