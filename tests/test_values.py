@@ -11,19 +11,29 @@ from msgspec import Meta
 from kvdepot.values import fault_of
 
 
+class Share(msgspec.Struct, forbid_unknown_fields=True):
+    floor_bytes: int
+
+
 class Wanted(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=3)]
     ttl_s: Annotated[int, Meta(ge=0, le=60)] | None = 0
     kind: Literal["retain", "expire"] = "retain"
     tokens: list[Annotated[int, Meta(ge=0)]] = []
     drop: bool = False
+    quota: Share | None = None
 
 
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        ('{"name": "a", "retains": 1}', "unknown field 'retains'; the fields are name, ttl_s, kind, tokens, drop"),
+        (
+            '{"name": "a", "retains": 1}',
+            "unknown field 'retains'; the fields are name, ttl_s, kind, tokens, drop, quota",
+        ),
         ('{"name": "a", "ttl": 1}', "unknown field 'ttl'; did you mean ttl_s?"),
+        ('{"name": "a", "quota": {"floor": 1}}', "quota: unknown field 'floor'; did you mean floor_bytes?"),
+        ('{"name": "a", "quota": {}}', "quota: the field 'floor_bytes' is missing"),
         ("{}", "the field 'name' is missing"),
         ("[1]", "must be an object, not a list"),
         ('{"name": 1}', "name: must be text, not a whole number"),

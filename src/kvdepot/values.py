@@ -111,12 +111,13 @@ def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.S
         text = text.removeprefix("JSON is malformed: ")
         return f"not JSON ({text[:1].lower()}{text[1:]})"
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.S):
-        meant = suggestion(unknown[1], kind.__struct_fields__)
-        advice = f"did you mean {meant}?" if meant else f"the fields are {', '.join(kind.__struct_fields__)}"
-        return f"unknown field {unknown[1]!r:.80}; {advice}"
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
-        return f"the field {missing[1]!r} is missing"
-    if bound := re.fullmatch(r"Expected `\w+` (of length )?(<=|>=|<|>|==) (\S+)", text):
+        fields = _fields_at(kind, field)
+        meant = suggestion(unknown[1], fields)
+        advice = f"did you mean {meant}?" if meant else f"the fields are {', '.join(fields)}"
+        said = f"unknown field {unknown[1]!r:.80}; {advice}"
+    elif missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        said = f"the field {missing[1]!r} is missing"
+    elif bound := re.fullmatch(r"Expected `\w+` (of length )?(<=|>=|<|>|==) (\S+)", text):
         words = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than", "==": "exactly"}[bound[2]]
         said = f"must have {words} {plural(int(bound[3]), 'character')}" if bound[1] else f"must be {words} {bound[3]}"
     elif types := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", text):
@@ -130,3 +131,11 @@ def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.S
     else:
         said = text
     return f"{field}: {said}" if field else said
+
+
+def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
+    """The names of the fields of the object at a path, such as `quota`, in an object of this kind."""
+    for name in filter(None, path.split(".")):
+        hint = get_type_hints(kind)[name]
+        kind = next(each for each in (hint, *get_args(hint)) if hasattr(each, "__struct_fields__"))
+    return kind.__struct_fields__

@@ -113,7 +113,7 @@ def test_a_probe_tells_a_stranger_no_path(start_depot: StartDepot) -> None:
         trouble = eventually(poll.trouble)
     finally:
         poll.close()
-    assert "does not answer" in trouble
+    assert "cannot be reached" in trouble
     assert "/" not in trouble
 
 

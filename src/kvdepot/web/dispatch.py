@@ -169,7 +169,7 @@ class Dispatch:
         method, path = scope["method"], scope["path"]
         methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._operations.get(path, {})
         if not methods:
-            raise _Refused(404, Problem("not_found", "not found"))
+            raise _Refused(404, Problem("not_found", "no such path; /schema/openapi.json lists them"))
         if method not in methods:
             allowed = ", ".join(methods)
             raise _Refused(405, Problem("method", f"{path} answers {allowed}, not {method}"), {"allow": allowed})

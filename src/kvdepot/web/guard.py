@@ -109,7 +109,7 @@ class Guard:
             return 431, Problem("too_large", f"the request's headers are larger than {_MOST_HEADERS >> 10} KiB")
         host = _header(scope, b"host")
         if self._is_local and not _is_this_host(host):
-            return 403, Problem("forbidden", "use the name localhost, or a loopback address")
+            return 403, Problem("forbidden", "the Host header names another host; use localhost or a loopback address")
         is_change = scope["method"] not in _READING
         origin = _header(scope, b"origin")
         if is_change and origin is not None and origin.partition("://")[2] != host:
