@@ -206,10 +206,12 @@ class Link(Generic[Half, Without]):
 
     def _watch(self) -> None:
         """Find out that the server is gone, or back, although the engine may be idle."""
-        gone_at, is_lost = 0.0, False
-        while not self._closing.wait(_WATCH_S if self._client.is_welcomed else _SEEK_S):
-            self._client.pump()
-            if self._client.is_welcomed:
+        client, gone_at, is_lost = self._client, 0.0, False
+        if client is None:
+            return  # closed before it could connect
+        while not self._closing.wait(_WATCH_S if client.is_welcomed else _SEEK_S):
+            client.pump()
+            if client.is_welcomed:
                 if is_lost:
                     self._say(logging.INFO, "kvdepot: the server at %s is back", self._place.url)
                 gone_at, is_lost = 0.0, False
