@@ -268,9 +268,11 @@ def test_a_file_of_a_hubs_cache_that_is_edited_through_its_link_is_another_versi
     repository = _hub(tmp_path)
     file = repository / "snapshots" / COMMITS[0] / name
     if not file.exists():
-        (repository / "blobs" / name).write_bytes(b"{}")
+        (tmp_path / "shared").write_bytes(b"{}")  # by several repositories
+        (repository / "blobs" / name).symlink_to(tmp_path / "shared")
         file.symlink_to(f"../../blobs/{name}")
     before = _found("organisation/model", COMMITS[0], tmp_path)
+    assert before.changed_at == 0.0
     _tick(tmp_path / "clock", file.lstat().st_ctime_ns / 1e9)
     with file.open("r+b") as edited:
         edited.write(b"12")

@@ -154,8 +154,12 @@ def find_weights(
 def kinds_read(model: ModelConfig) -> frozenset[Kind]:
     """The kinds of a model's files that decide about its KV, and that are there once it is loaded: from a hub, vLLM
     downloads others late or never."""
-    reads_all = bool(model.trust_remote_code) or model.is_multimodal_model
-    return ALL_KINDS if reads_all else frozenset({Kind.WEIGHTS, Kind.CONFIG})
+    kinds = {Kind.WEIGHTS, Kind.CONFIG}
+    if model.is_multimodal_model:
+        kinds |= {Kind.OTHER, Kind.TOKENIZER}
+    if model.trust_remote_code:
+        kinds |= {Kind.OTHER, Kind.CODE}
+    return frozenset(kinds)
 
 
 def look(folder: Path) -> Look:
@@ -284,10 +288,11 @@ def _date(file: Path, blobs: Path | None, way: _Way) -> tuple[os.stat_result, in
     entry, folder = file.lstat(), way.follow(file.parent)
     if not stat.S_ISLNK(entry.st_mode):
         return entry, entry.st_ctime_ns
-    target = Path(os.path.normpath(folder / file.readlink()))
-    if target.parent == blobs and not target.is_symlink():
-        state = target.stat()
-        return state, state.st_ctime_ns if state.st_ctime_ns > entry.st_ctime_ns else 0
+    blob = Path(os.path.normpath(folder / file.readlink()))
+    if blob.parent == blobs:  # which may be a link, too, to a file that repositories share
+        state = blob.stat()
+        changed_ns = max(state.st_ctime_ns, blob.lstat().st_ctime_ns)
+        return state, changed_ns if changed_ns > entry.st_ctime_ns else 0
     state = way.follow(file).stat()
     return state, state.st_ctime_ns
 
