@@ -64,6 +64,8 @@ class Scale:
     engine_layers: int = 4
     engine_tokens: int = 8192
     engine_starts: int = 3
+    engine_idle_s: float = 1.1
+    """Until the worker of an idle vLLM sleeps: it polls for a second after each step, at other engines' expense."""
     cold_runs: int = 5
     batch_runs: int = 15
     """Batches differ by several percent from one to the next, and the bar is 2 %."""
@@ -119,6 +121,7 @@ TINY = Scale(
     engine_layers=2,
     engine_tokens=1024,
     engine_starts=1,
+    engine_idle_s=0.0,
     cold_runs=1,
     batch_runs=1,
     warm_runs=2,
@@ -341,7 +344,7 @@ class Echo:
 
 
 class EngineProcess:
-    """A vLLM engine in a process of its own: a script that answers each line of JSON on stdin with another."""
+    """A vLLM engine, driven by a process of its own: a script that answers each line of JSON on stdin with another."""
 
     def __init__(self, script: str, *arguments: str) -> None:
         """arguments: of the script. Returns at once; call `hear` for its first line before the first command."""
@@ -350,7 +353,6 @@ class EngineProcess:
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpus,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
         }

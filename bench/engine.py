@@ -205,6 +205,7 @@ def _measure(
     for number in range(-1, scale.cold_runs):  # the first warms up, and says how long a chunk is
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
+            time.sleep(scale.engine_idle_s)
             seconds, cached = engine.first_token(number, tokens)
             depot.wait_idle()
             _expect(cached, 0)
@@ -223,6 +224,7 @@ def _measure(
     last = scale.cold_runs - 1
     for number in range(-1, scale.warm_runs):
         for engine in both if number % 2 else both[::-1]:
+            time.sleep(scale.engine_idle_s)
             seconds, cached = engine.first_token(last, tokens)
             _expect(cached, tokens)
             if number >= 0:
@@ -232,9 +234,11 @@ def _measure(
     for number in range(-1, scale.warm_runs):
         connected.reset()
         before = depot.status()["retrieved_bytes"]
+        time.sleep(scale.engine_idle_s)
         seconds, cached = connected.first_token(last, tokens)
         _expect(cached, tokens)
         retrieved = depot.status()["retrieved_bytes"] - before
+        time.sleep(scale.engine_idle_s)
         own_s, cached = plain.first_token(last, tokens)
         _expect(cached, tokens)
         source, target = np.ones(retrieved, np.uint8), np.ones(retrieved, np.uint8)
@@ -269,6 +273,7 @@ def _throughput(scale: Scale, both: tuple[PromptEngine, PromptEngine], depot: De
     for number in range(-1, scale.batch_runs):  # the first warms up
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
+            time.sleep(scale.engine_idle_s)
             seconds = engine.batch(2000 + (number + 1) * _BATCH, tokens)
             depot.wait_idle()
             if number >= 0:
@@ -288,9 +293,11 @@ def _measure_apart(
     for number in range(-1, scale.cold_runs):
         for engine in (plain, prefill, decoder):
             engine.reset()
+        time.sleep(scale.engine_idle_s)
         alone_s, cached = plain.first_token(1000 + number, tokens)
         _expect(cached, 0)
         before = depot.status()["retrieved_bytes"]
+        time.sleep(scale.engine_idle_s)
         prefill_s, cached = prefill.first_token(1000 + number, tokens)
         _expect(cached, 0)
         decode_s, cached = decoder.first_token(1000 + number, tokens)
@@ -358,7 +365,6 @@ def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
     decoding = SamplingParams(max_tokens=_DECODED_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
-    core = llm.llm_engine.engine_core.engine_core
     serial = 0
 
     def prompt(number: int, tokens: int) -> list[int]:
@@ -391,11 +397,10 @@ def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
         return time.perf_counter() - begun
 
     def reset() -> bool:
-        for _ in range(200):
+        for _ in range(1000):
             if llm.reset_prefix_cache():
                 return True
-            time.sleep(0.02)  # stores in progress hold blocks; a step tells the engine that they have ended
-            first_token([7] * _TAIL_TOKENS)
+            time.sleep(0.01)  # stores in progress hold blocks
         raise RuntimeError("the engine does not give its blocks back")
 
     print(json.dumps("ready"), file=answers, flush=True)
@@ -409,8 +414,6 @@ def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
         else:
             result = first_token(prompt(command[1], command[2]))
         print(json.dumps(result), file=answers, flush=True)
-        while core.scheduler.has_requests():  # a server's engine goes on at once: it stores what it has just computed
-            llm.llm_engine.step()
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""One vLLM engine of the demo, in a process of its own: runs prompts and writes its measurements as JSON.
+"""One vLLM engine of the demo, with processes of its own: runs prompts and writes its measurements as JSON.
 
     python engine.py MODEL_DIR DEPOT_URL PROMPTS.json OUT.json MODE STEPS
 
@@ -18,7 +18,6 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from vllm import LLM, SamplingParams
@@ -65,6 +64,12 @@ def run(llm: LLM, name: str, tokens: list[int], new_tokens: int = NEW_TOKENS) ->
     }
 
 
+def reset(llm: LLM) -> None:
+    """Empty the engine's own prefix cache, once the last request's blocks have been stored."""
+    while not llm.reset_prefix_cache():
+        time.sleep(0.01)
+
+
 class Steps:
     """Write the progress, atomically."""
 
@@ -93,7 +98,7 @@ def main() -> None:
         told.next()
     results: dict[str, Any] = {}
     for name, tokens in prompts.items():
-        llm.reset_prefix_cache()
+        reset(llm)
         results[name] = {}
         for kind in kinds:
             results[name][kind] = run(llm, f"{name}-{kind}", tokens)

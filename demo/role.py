@@ -1,4 +1,4 @@
-"""One of the two engines of apart.py, in a process of its own: runs the requests that it reads.
+"""One of the two engines of apart.py, with processes of its own: runs the requests that it reads.
 
     python role.py ROLE MODEL_DIR DEPOT_URL
 
@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from engine import new_engine, run
+from engine import new_engine, reset, run
 
 
 def main() -> None:
@@ -26,15 +26,12 @@ def main() -> None:
         print(json.dumps(answer), file=said, flush=True)
 
     llm = new_engine(model, url, role)
-    core = llm.llm_engine.engine_core.engine_core
     say("started")
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["reset"]:
-            llm.reset_prefix_cache()
+            reset(llm)
         say(run(llm, asked["name"], asked["tokens"], asked["new"]))
-        while core.scheduler.has_requests():  # a server's engine goes on at once: it stores what it has just computed
-            llm.llm_engine.step()
     llm.llm_engine.engine_core.shutdown()
 
 

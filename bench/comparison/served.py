@@ -2,7 +2,8 @@
 
     python served.py MODEL_DIR KV_TRANSFER_JSON BLOCKS      takes commands on its stdin
 
-The engine's own cache has BLOCKS blocks. All times are those that a caller of the engine would see: a request's time to
+The engine runs in this process alone, which counts the tokens that its scheduler schedules and times the scheduler's
+lookups. Its own cache has BLOCKS blocks. All times are those that a caller of the engine would see: a request's time to
 first token begins when it is added, and includes waiting for other requests.
 """
 
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 _SETTLED_S = 30.0
 """For the engine's blocks to come back."""
 

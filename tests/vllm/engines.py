@@ -318,7 +318,7 @@ class Engine:
             line = ""
         answer = json.loads(line) if line else {"error": "the engine died, or did not answer in time"}
         if "error" in answer:
-            raise EngineError(f"{answer['error']}\n{self.logged()[-6000:]}")
+            raise EngineError(f"{answer['error']}\n{self.logged()[-60000:]}")
         return answer["ok"]
 
     def logged(self) -> str:
