@@ -143,7 +143,7 @@ ALERTS = (
     Alert(
         "KVDepotTierDown", "warning", "5m",
         "kvdepot_tier_up == 0",
-        "{{ $labels.instance }}: tier {{ $labels.tier }} fails or does not answer; its circuit breaker is open.",
+        "{{ $labels.instance }}: tier {{ $labels.tier }} does not answer, or reads, writes, lookups or removals fail.",
         "`kvdepot status` shows its last error. It is probed, and used again automatically once it answers.",
     ),
     Alert(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvdepot.errors import TierError
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.breaker import FAILURES
@@ -291,6 +292,73 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     assert host.depot.tiering.status(0.0)[0].state == "up"
     assert host.find(b"one", store(chains[0])) is True
     assert len(tier.objects) == 2
+
+
+class Forbidding(MemoryTier):
+    """A tier whose user lacks the right to some kinds of calls."""
+
+    forbidden = ""
+
+    def find(self, names: Any) -> list[bool]:
+        return super().find(self._checked("find", names))
+
+    def read(self, blobs: Any) -> list[int]:
+        return super().read(self._checked("read", blobs))
+
+    def write(self, blobs: Any) -> list[bool]:
+        return super().write(self._checked("write", blobs))
+
+    def remove(self, names: Any, spoilt: bool = False) -> None:
+        super().remove(self._checked("remove", names), spoilt)
+
+    def _checked(self, call: str, items: Any) -> Any:
+        if call == self.forbidden:
+            raise TierError(f"NOPERM: may not {call}")
+        return items
+
+
+@pytest.mark.parametrize(("call", "state"), [("find", "lookups"), ("read", "reads"), ("write", "writes")])
+def test_a_kind_of_call_that_always_fails_while_others_succeed_is_a_fault(call: str, state: str) -> None:
+    """As of a Redis user without GETRANGE, of a replica, or of an S3 role without GetObject."""
+    tier = Forbidding()
+    host = new_host(tier, pages=1024)
+    far = [prompt(f"far{i}", 1) for i in range(FAILURES + 9)]
+    for chain in far:
+        assert host.find(b"one", store(chain)) is True
+    clear(host.depot.index)
+
+    def use(i: int) -> None:
+        """One call of each kind: those that are allowed succeed in between."""
+        host.find(b"one", look(far[i], f"r{i}"))
+        host.find(b"one", store(prompt(f"new{i}", 1)))
+
+    tier.forbidden = call
+    for i in range(FAILURES):
+        assert host.depot.tiering.status(host.now)[0].state == "up"
+        use(i)
+    (status,) = host.depot.tiering.status(host.now)
+    assert (status.state, status.error) == (f"{state} fail", f"NOPERM: may not {call}")
+    done = len(host.done)
+    use(FAILURES)
+    kinds = {"find": ["Save"], "read": ["Save"], "write": ["Find", "Load"]}[call]
+    assert [type(each).__name__ for each in host.done[done:]] == kinds, "it is not asked in vain, and used for the rest"
+    wait_s = 1.0
+    for i in range(FAILURES + 1, FAILURES + 4):  # it still fails when it is tried again, ever more rarely
+        host.pass_time(wait_s + 1.5)
+        host.tick(host.now, 1000.0)
+        host.rest()
+        failures = status.counters["failures"]
+        use(i)
+        (status,) = host.depot.tiering.status(host.now)
+        assert status.counters["failures"] == failures + 1 and status.state == f"{state} fail"
+        wait_s *= 2
+    tier.forbidden = ""
+    host.pass_time(wait_s + 1.5)
+    host.tick(host.now, 1000.0)
+    host.rest()
+    use(FAILURES + 4)
+    assert host.depot.tiering.status(host.now)[0].state == "up"
+    assert host.find(b"one", look(far[FAILURES + 5])) == 1
 
 
 def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) -> None:

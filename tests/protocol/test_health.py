@@ -31,6 +31,8 @@ def test_a_server_without_problems_needs_nobody() -> None:
          "HTTP is not served: cannot bind 127.0.0.1:7077 (in use); retrying, or choose another --http."),
         ({"tiers": [TierStatus("s3", "through", "circuit breaker open", 1, 1, None, 0, 0, {}, "refused")]}, "", 0.0,
          "s3: circuit breaker open, retrying with backoff: refused."),
+        ({"tiers": [TierStatus("redis", "through", "reads fail", 1, 1, None, 0, 0, {}, "NOPERM")]}, "", 0.0,
+         "redis: reads fail, retrying with backoff: NOPERM."),
         ({"tiers": [TierStatus("disk", "through", "up", 9, 500, 1000, 0, 0, {}, free_bytes=40)]}, "", 0.0,
          "disk: its file system is nearly full"),
         ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from kvdepot.keys import ChunkChain
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -252,6 +254,30 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert there.lookup(1, CHUNKS) == 0
         cold = command("warm", "--tokens", str(tokens), *place)
         assert (cold.returncode, cold.stdout) == (1, f"0 of {CHUNKS} chunks are in memory\n")
+
+
+def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(
+    start_depot: StartDepot, redis_server: RedisServer
+) -> None:
+    with redis.Redis(port=redis_server.port) as client:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">pw", "~*", "+@all", "-getrange")
+        depot = start_depot("--tiers", f"redis://kv:pw@127.0.0.1:{redis_server.port}/0", arena_mib=1)
+        with engine(depot) as here:
+            for family in range(16):  # more than memory holds
+                assert here.store(family, CHUNKS)
+            eventually(lambda: client.dbsize() >= CHUNKS)
+            number = itertools.count()
+            eventually(lambda: here.hits([next(number) % 8], CHUNKS) < CHUNKS and tier(depot)["state"] == "reads fail")
+            done = command("status", "--url", depot.url)
+            assert "reads fail" in done.stdout and "getrange" in done.stdout
+            assert "reads fail while other calls succeed" in depot.logged()
+            before = client.dbsize()
+            assert here.store(99, CHUNKS)
+            eventually(lambda: client.dbsize() == before + CHUNKS)
+            client.execute_command("ACL", "SETUSER", "kv", "+getrange")
+            eventually(lambda: here.hits([next(number) % 8], CHUNKS) == CHUNKS and tier(depot)["state"] == "up")
+            client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))  # as after a failover
+            eventually(lambda: here.store(next(number) + 100, 1) and tier(depot)["state"] == "writes fail")
 
 
 def test_a_library_that_panics_costs_neither_holds_nor_the_tiers_threads(

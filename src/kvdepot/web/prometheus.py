@@ -286,7 +286,9 @@ def _leases(sums: Sequence[Sum]) -> Iterator[Metric]:
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("kvdepot_tier_up", "0 while a tier's circuit breaker is open.", labels=["tier"])
+    up = GaugeMetricFamily(
+        "kvdepot_tier_up", "0 while a tier's circuit breaker is open, or calls of some kind fail.", labels=["tier"]
+    )
     helps = {
         "objects": "Objects in a tier.",
         "bytes": "Bytes in a tier.",

@@ -21,7 +21,7 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Shard
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
 from kvdepot.core.tiering.forgetting import Forgettings
-from kvdepot.core.tiering.tier import TASK_BYTES, TierState, Token, facts_of
+from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
@@ -99,12 +99,16 @@ class Arrival:
 class FindToken(Token):
     """The token of a Find."""
 
+    kind = LOOKUPS
+
     tier_lookup: TierLookup
 
 
 @dataclass(slots=True, eq=False)
 class LoadToken(Token):
     """The token of a Load."""
+
+    kind = READS
 
     arrivals: list[Arrival]  # one per part
 
@@ -150,7 +154,7 @@ class Lookups:
         self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
     ) -> TierLookup | None:
         """Begin a tier lookup: hold `held`, and list what is missing. None if tiers cannot help. See `Tiering`."""
-        usable = [tier for tier in self._tiers if tier.breaker.usable]
+        usable = [tier for tier in self._tiers if tier.is_searchable]
         is_known = all(len(group.sizes) == group.world_size for group in namespace.groups)
         if not usable or not is_known or self._forgettings.is_under_way(namespace, salt):
             return None

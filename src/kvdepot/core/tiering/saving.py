@@ -16,7 +16,7 @@ from kvdepot.core.index.chunk import Chunk, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.tiering.lookup import Arrived
-from kvdepot.core.tiering.tier import TASK_BYTES, Demotion, Queued, TierState, Token, facts_of
+from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, TierState, Token, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
@@ -26,6 +26,8 @@ __all__ = ["SaveToken", "Saves"]
 @dataclass(slots=True, eq=False)
 class SaveToken(Token):
     """The token of a Save."""
+
+    kind = WRITES
 
     number: int
     batch: list[Queued]  # one per part
@@ -65,7 +67,7 @@ class Saves:
                 shard = chunk.shards.get(rank)
                 if shard is None:
                     tier.counters["overtaken_chunks"] += 1  # forgotten in the meantime
-                elif not tier.breaker.usable:
+                elif not tier.is_writable:
                     tier.counters["unavailable_chunks"] += 1
                 elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
                     tier.counters["dropped_chunks"] += 1
@@ -143,7 +145,7 @@ class Saves:
         return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
-        """Empty the queue of a tier whose circuit breaker has opened."""
+        """Empty the queue of a tier whose circuit breaker, or that of its writes, has opened."""
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["unavailable_chunks"] += len(queue)
@@ -157,7 +159,7 @@ class Saves:
 
         by: the account that has just stored or loaded something, and may soon need more; None: none in particular.
         """
-        tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
+        tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
         while tiers and (chunk := self._index.victim_ahead(by, self._low_bytes)) is not None:
             missing = [tier for tier in tiers if not _has_all(chunk, tier)]

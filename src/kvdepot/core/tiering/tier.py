@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -20,12 +20,24 @@ from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Histogram, TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.breaker import Breaker
+from kvdepot.tiers.breaker import Breaker, CallBreaker
 from kvdepot.tiers.format import Facts
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import Enforce, Enforced, Probe
 
-__all__ = ["TASK_BYTES", "Demotion", "EnforceToken", "ProbeToken", "Queued", "TierState", "Token", "facts_of"]
+__all__ = [
+    "LOOKUPS",
+    "READS",
+    "TASK_BYTES",
+    "WRITES",
+    "Demotion",
+    "EnforceToken",
+    "ProbeToken",
+    "Queued",
+    "TierState",
+    "Token",
+    "facts_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +48,8 @@ _MOST_ERROR = 300
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
+LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
+"""The kinds of call, as they are shown."""
 _ENFORCE_EVERY_S = 10.0
 """How often a local tier removes what has expired: an object stays so much longer, and the time that this takes."""
 
@@ -90,6 +104,9 @@ class TierState:
     number: int
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
+    breakers: dict[str, CallBreaker] = field(  # by kind of call
+        default_factory=lambda: {kind: CallBreaker() for kind in (LOOKUPS, READS, WRITES, REMOVALS)}
+    )
     counters: Counter[str] = field(default_factory=Counter)
     finding: int = 0  # Finds in progress; lookup.py, as the next two
     loading: int = 0  # Loads in progress
@@ -114,10 +131,46 @@ class TierState:
 
     # -- circuit breaker and probes
 
-    def succeeded(self, now: float) -> None:
-        """Note an answer; may close the circuit breaker."""
+    @property
+    def is_searchable(self) -> bool:
+        """Whether lookups may ask it."""
+        return self.breaker.usable and self.breakers[LOOKUPS].usable and self.breakers[READS].usable
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether shards may be saved in it."""
+        return self.breaker.usable and self.breakers[WRITES].usable
+
+    def succeeded(self, now: float, kind: str = "") -> None:
+        """Note an answer; may close the circuit breakers. kind: of the call; empty: none in particular."""
         if self.breaker.succeeded(now):
+            for breaker in self.breakers.values():
+                breaker.forgive()  # they failed with the tier
             log.info("tier %s recovered", self.config.name, extra={"tier": self.config.name})
+        if kind and self.breakers[kind].succeeded():
+            log.info("tier %s: %s succeed again", self.config.name, kind, extra={"tier": self.config.name})
+
+    def call_failed(self, now: float, why: str, kind: str) -> bool:
+        """Note a call that failed; returns whether this opens the circuit breaker of the tier, or that of writes.
+
+        Calls of a kind that is known to fail tell nothing about the tier; its probes do.
+        """
+        is_known = self.breakers[kind].is_failing
+        begins = self.breakers[kind].failed(now, why[:_MOST_ERROR])
+        opens = False
+        if is_known:
+            self.error, self.failed_at = why[:_MOST_ERROR], now
+        else:
+            opens = self.failed(now, why)
+        if begins and self.breaker.usable:
+            log.warning(
+                "tier %s: %s fail while other calls succeed, retrying with backoff; check what its user may do: %s",
+                self.config.name,
+                kind,
+                why[:_MOST_ERROR],
+                extra={"tier": self.config.name},
+            )
+        return opens or (begins and kind == WRITES)
 
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
         """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
@@ -134,6 +187,8 @@ class TierState:
 
     def probe(self, now: float) -> Probe | None:
         """Start a probe if one is due: at regular intervals, or when the open circuit breaker allows it."""
+        for breaker in self.breakers.values():
+            breaker.tick(now)
         if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.probe_at):
             return None
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
@@ -175,10 +230,16 @@ class TierState:
     def status(self, now: float, undemoted: dict[str, int]) -> TierStatus:
         """The tier's status. undemoted: a counter from saving.py."""
         usage = self.usage or Usage()
+        failing = [kind for kind, breaker in self.breakers.items() if breaker.is_failing]
+        state, error = "up", self.error
+        if not self.breaker.usable:
+            state = "circuit breaker open"
+        elif failing:
+            state, error = f"{' and '.join(failing)} fail", self.breakers[failing[0]].error
         return TierStatus(
             name=self.config.name,
             write=self.config.options.write,
-            state="up" if self.breaker.usable else "circuit breaker open",
+            state=state,
             objects=usage.objects,
             bytes=usage.bytes,
             capacity_bytes=usage.capacity_bytes,
@@ -188,21 +249,27 @@ class TierState:
             loads=self.loading,
             histograms=[*self.load_calls.figures(), *self.save_calls.figures()],
             counters={**usage.counters, **self.counters, **undemoted, "left_alone": self.breaker.trips},
-            error=self.error,
+            error=error,
             error_s=now - self.failed_at if self.error else None,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What a tier task is for; it comes back with the outcome. There is one subclass per kind of task."""
+    """What a tier task is for; it comes back with the outcome. There is one subclass per kind of task.
+
+    kind: of the call; empty for a probe.
+    """
 
     tier: TierState
+    kind: ClassVar[str] = REMOVALS
 
 
 @dataclass(slots=True, eq=False)
 class ProbeToken(Token):
     """The token of a Probe."""
+
+    kind = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -230,9 +230,12 @@ class Tiering:
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
-            self._failed(tier, now, str(outcome), isinstance(token, ProbeToken))
+            if isinstance(token, ProbeToken):
+                self._failed(tier, now, str(outcome), is_probe=True)
+            elif tier.call_failed(now, str(outcome), token.kind):
+                self._saves.drop_queue(tier)
         elif not isinstance(outcome, Unwanted):
-            tier.succeeded(now)
+            tier.succeeded(now, token.kind)
         match token, outcome:
             case FindToken(), Located() | Unwanted() | KVDepotError():
                 return [*self._lookups.located(token, outcome)]
