@@ -54,6 +54,29 @@ except ArenaError:
 """
 
 
+@pytest.mark.parametrize(
+    ("end", "has_left"),
+    [
+        ("pass", True),
+        ("raise KeyboardInterrupt", True),
+        ("os.kill(os.getpid(), 9)", False),
+        ("os.fork() or sys.exit(); os.wait(); os.kill(os.getpid(), 9)", False),  # a child's end is not its parent's
+    ],
+)
+def test_a_client_has_left_if_python_ended_its_process(end: str, has_left: bool) -> None:
+    code = "import os, sys; from kvdepot.memory.shm import LivenessFile; file = LivenessFile()\n"
+    code += f"print(file.name, flush=True); sys.stdin.readline(); {end}"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as client:
+        assert client.stdin is not None and client.stdout is not None
+        view = shm.LivenessView(client.stdout.readline().strip())
+        assert view.is_alive() and not view.has_left()
+        client.stdin.close()
+        client.wait(HANG_S)
+    assert not view.is_alive() and view.has_left() is has_left
+    view.close(remove=True)
+
+
 def test_a_liveness_that_finds_no_room_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "False True\n"

@@ -29,6 +29,7 @@ import re
 import signal
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,13 +216,15 @@ def _open_left(name: str) -> int | None:
 class LivenessFile:
     """The client's side: creates the page, holds its lock, raises the fence, and removes the page when closed.
 
-    In a forked child it does nothing.
+    If it is not closed when Python ends, also by an exception, the client is marked as having left. In a forked child
+    it does nothing.
     """
 
     def __init__(self) -> None:
         """Raises ArenaError, and then leaves nothing behind."""
         self._owner = os.getpid()
         self._address = 0
+        self._at_exit: weakref.finalize[..., LivenessFile] | None = None
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
@@ -244,6 +247,7 @@ class LivenessFile:
                 os.close(fd)  # the mapping keeps the file open, and its lock
         self._fence = ctypes.c_uint64.from_address(self._address)
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
+        self._at_exit = weakref.finalize(self, _mark_left, self._address, self._owner)
 
     def __repr__(self) -> str:
         return f"<LivenessFile {self.name}>"
@@ -261,6 +265,8 @@ class LivenessFile:
         self._unmap()
 
     def _unmap(self) -> None:
+        if self._at_exit is not None:
+            self._at_exit.detach()
         if self._is_ours():
             _libc.munmap(self._address, mmap.PAGESIZE)
             self._address = 0
@@ -279,6 +285,12 @@ class LivenessFile:
             self._left.value = 1
             (SHM / self.name).unlink(missing_ok=True)
             self._unmap()
+
+
+def _mark_left(address: int, owner: int) -> None:
+    """Mark the client of a mapped page as having left, unless this is a forked child, which does not have the page."""
+    if os.getpid() == owner:
+        ctypes.c_uint8.from_address(address + _LEFT).value = 1
 
 
 def leave_for(pid: int) -> None:
