@@ -539,4 +539,6 @@ def in_text(value: object) -> str:
     """The value of a setting in one line."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
+    if value == {}:
+        return ""
     return f"{value:.15g}" if isinstance(value, float) else str(value)

@@ -16,6 +16,7 @@ from kvdepot import cli, locks
 from kvdepot.cli import check_arena
 from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES
+from kvdepot.values import plural
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import SHM, Depot, StartDepot
 from tests.server.process import kill, run_serve
@@ -104,7 +105,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_a_sound_arena_has_no_problems(left: Left, check: Run) -> None:
     code, said = check(left.name)
     assert code == 0
-    assert f"{CHUNKS} chunks in 1 namespaces: {CHUNKS} shards, {CHUNKS * 16384} bytes" in said
+    assert f"{CHUNKS} chunks in 1 namespace: {CHUNKS} shards, {CHUNKS * 16} KiB" in said
     assert f"{CHUNKS} shards have a checksum" in said
     assert "0 problems" in said
     assert left.path.read_bytes() == left.data
@@ -115,7 +116,7 @@ def test_a_running_servers_arena_can_be_checked_but_not_fixed(start_depot: Start
     engine = Engine(server, block_bytes=1024)
     engine.store([1] * CHUNK, [0, 1, 2, 3])
     code, said = check(server.name)
-    assert (code, "in use by a server" in said, "1 chunks" in said) == (0, True, True)
+    assert (code, "in use by a server" in said, "1 chunk in" in said) == (0, True, True)
     code, said = check(server.name, "--fix", "--yes")
     assert code == 1
     assert "stop it with --on-stop keep before fixing" in said
@@ -130,12 +131,12 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
     before = left.path.read_bytes()
     code, said = check(left.name)
     assert code == 1
-    assert "1 problems" in said
+    assert "1 problem" in said
     assert ("incomplete records" if what == "record" else "its bytes do not match its checksum") in said
     assert left.path.read_bytes() == before, "a check alone changes nothing"
     code, said = check(left.name, "--fix", "--yes")
     assert code == 0
-    assert "1 problems, removed" in said
+    assert "1 problem, removed" in said
     code, said = check(left.name)
     assert code == 0
     assert f"{CHUNKS - 1} chunks" in said
@@ -174,7 +175,7 @@ def test_a_damaged_namespace_takes_its_chunks_with_it(left: Left, check: Run) ->
 def test_an_arena_that_was_cut_off_serves_what_is_left(left: Left, check: Run, kept: int) -> None:
     os.truncate(left.path, left.chunks_start + kept * 16384 + (100 if kept < CHUNKS else 0))
     code, said = check(left.name)
-    assert (code, f"{CHUNKS - kept} problems" in said) == (int(kept < CHUNKS), True)
+    assert (code, plural(CHUNKS - kept, "problem") in said) == (int(kept < CHUNKS), True)
     assert left.hits("off") == list(range(kept))
     assert left.path.stat().st_size == 4 * MIB if left.path.exists() else True
 

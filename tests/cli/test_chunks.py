@@ -63,7 +63,7 @@ def test_what_may_be_left_in_a_tier_is_no_success(start_depot: StartDepot, tmp_p
     eventually(lambda: depot.status()["tiers"][0]["counters"].get("saved_chunks", 0) == 1)
     done = run("forget", "--model", engine.model[:-1], "--url", depot.url, "-y")
     assert done.returncode == 1
-    assert done.stdout.splitlines()[:2] == ["memory: 1 chunks", f"disk://{tmp_path}/kv: 1 chunks"]
+    assert done.stdout.splitlines()[:2] == ["memory: 1 chunk", f"disk://{tmp_path}/kv: 1 chunk"]
     assert "name those in full" in done.stdout
     done = run("forget", "--model", engine.model, "--url", depot.url, "-y")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)

@@ -62,9 +62,9 @@ def test_a_lease_is_begun_shown_with_its_receipt_and_released_with_its_chunks(
 def test_a_prompts_chunks_are_released_but_for_those_that_are_to_stay(depot: Depot, engine: Engine, file: Path) -> None:
     which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
     done = run("release", *which, "--keep", "1", "--yes")
-    assert (done.returncode, done.stdout) == (0, "0 of 1 chunks were removed from memory\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "removed from memory: 0 of 1 chunk\n"), done.stderr
     done = run("release", *which, "-y")
-    assert (done.returncode, done.stdout) == (0, "1 of 1 chunks were removed from memory\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "removed from memory: 1 of 1 chunk\n"), done.stderr
     assert chunks_of(depot, engine) == 0
 
 
@@ -118,7 +118,7 @@ def test_a_release_asks_first_and_can_be_tried(depot: Depot, engine: Engine, fil
     assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed_at_most": 1})
     assert run("lease", "asked", *which).returncode == 0
     done = run("release", "asked", "--url", depot.url, "--dry-run")
-    assert done.returncode == 0 and "lease asked: 1 chunks" in done.stdout and "dry run" in done.stdout
+    assert done.returncode == 0 and "lease asked: 1 chunk," in done.stdout and "dry run" in done.stdout
     with terminal("release", "asked", "--url", depot.url) as shown:
         eventually(lambda: "[y/N]" in shown.text)
         shown.press("n\n")

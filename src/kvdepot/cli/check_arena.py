@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdepot import locks
+from kvdepot.cli.output import size
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.errors import ArenaError, LayoutError
@@ -23,6 +24,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena_header import HEADER_BYTES, Header
 from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
+from kvdepot.values import plural
 
 __all__ = ["Report", "check"]
 
@@ -50,10 +52,11 @@ class Report:
         state = "in use by a server" if self.in_use else "not in use"
         return [
             f"{self.path}: {self.size_bytes / 2**20:.1f} MiB, {state}",
-            f"{self.chunks} chunks in {self.namespaces} namespaces: {self.shards} shards, {self.used_bytes} bytes",
+            f"{plural(self.chunks, 'chunk')} in {plural(self.namespaces, 'namespace')}: "
+            f"{plural(self.shards, 'shard')}, {size(self.used_bytes)}",
             f"{self.summed_shards} shards have a checksum and were read",
             *self.problems,
-            f"{len(self.problems)} problems" + (", removed" if self.fixed and self.problems else ""),
+            plural(len(self.problems), "problem") + (", removed" if self.fixed and self.problems else ""),
         ]
 
 

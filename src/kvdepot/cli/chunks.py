@@ -162,7 +162,7 @@ def forget(
         print_json(said)
     else:
         for place, what in said.items():
-            print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
+            print(f"{place}: {plural(what, 'chunk') if isinstance(what, int) else what}", flush=True)
     return 1 if admin.not_forgotten(said) else 0
 
 
@@ -172,7 +172,7 @@ def _say_if_unknown(why: str) -> None:
 
 
 def _preview_lines(found: Preview) -> list[str]:
-    lines = [f"memory: {count(found.memory.chunks)} chunks, {size(found.memory.bytes)}"]
+    lines = [f"memory: {plural(found.memory.chunks, 'chunk')}, {size(found.memory.bytes)}"]
     for name, tier in found.tiers.items():
         parts = [
             *([f"{count(tier.objects_at_most)} objects"] if tier.objects_at_most is not None else []),

@@ -13,6 +13,7 @@ from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, console, count, print_json, size
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
+from kvdepot.values import plural
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import Client
@@ -85,7 +86,7 @@ def release(
             known = next((each for each in listed if each.name == name), None)
             if known is None and len(listed) < _MOST_LISTED:
                 raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
-            held = f"lease {clean(name)}: {count(known.chunks)} chunks, {size(known.bytes)}" if known else ""
+            held = f"lease {clean(name)}: {plural(known.chunks, 'chunk')}, {size(known.bytes)}" if known else ""
             lines = [held or f"lease {clean(name)}", *_tier_lines(client)]
             if dry_run:
                 return _dry_run(lines, {"lease": name, "chunks": known.chunks if known else None}, as_json)
@@ -98,7 +99,7 @@ def release(
     with open_prompt(url, key, tokens, hashes, model, salt) as (client, prompt, _):
         there = {each.hash for each in admin.inspect(client, prompt.spec.model, prompt.hashes)}
         most = min(len(there), max(0, len(prompt) - keep))
-        lines = [f"memory: at most {count(most)} of {count(len(prompt))} chunks", *_tier_lines(client)]
+        lines = [f"memory: at most {count(most)} of {plural(len(prompt), 'chunk')}", *_tier_lines(client)]
         if dry_run:
             return _dry_run(lines, {"chunks": len(prompt), "removed_at_most": most}, as_json)
         if not agreed(_REMOVES, "Permanently remove these chunks?", yes, lambda: lines):
@@ -107,7 +108,7 @@ def release(
     if as_json:
         print_json({"chunks": len(prompt), "removed": removed})
     else:
-        print(f"{removed} of {len(prompt)} chunks were removed from memory", flush=True)
+        print(f"removed from memory: {count(removed)} of {plural(len(prompt), 'chunk')}", flush=True)
     return 0
 
 
