@@ -59,8 +59,8 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         yield Concern(f"HTTP is not served: {status.http_failure}.", advice)
     for tier in status.tiers:
         if tier.state != "up":
-            advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full, and "
-            advice += "that its user may read, write and remove objects."
+            advice = "Memory and the other tiers work without it. Check that it is running, reachable and not full, "
+            advice += "and that its user may read, write and remove objects."
             error = tier.error.removeprefix(f"{tier.name}: ").rstrip(".") or "unknown error"
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {error}.", advice)
         elif _is_short_of_disk(tier):
