@@ -144,7 +144,18 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
     [
         ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
         ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
-        ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not a bool"),
+        ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not of type bool"),
+        ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
+        (
+            {"kvdepot.savedecode": True},
+            "savedecode is not a kvdepot setting; did you mean kvdepot.save_decode?",
+        ),
+        ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),
+        ({"kvdepot_save_decode": True}, "did you mean kvdepot.save_decode?"),
+        ({"KVDepot.save-decode": True}, "did you mean kvdepot.save_decode?"),
+        ({"url": "ipc:///x"}, "url is not a kvdepot setting; did you mean kvdepot.url?"),
+        ({"kvdepot": {"save_decode": True}}, 'write each setting with its prefix, such as "kvdepot.save_decode": true'),
+        ({"weather": 1}, "weather is not a kvdepot setting; valid settings: kvdepot.url, "),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: str) -> None:
@@ -152,7 +163,7 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: s
     from kvdepot.integrations.vllm.identity import read_settings
 
     with pytest.raises(ConfigError) as caught:
-        read_settings(extra)
+        read_settings({"lmcache.mp.host": "left from another connector", **extra})
     assert fault in str(caught.value)
 
 

@@ -7,8 +7,10 @@ requests.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -91,19 +93,21 @@ class Settings:
 
 
 def read_settings(extra: dict[str, Any]) -> Settings:
-    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
+    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types.
+
+    vLLM itself reads none of a connector's keys, so all are ours except those with another connector's prefix, which
+    may be left from it.
+    """
     known = get_type_hints(Settings)
     given: dict[str, Any] = {}
     for key, value in extra.items():
-        name = key.removeprefix(_PREFIX)
-        if name == key:
-            continue  # a setting of another connector
-        if name not in known:
-            raise ConfigError(
-                f"{key} is not a kvdepot setting; valid settings: {', '.join(_PREFIX + s for s in known)}"
-            )
-        if not isinstance(value, known[name]):
-            raise ConfigError(f"{key} is {value!r}, not a {known[name].__name__}")
+        prefix, dot, name = key.partition(".")
+        if dot and prefix.lower() != "kvdepot":
+            continue
+        if prefix + dot != _PREFIX or name not in known:
+            raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
+        if type(value) is not known[name]:  # True is an int
+            raise ConfigError(f"{key} is {value!r}, not of type {known[name].__name__}")
         given[name] = value
     if given.get("boundary_chunks", 0) < 0:
         raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
@@ -117,6 +121,16 @@ def read_settings(extra: dict[str, Any]) -> Settings:
     if settings.start not in _STARTS:
         raise ConfigError(f"{_PREFIX}start is {settings.start!r}, not one of {', '.join(_STARTS)}")
     return settings
+
+
+def _suggestion(key: str, value: object, known: list[str]) -> str:
+    """What the user may have meant by an unknown key."""
+    if isinstance(value, dict):
+        return f'write each setting with its prefix, such as "{_PREFIX}save_decode": true'
+    name = re.sub(r"^kvdepot[^a-z]?", "", key.lower()).replace("-", "_")
+    close = get_close_matches(name, known, n=1)
+    meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""
+    return f"{meant}valid settings: {', '.join(_PREFIX + each for each in known)}"
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
