@@ -26,6 +26,7 @@ from kvdepot.integrations.vllm import identity as vllm_identity
 from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_environment
 from kvdepot.integrations.vllm.fields import HARMLESS, describe_config
 from kvdepot.integrations.vllm.identity import namespace
+from kvdepot.protocol.model_names import key_of_model
 from tests.conftest import Depot
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
@@ -329,6 +330,22 @@ def test_a_release_that_corrects_a_model_shares_none_of_its_kv_with_releases_bef
     assert all(names[release] == [[], [], ["0.31"]] for release in ("0.31", "0.32", "0.33"))
     assert versions.corrections(yarn.model_config) == ["0.31"]
     assert '"corrections": [["0.31"]]' in _logged(yarn)
+
+
+def test_a_models_path_and_folder_are_no_part_of_what_identifies_it(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
+    (tmp_path / "current").symlink_to(models["gqa"])
+    shutil.copytree(models["gqa"], tmp_path / "llama-8b")
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024}
+    options["speculative_config"] = {"method": "draft_model", "num_speculative_tokens": 2}
+    names = []
+    for path in (models["gqa"], tmp_path / "current", tmp_path / "llama-8b"):
+        options["speculative_config"]["model"] = str(path)
+        names.append(_name(EngineArgs(model=str(path), **copy.deepcopy(options)).create_engine_config()))
+    assert [name.partition("@")[0] for name in names] == ["gqa", "current", "llama-8b"]
+    assert len({key_of_model(name) for name in names}) == 1
 
 
 def test_two_models_with_one_revision_never_share(

@@ -23,6 +23,7 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
+from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
@@ -78,6 +79,7 @@ class Depot:
         self.lists = Lists(index, self.tiering)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
+        self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -135,7 +137,7 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            actions = self._decide(client, number, request)
+            actions = self._decide(client, number, self._naming.rename(request, client.tenant))
             if client.is_engine:
                 self.engines.see(client)
             return actions

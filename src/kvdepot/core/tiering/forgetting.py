@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.tiering.tier import TierState, Token
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
 from kvdepot.tiers.worker import Forget, Forgotten
 
@@ -74,7 +75,7 @@ class Forgetting:
     def tier_task(self, tier: TierState) -> Forget:
         namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
-            namespaces = {model_prefix(self.tenant or "", name) for name in (self.model, *self.known)}
+            namespaces = {model_prefix(self.tenant or "", key_of_model(name)) for name in (self.model, *self.known)}
         salt = "" if self.salt is None else self.salt.hex()
         return Forget(ForgetToken(tier, self), tier.number, salt, sorted(namespaces))
 

@@ -17,6 +17,7 @@ from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Histogram, TierStatus
 from kvdepot.tiers import TierConfig, Usage
@@ -285,7 +286,7 @@ def facts_of(namespace: Namespace, rank: int) -> Facts:
     if known is None:
         known = namespace.facts[rank] = Facts(
             namespace.tenant,
-            namespace.model,
+            key_of_model(namespace.model),
             namespace.world_size,
             rank,
             namespace.blocks_in_chunk,

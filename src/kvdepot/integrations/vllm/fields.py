@@ -181,6 +181,11 @@ HARMLESS: dict[str, dict[str, str]] = {
         "max_loras": _MEMORY,
         "max_cpu_loras": _MEMORY,
     },
+    "SpeculativeConfig": {
+        "model": "the drafter's own configuration and files are described",
+        "revision": _FILES,
+        "code_revision": "names a version of code, which is described by its files or by its commit",
+    },
     "CompilationConfig": {
         "debug_dump_path": _TELLING,
         "cache_dir": _CAPTURE,

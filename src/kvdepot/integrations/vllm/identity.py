@@ -26,6 +26,7 @@ from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
 from kvdepot.protocol.addresses import fault_of_endpoint
+from kvdepot.protocol.model_names import name_model
 from kvdepot.protocol.wire import MAX_TOPIC
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[Group]) -> Non
 
 
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
-    """Everything that is fixed for an engine and may change KV bytes, as a readable name with a hash.
+    """Everything that is fixed for an engine and may change KV bytes, as a hash with a readable name.
 
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration: what building
     a model may change was described before (facts.py). Reads the model's files: call it once the weights have been
@@ -202,7 +203,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     }
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: identity of this engine's KV: %s", text)
-    return f"{Path(vllm_config.model_config.model).name}@{blake3(text.encode()).hexdigest()[:32]}"
+    return name_model(Path(vllm_config.model_config.model).name, blake3(text.encode()).hexdigest())
 
 
 def _weights_or_name(vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConfig], revision: str) -> list[str]:

@@ -1,0 +1,58 @@
+"""One name for each model, where engines give several: the first one that the server has heard of.
+
+Called by core/depot.py with each request, before it is decided, so that no other part sees a second name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.protocol import wire
+from kvdepot.protocol.model_names import key_of_model
+
+__all__ = ["Naming"]
+
+_MOST = 1 << 16
+"""Most models whose names are kept; engines that give others a second name share no KV of them."""
+
+
+class Naming:
+    """The names of the models of one depot, by tenant: no tenant sees another's names."""
+
+    def __init__(self, namespaces: Callable[[], Iterable[Namespace]]) -> None:
+        """namespaces: lists those that there are, which a restart may have recovered."""
+        self._namespaces = namespaces
+        self._names: dict[tuple[str, str], str] = {}  # by tenant and the name that was given
+
+    def __repr__(self) -> str:
+        return f"<Naming of {len(self._names)} names>"
+
+    def rename(self, request: wire.Request, tenant: str) -> wire.Request:
+        """The same request with the server's name of each model."""
+        match request:
+            case wire.Store(shards=shards) | wire.Retrieve(shards=shards):
+                names = [self._name(tenant, each.model) for each in shards]
+                if all(each.model == name for each, name in zip(shards, names, strict=True)):
+                    return request
+                renamed = [msgspec.structs.replace(each, model=name) for each, name in zip(shards, names, strict=True)]
+                return msgspec.structs.replace(request, shards=renamed)
+        model = getattr(request, "model", "")
+        name = self._name(tenant, model)
+        return request if name == model else msgspec.structs.replace(request, model=name)
+
+    def _name(self, tenant: str, model: str) -> str:
+        known = self._names.get((tenant, model))
+        if known is not None:
+            return known
+        key = key_of_model(model)
+        if key == model or len(self._names) >= _MOST:
+            return model
+        first = self._names.get((tenant, key)) or next(
+            (each.model for each in self._namespaces() if each.tenant == tenant and key_of_model(each.model) == key),
+            model,
+        )
+        self._names[tenant, key] = self._names[tenant, model] = first
+        return first
