@@ -176,6 +176,11 @@ def test_a_busy_folder_in_a_quiet_one_has_not_moved(tmp_path: Path) -> None:
     quiet = look(folder)
     _model(tmp_path / "adapters" / "two")  # changes the folder that it is in, too
     assert look(folder).is_same(quiet)
+    busy = _model(tmp_path / "far" / "above" / "model")
+    before, quiet = _found(busy), look(busy)
+    _tick(tmp_path / "far" / "clock", before.changed_at)
+    (tmp_path / "more").mkdir()
+    assert _found(busy) == before and look(busy).is_same(quiet), "two busy folders far above"
     (folder / "README.md").write_bytes(b"")
     assert _found(folder).digest == before.digest and seen.files == look(folder).files
 

@@ -7,10 +7,12 @@ one process by file metadata that no copy, rename or `touch` can restore; it rea
 
 Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
 folder counts from when it was put where it is. Renaming a folder sets the time at which its inode changed (`ctime`),
-and that of the folder it is in, and nobody can set either back. Each alone is also set when entries come and go in the
-folder itself, so the earlier of the two counts: a busy folder within a quiet one has not moved. This holds on ext4,
-XFS, Btrfs and tmpfs; on a file system where a rename leaves the folder's own ctime alone, and where something is
-mounted over a folder, it goes unnoticed.
+and that of the folder it is in, and nobody can set either back. Each is also set when entries come and go in the folder
+itself, so the earlier of the two counts: a busy folder within a quiet one has not moved. Two busy ones, one in the
+other, may have: of the folder with the weights, the one it is in, and those with links, this counts as a change. Of
+folders further up, as `/tmp` and those in it, only a rename counts that no entry has come or gone after. All this holds
+on ext4, XFS, Btrfs and tmpfs; on a file system where a rename leaves the folder's own ctime alone, and where something
+is mounted over a folder, it goes unnoticed.
 
 In the cache of the Hugging Face hub, a link that is not older than the file that it leads to was made with it, by a
 download: before it, nobody could read the file by that name. So a first start, which downloads the model, has not
@@ -87,7 +89,7 @@ class Weights:
 class _Folder(NamedTuple):
     """A folder on the way to files, and the times in ns at which its inode and that of the folder it is in changed.
 
-    Both times are 0 where it does not matter whether it moved.
+    Both times are 0 where it does not matter whether it moved, or nothing says that it did.
     """
 
     path: str
@@ -103,7 +105,7 @@ class _Folder(NamedTuple):
 
     def has_moved_since(self, before: _Folder) -> bool:
         is_other = self[:3] != before[:3]
-        return is_other or (self.own_ns != before.own_ns and self.outer_ns != before.outer_ns)
+        return is_other or (self.own_ns not in (0, before.own_ns) and self.outer_ns != before.outer_ns)
 
 
 class Look(NamedTuple):
@@ -240,6 +242,7 @@ def _scan(path: Path, kinds: Collection[Kind], way: _Way) -> list[_File]:
         return [_File("", resolved, state, state.st_ctime_ns)]
     blobs = _blobs(resolved)
     way.has_moving_folders = blobs is None
+    way.near = resolved.parent
     files: list[_File] = []
     for file in _walk(resolved, kinds):
         try:
@@ -309,6 +312,8 @@ class _Way:
     def __init__(self) -> None:
         self.has_moving_folders = True
         """Whether a folder that moved leads to other files than before. A hub's snapshots are named by contents."""
+        self.near = Path("/")
+        """The folder that the folder with the weights is in."""
         self._links: dict[Path, tuple[str | int, ...]] = {}
         self._folders = {Path("/"): os.lstat("/")}
 
@@ -350,9 +355,13 @@ class _Way:
 
     def _folder(self, path: Path, state: os.stat_result) -> _Folder:
         times = (0, 0)
-        if self.has_moving_folders and path.name:
+        is_renamed_last = state.st_ctime_ns != state.st_mtime_ns
+        if self.has_moving_folders and path.name and (is_renamed_last or self._is_near(path)):
             times = state.st_ctime_ns, self._folders[path.parent].st_ctime_ns
         return _Folder(str(path), state.st_dev, state.st_ino, *times)
+
+    def _is_near(self, folder: Path) -> bool:
+        return self.near in (folder, *folder.parents) or any(link.parent == folder for link in self._links)
 
     @property
     def changed_ns(self) -> int:
