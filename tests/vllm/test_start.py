@@ -166,16 +166,16 @@ def test_an_engine_whose_kv_does_not_fit_into_shared_memory_runs_uncached_and_sa
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.004")
-    python = tmp_path / "python"  # one whose processes have a small /dev/shm
+    python = tmp_path / "python"  # one whose processes have a small /dev/shm; vLLM wants 320 MiB of it for itself
     python.write_text(
-        "#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size=8m tmpfs /dev/shm && "
+        "#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size=400m tmpfs /dev/shm && "
         f'exec {sys.executable} "$@"\' sh "$@"\n'
     )
     python.chmod(0o755)
     if subprocess.run([python, "-c", ""], check=False).returncode:
         missing("the right to mount a small /dev/shm")
     tokens = prompt(45, 2 * 256 + 9)
-    small = start_engine(models["gqa"], "", python=str(python), **settings(), num_gpu_blocks_override=8192)
+    small = start_engine(models["gqa"], "", python=str(python), **settings(), num_gpu_blocks_override=4096)
     small.wait_started()
     cold = small.run(tokens)
     assert small.run_fresh(tokens)["cached"] == 0
@@ -183,3 +183,16 @@ def test_an_engine_whose_kv_does_not_fit_into_shared_memory_runs_uncached_and_sa
     said = small.logged()
     assert len(re.findall("runs without a cache: its KV takes .* /dev/shm has .* free", said)) == 1
     small.stop()
+
+
+def test_an_engine_starts_a_server_that_exits_at_once_a_single_time_and_says_why(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GIB", "100000")
+    engine = start_engine(models["gqa"], "", **settings()).wait_started()
+    assert engine.run(prompt(46, 300))["cached"] == 0
+    engine.stop()
+    said = engine.logged()
+    assert said.count("started `kvdepot serve`") == 1
+    assert len(re.findall("WARNING.* nothing is cached.*: the shared server has exited: .*arena of", said)) == 1
+    assert not home.log.with_suffix(".log.1").exists()

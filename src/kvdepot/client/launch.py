@@ -6,7 +6,9 @@ engine's process, however that ends.
 
 A shared server inherits a locked file from the engine that starts it, and holds the lock until its own end. So the lock
 tells other engines that a server is there or being started, whatever happens to the engine, and it is free again if the
-start fails. Rejected: a lock held by the engine until the server answers, which a killed engine gives up too early.
+start fails. Until the server serves, the file also has the id of the engine that has started it, so that the other
+processes of that engine do not repeat a start that has failed. Rejected: a lock held by the engine until the server
+answers, which a killed engine gives up too early.
 """
 
 from __future__ import annotations
@@ -64,8 +66,11 @@ class Shared:
     def __repr__(self) -> str:
         return f"<Shared at {self.url}>"
 
-    def start(self) -> bool:
-        """Start it, unless it is there or being started; whether it was started. Raises Unavailable."""
+    def start(self, engine: str = "") -> bool:
+        """Start it, unless it is there or being started; whether it was started. Raises Unavailable.
+
+        engine: its id, equal in all its processes, for `has_failed_for`.
+        """
         try:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -73,6 +78,8 @@ class Shared:
                 self._is_engines = not locks.lock(fd)
                 if self._is_engines or holder(self.url):
                     return False
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, engine.encode(), 0)
                 self._spawn(fd)
                 self._is_engines = True
                 return True
@@ -117,6 +124,15 @@ class Shared:
         else:
             return self._is_engines and os.path.lexists(self._path)
         return False
+
+    def has_failed_for(self, engine: str) -> bool:
+        """Whether a process of this engine has started a server that has ended before it served."""
+        try:
+            starter = self._lock.read_text(errors="replace")
+        except OSError:
+            return False
+        # vLLM appends the rank of a data-parallel replica to the engine's id.
+        return bool(starter) and engine.startswith(starter) and not is_coming(self.url)
 
     def failure(self) -> str:
         """Why it is not running: the last line of its log, and where that is."""

@@ -30,6 +30,7 @@ __all__ = [
     "is_taken",
     "listen",
     "make_folder",
+    "note_serving",
     "reach",
     "start_lock",
 ]
@@ -182,6 +183,14 @@ def is_on_demand(url: str) -> bool:
 def is_coming(url: str) -> bool:
     """Whether a process holds a unix socket, or was started to: a server is there, or about to be."""
     return bool(holder(url)) or is_on_demand(url)
+
+
+def note_serving(url: str) -> None:
+    """Tell engines that the server which one of them has started serves: its start has not failed."""
+    path = socket_path(url)
+    if path is not None:
+        with contextlib.suppress(OSError):  # none has started it
+            os.close(os.open(start_lock(path), os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def is_taken(url: str) -> bool:

@@ -40,7 +40,7 @@ from kvdepot.memory.copier import Call, Copier, Copy
 from kvdepot.memory.records import Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import refuse_open
-from kvdepot.protocol.endpoints import Claim
+from kvdepot.protocol.endpoints import Claim, note_serving
 from kvdepot.protocol.listener import Listener
 from kvdepot.protocol.quotas import name_of
 from kvdepot.tiers.worker import TierWorker, start_workers
@@ -204,6 +204,7 @@ class Server:
             self._copier.threads,
         )  # fmt: skip
         self.depot.report.settings = reported(self._config)
+        note_serving(self._config.url)
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
             self._tick_feed(self._feed)

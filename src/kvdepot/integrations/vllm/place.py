@@ -110,14 +110,15 @@ def find_place(settings: Settings, engine_id: str, starts_own: bool = False) -> 
     place = Place(settings.url or default_url(), settings.key, settings.required, engine_id)
     if not (settings.url or url_in_environment()) and settings.start == "auto":
         place.server = Shared(place.url)
-        _start(place)
+        if not place.server.has_failed_for(engine_id):  # otherwise `Place.fault` says why
+            _start(place)
     return place
 
 
 def _start(place: Place) -> None:
     assert isinstance(place.server, Shared)
     try:
-        if place.server.start():
+        if place.server.start(place.engine):
             log.info(
                 "kvdepot: started `kvdepot serve` at %s for all engines of this user; its log: %s", place.url,
                 place.server.log,

@@ -139,7 +139,7 @@ def _prepare(kv_transfer_config: KVTransferConfig) -> None:
     settings = read_settings(kv_transfer_config.kv_connector_extra_config)
     if settings.is_embedded:
         return  # its first worker starts it
-    place = find_place(settings, "")
+    place = find_place(settings, str(kv_transfer_config.engine_id or ""))
     if place.url in _found or not (settings.required or is_taken(place.url)):
         return
     try:
