@@ -135,8 +135,8 @@ SERVER = (
     ),
     Counted(
         "connections_refused", "connections",
-        "Connections beyond the limit of open files; the server accepted none for a while.",
-        "connections refused", _REQUESTS, "Allow more open files.",
+        "Connections beyond the limit of open files, and times that it was reached: the server then accepts none.",
+        "connections refused", _REQUESTS, "Allow more open files: `ulimit -n`, `LimitNOFILE=`.", is_event=True,
     ),
     Counted(
         "requests_refused", "requests", "Requests beyond `max_rate`; a status or list of leases counts as four.",

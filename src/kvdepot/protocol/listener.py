@@ -132,7 +132,12 @@ class Listener:
                     counters["connections_refused"] += 1
                     shut(value)
                 elif self._connections == self._most:
-                    log.warning("%d connections: the limit of open files is reached", self._connections)
+                    counters["connections_refused"] += 1
+                    log.warning(
+                        "%d connections: the limit of open files is reached, no more are accepted; "
+                        "raise it (ulimit -n, LimitNOFILE=) and restart the server",
+                        self._connections,
+                    )
                     self.binding.hide(True)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections -= 1

@@ -1,7 +1,8 @@
 """Why a process that listens at an endpoint does not answer a client, and what to do. Used by client/ for its errors.
 
 A server that hangs and one that waits for another key are equally silent, but ZeroMQ's own thread greets whoever
-connects, and its greeting says whether a key is needed. So nobody is told to kill a server that is well.
+connects, and its greeting says whether a key is needed. A server at its limit of open files accepts or keeps no more
+connections, and serves those that it has. So nobody is told to kill a server that is well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 and is not told more: it closes connections that are not to its liking before it has sent that."""
 _GREETING_BYTES = 64
 _GREETING_S = 1.0
+_FULL = "has reached its limit of open files (its log says so)"
 _MECHANISM = slice(12, 32)
 """Of a greeting: how its sender wants the other end to prove itself."""
 
@@ -36,9 +38,14 @@ def why_silent(url: str, has_key: bool) -> str:
     finding = f"the kvdepot server at {url} ({who})" if who else f"the process that listens at {url}"
     if pid.isdecimal() and _is_stopped(pid):
         return f"{finding} is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
-    greeting = _greeting(url)
+    greeting, is_closed = _greeting(url)
     if greeting is None and not who:
         return ""
+    if who and (greeting is None or is_closed):
+        return (
+            f"{finding} accepts no new connections: it is starting or stopping, or {_FULL}; it serves the clients that "
+            "are connected, so close some, or restart it with a higher limit (`ulimit -n`, LimitNOFILE=)"
+        )
     mechanism = (greeting or b"")[_MECHANISM].rstrip(b"\0")
     if mechanism == b"CURVE" and not has_key:
         return f"{finding} requires a key (--keys); give this client's key file with --key or KVDEPOT_KEY"
@@ -46,7 +53,7 @@ def why_silent(url: str, has_key: bool) -> str:
         return f"{finding} requires no key, and this client has one; leave out --key and KVDEPOT_KEY"
     causes = ["does not know this client's key"] if has_key else []
     if not who:
-        causes += ["is stopped or hangs", "is not a kvdepot server"]
+        causes += [_FULL if is_closed else "is stopped or hangs", "is not a kvdepot server"]
     elif has_key:
         causes.append("hangs")  # the less likely cause: nothing that kills it
     else:
@@ -55,23 +62,30 @@ def why_silent(url: str, has_key: bool) -> str:
     return f"{finding} does not answer: it {', or '.join(causes)}"
 
 
-def _greeting(url: str) -> bytes | None:
-    """What a process sends first, as far as it comes; None: no process accepts connections."""
+def _greeting(url: str) -> tuple[bytes | None, bool]:
+    """What a process sends first, as far as it comes, and whether it closes the connection before its mechanism.
+
+    None: no process accepts connections.
+    """
     try:
         asking = reach(url)
     except (OSError, ValueError, OverflowError):
-        return None
-    received = b""
+        return None, False
+    received, is_closed = b"", False
     deadline = time.monotonic() + _GREETING_S
     with asking, contextlib.suppress(OSError):
         asking.sendall(_SIGNATURE)
         while len(received) < _GREETING_BYTES and (left := deadline - time.monotonic()) > 0:
             asking.settimeout(left)
-            more = asking.recv(_GREETING_BYTES - len(received))
+            try:
+                more = asking.recv(_GREETING_BYTES - len(received))
+            except ConnectionResetError:
+                more = b""
             if not more:
+                is_closed = len(received) < _MECHANISM.stop
                 break
             received += more
-    return received
+    return received, is_closed
 
 
 def _is_stopped(pid: str) -> bool:
