@@ -13,27 +13,46 @@ when it dies, before drivers' descriptors are), process ids and start times (eac
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
 
 __all__ = ["is_locked", "leads_to", "lock", "unlock"]
 
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What `flock` raises on file systems that do not have it, such as Lustre and NFS without locks."""
 _locked: set[tuple[int, int]] = set()
 """Device and inode of the files that this process has locked."""
 
 
 def lock(fd: int) -> bool:
-    """Take the owner's lock; False if another process has it."""
+    """Take the owner's lock; False if another process has it. Raises OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as exc:
+        if exc.errno not in _NO_FLOCK:
+            raise
+        advice = "use a folder on a local disk, or mount this file system with locks (flock)"
+        raise OSError(exc.errno, f"its file system ({_file_system(fd)}) has no file locks; {advice}") from exc
     if not _locked:
         os.register_at_fork(after_in_child=_leave_to_parent)
     info = os.fstat(fd)
     _locked.add((info.st_dev, info.st_ino))
     return True
+
+
+def _file_system(fd: int) -> str:
+    """The type of the file system that a file is on, such as `nfs4`; `unknown` if the kernel does not say."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if f" {name} " in line:
+                return line.partition(" - ")[2].partition(" ")[0]
+    return "unknown"
 
 
 def _leave_to_parent() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.cli.findings import findings
+from kvdepot.memory import shm
 from tests.cli.command import doctor, run
 from tests.conftest import Depot, StartDepot
 
@@ -55,6 +57,15 @@ def test_doctor_checks_the_arena_of_the_server_that_runs_not_that_of_a_next_one(
     (arena, *_) = found["shared memory"]
     assert arena["state"] != "fail" and re.search(r"the running server's arena takes 1[56](\.\d+)? MiB", arena["text"])
     assert found["memory"][0]["state"] == "ok"
+
+
+def test_doctor_says_what_to_do_where_there_is_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "SHM", tmp_path / "shm")
+    found = [each for each in findings(None, f"ipc://{tmp_path}/x", "", lambda what: None) if each.state == "fail"]
+    (shared,) = [each for each in found if each.what == "shared memory"]
+    assert "No such file or directory" in shared.text and "mount -t tmpfs" in shared.advice
 
 
 def test_doctor_says_what_keeps_a_depot_from_working(tmp_path: Path) -> None:

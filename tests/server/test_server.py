@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -433,6 +434,25 @@ def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepo
     client.close()
     assert server.stop() == 0
     assert not socket_path(server).exists()
+
+
+def test_a_folder_of_the_socket_that_was_removed_is_told_and_its_socket_made_again_with_it(
+    start_depot: StartDepot, tmp_path: Path
+) -> None:
+    """As /run/user/UID is removed at a logout, and there again, empty, at the next login."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    server = start_depot(arena_mib=4, url=f"ipc://{folder}/depot.sock")
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(HANG_S)
+    shutil.rmtree(folder)
+    told = eventually(lambda: client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    assert told == "the folder of the unix socket was removed"
+    folder.mkdir(mode=0o700)
+    eventually(lambda: not client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    assert "another file" not in server.logged()
+    client.close()
+    assert server.stop() == 0
 
 
 def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:

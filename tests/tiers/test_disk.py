@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -108,6 +109,24 @@ def test_a_url_that_makes_no_sense_is_refused_with_what_is_wrong(url: str, says:
     with pytest.raises(ConfigError, match=says):
         parse(url.format(tmp_path.relative_to("/"))).open()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_named_with_what_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", no_flock)
+    with pytest.raises(TierError, match=r"its file system \(\w+\) has no file locks; use a folder on a local disk"):
+        parse(f"disk://{root}?capacity_gib=1").open()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_a_tier_that_is_opened_again_and_again_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.chown(tmp_path, 10001, -1)
+    (tmp_path / "kv").mkdir(mode=0o700)
+    for _ in range(3):
+        parse(f"disk://{tmp_path}/kv?capacity_gib=1").open().close()
+    assert caplog.text.count(f"user 10001 owns {tmp_path}, and could replace it") == 1
 
 
 def test_a_directory_with_files_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:

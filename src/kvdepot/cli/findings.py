@@ -144,7 +144,11 @@ def _different(server: Status, config: Config) -> Iterator[Finding]:
 
 def _shared_memory(name: str, wanted: int, is_running: bool) -> Finding:
     """name, wanted: of the arena, and its bytes. is_running: they are those of a server that runs on this host."""
-    room = os.statvfs(shm.SHM)
+    try:
+        room = os.statvfs(shm.SHM)
+    except OSError as exc:
+        advice = f"mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}; containers have it by default"
+        return Finding("fail", "shared memory", f"{shm.SHM}: {exc.strerror}; the arena is a file there", advice)
     whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     path = shm.SHM / name
     there = path.stat().st_blocks * 512 if path.exists() else 0  # already allocated to the arena

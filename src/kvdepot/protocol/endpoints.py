@@ -61,8 +61,8 @@ class Binding:
 
     def __init__(self, listener: zmq.Socket[bytes], url: str) -> None:
         """Bind. Raises Unavailable."""
-        self.is_lost = False
-        """Whether another file is at our path, so that new clients cannot connect."""
+        self.obstacle = ""
+        """Why new clients cannot connect, and what to do: others have removed or replaced our socket's file."""
         self._socket = listener
         self._url = url
         self._path = socket_path(url)
@@ -71,7 +71,7 @@ class Binding:
         self._listen()
 
     def __repr__(self) -> str:
-        return f"<Binding to {self._url}{', hidden' * self._is_hidden}{', lost' * self.is_lost}>"
+        return f"<Binding to {self._url}{', hidden' * self._is_hidden}{f', {self.obstacle}' * bool(self.obstacle)}>"
 
     def _listen(self) -> None:
         listen(self._socket, self._url)
@@ -97,17 +97,26 @@ class Binding:
         if self._path is None or self._file is None or self._is_hidden:
             return
         try:
-            self.is_lost = not os.path.samestat(self._path.lstat(), self._file)
+            is_ours = os.path.samestat(self._path.lstat(), self._file)
+            self.obstacle = "" if is_ours else "another file has replaced the unix socket"
         except FileNotFoundError:
+            if not self._path.parent.exists():
+                self.obstacle = f"the folder of the unix socket was removed{_logout(self._path.parent)}"
+                return
             try:
                 self._listen()
             except (Unavailable, OSError) as exc:
-                if not self.is_lost:
-                    log.error("%s was removed and cannot be recreated: %s", self._path, exc)
-                self.is_lost = True
+                self.obstacle = f"the unix socket was removed and cannot be made again ({exc})"
             else:
                 log.warning("%s was removed: listening there again", self._path)
-                self.is_lost = False
+                self.obstacle = ""
+
+
+def _logout(folder: Path) -> str:
+    """What to do about a folder that systemd removes when its user logs out; empty for other folders."""
+    if not re.match(r"/run/user/\d+(/|$)", os.fspath(folder)):
+        return ""
+    return ", as at the logout of its user (`loginctl enable-linger` prevents that; or use another --url)"
 
 
 def holder(url: str) -> str:

@@ -284,9 +284,7 @@ class Server:
         """Why new clients cannot connect, and where: others may have removed or replaced our files. Empty: they can."""
         if self.arena.is_lost():
             return "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
-        if self._listener.binding.is_lost:
-            return "another file has replaced the unix socket", self._config.url
-        return "", ""
+        return self._listener.binding.obstacle, self._config.url
 
     # -- the end
 
