@@ -11,6 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -90,21 +92,23 @@ def _leave_in_order() -> None:
     It sends them SIGTERM and, with vLLM's default settings, SIGKILL right afterwards: they cannot close their
     connections, and every orderly stop would look like a crash.
     """
-    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.engine import utils
 
     from kvdepot.memory.shm import leave_for
 
-    end = CoreEngineProcManager.shutdown
+    end = utils.shutdown
     if end.__module__ == __name__:
         return
 
-    def shutdown(manager: CoreEngineProcManager, timeout: float | None = None) -> None:
-        for process in manager.processes:
+    @functools.wraps(end)
+    def shutdown(procs: list[BaseProcess], timeout: float | None = None) -> None:
+        for process in procs:
             if process.is_alive() and process.pid is not None:
                 leave_for(process.pid)
-        end(manager, timeout)
+        end(procs, timeout)
 
-    CoreEngineProcManager.shutdown = shutdown
+    shutdown.__module__ = __name__
+    utils.shutdown = shutdown
 
 
 def _refuse_other_versions() -> None:
