@@ -192,7 +192,7 @@ def test_an_engine_has_one_name_whatever_building_the_model_changes(
 ) -> None:
     from vllm.config import KVTransferConfig
 
-    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
+    monkeypatch.setattr(facts, "loaded_since", lambda: time.time() + 60)
     settings = {"kvdepot.start": "never"}
     transfer: dict[str, Any] = {"kv_connector": "KVDepotConnector", "kv_connector_extra_config": settings}
     if is_child:
