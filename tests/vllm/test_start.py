@@ -166,7 +166,7 @@ def test_an_engine_whose_kv_does_not_fit_into_shared_memory_runs_uncached_and_sa
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.004")
-    python = tmp_path / "python"  # one whose processes have a small /dev/shm; vLLM wants 320 MiB of it for itself
+    python = tmp_path / "python"  # one whose processes have a small /dev/shm; vLLM wants 240 MiB of it for itself
     python.write_text(
         "#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size=400m tmpfs /dev/shm && "
         f'exec {sys.executable} "$@"\' sh "$@"\n'
