@@ -429,7 +429,7 @@ def load_with_sources(
         from kvdepot.toml import tomllib
 
         try:
-            table = tomllib.loads(Path(file).read_text())
+            table = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
         except OSError as exc:
             raise ConfigError(f"{file}: {exc.strerror}") from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:

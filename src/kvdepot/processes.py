@@ -7,6 +7,7 @@ entry. Not `-I`, which also ignores PYTHONPATH and what a user has installed wit
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -32,10 +33,11 @@ def run_code(code: str, *arguments: str) -> list[str]:
 
 
 def prepare_standard_files() -> None:
-    """Open /dev/null as each closed descriptor from 0 to 2, for this process and its children.
+    """Open /dev/null as each closed descriptor from 0 to 2, and let no text fail to be written.
 
     The command and the web process call this before they open any file (`kvdepot serve <&- >&- 2>&-`). Otherwise the
-    next file, perhaps the arena, would get the missing number, and libraries would print into it.
+    next file, perhaps the arena, would get the missing number, and libraries would print into it. Children inherit the
+    descriptors. Letters that the locale's encoding lacks (`PYTHONIOENCODING=ascii`) are written as `?`.
     """
     for number in range(3):
         try:
@@ -45,6 +47,11 @@ def prepare_standard_files() -> None:
             assert fd == number, f"descriptor {number} is closed, but open returned {fd}"
             os.set_inheritable(fd, True)
     # Python sets these to None if the descriptor was closed.
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # else a caller has replaced it
+            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import click
 import pytest
 
 from kvdepot import cli
+from kvdepot.processes import run_module
+from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
 
@@ -143,6 +146,27 @@ def test_what_is_not_there_is_told_with_what_to_do(
     said = capsys.readouterr().err
     assert said.startswith("kvdepot: ") and said.count("\n") == 1
     assert "No such file" in said and advice in said
+
+
+NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+@pytest.mark.parametrize(
+    "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, NO_UTF8], ids=["ascii", "latin-1", "C"]
+)
+def test_every_encoding_of_the_terminal_will_do(
+    locale: dict[str, str], used: Engine, depot: Depot, tmp_path: Path
+) -> None:
+    """Rounded lines, microseconds and names of others are letters that many encodings lack."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text('[tenants."m\u00fcller \u6771"]\ncap_gib = 1\n', encoding="utf-8-sig")
+    server = ("--url", depot.url)
+    for words in (["status", *server], ["ls", *server], ["doctor", *server], ["config", "--config", str(settings)]):
+        done = subprocess.run(
+            run_module("kvdepot.cli", *words), capture_output=True, timeout=HANG_S, env=os.environ | locale, check=False
+        )
+        assert b"Traceback" not in done.stderr and done.stdout, done.stderr
+    assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout
 
 
 def test_help_is_a_command_too_and_no_guess_names_something_destructive(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
         file = Path(out or f"{folder}/figures.json")
         code = _run(script, [*arguments, flag, str(file)], quiet=True)
         if file.is_file() and (code == 0 or not out):  # after a failure, the user's file may be from an earlier run
-            print_json(json.loads(file.read_text()))
+            print_json(json.loads(file.read_text(encoding="utf-8")))
     return code
 
 

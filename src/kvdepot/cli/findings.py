@@ -237,7 +237,7 @@ def _memory(arena_bytes: int) -> Finding:
 def _huge_pages() -> Finding:
     path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     try:
-        modes = path.read_text()
+        modes = path.read_text(encoding="utf-8")
     except OSError:
         return Finding("ok", "huge pages", "not supported for shared memory by this kernel")
     mode = modes.partition("[")[2].partition("]")[0]

@@ -98,7 +98,8 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     """
     file = tokens or hashes or "-"
     try:
-        words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        words = re.findall(r"[^\s,\[\]\"]+", text)
         chunks = b"" if tokens else b"".join(map(_hash, words))
         ids = list(map(_token, words)) if tokens else []
     except OSError as exc:

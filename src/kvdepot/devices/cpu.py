@@ -192,7 +192,7 @@ def _check_own(tensor: torch.Tensor, called: str) -> None:
 
 def _file_at(address: int) -> str:
     """The path of the file that is mapped at an address; empty if there is none, or it is deleted."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, *_, path = line.split(" ", maxsplit=5)
         first, _, end = span.partition("-")
         if int(first, 16) <= address < int(end, 16):

@@ -113,6 +113,6 @@ def _reclaimable(group: Path) -> int:
 def _read(path: Path) -> str:
     """A file's text; empty if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""

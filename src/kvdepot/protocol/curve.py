@@ -257,7 +257,7 @@ def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | once, 0o600)
     before = os.fstat(fd).st_size
     try:
-        with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+        with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             file.write(heading + "".join(f'{name} = "{value.decode()}"\n' for name, value in values.items()))
     except OSError:
         if before:

@@ -90,6 +90,7 @@ def _greeting(url: str) -> tuple[bytes | None, bool]:
 
 def _is_stopped(pid: str) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
         return False

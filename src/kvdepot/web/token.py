@@ -57,6 +57,6 @@ def obtain_token(config: Config) -> str:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc
-    with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+    with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
         file.write(token + "\n")
     return token

@@ -105,7 +105,7 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
     }
     if own.password_file:
         try:
-            settings["password"] = Path(own.password_file).read_text().strip()
+            settings["password"] = Path(own.password_file).read_text(encoding="utf-8").strip()
         except OSError as exc:
             raise ConfigError(f"tier {name}: password_file {own.password_file}: {exc.strerror}") from exc
     files = [path for path in (own.tls_ca, own.tls_cert, own.tls_key) if path]
