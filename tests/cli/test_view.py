@@ -425,7 +425,7 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     screen = Screen("ipc:///x")
     groups = [GroupStatus(0, 40, 3 << 20), GroupStatus(2, 8, 1 << 20)]
     model = NamespaceStatus("acme", "m", 2, 4, 40, 4 << 20, 1, chunk_tokens=256, groups=groups)
-    engine = EngineStatus("e" * 32, 75.0, 5.0, ["m"], [1], "", "acme", 3, 2, 1)
+    engine = EngineStatus("e" * 8, 75.0, 5.0, ["m"], [1], "GPU-7", "acme", 3, 2, 1, "node-7:4711", "node-7", 4712)
     times = [0] * (len(BOUNDS_S) + 1)
     times[5] = 9
     tier = TierStatus(
@@ -451,7 +451,9 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     assert "models " in keyed(screen, "escape")[3], "the table again"
     assert opened("3")["prefix"] == "1d" * 32 and opened("3")["model"] == "m" * 50
     assert opened("3")["its chunks"] == f"kvdepot inspect {'1d' * 32} -m {'m' * 50}"
-    assert opened("4")["id"] == "e" * 32 and opened("4")["connected for"] == "1 min 15 s"
+    shown = opened("4")
+    assert (shown["name"], shown["connection"], shown["connected for"]) == ("node-7:4711", "e" * 8, "1 min 15 s")
+    assert (shown["pid"], shown["host"], shown["device"]) == ("4712", "node-7", "GPU-7")
     shown = opened("5")
     assert (shown["in progress"], shown["failures"]) == ("1 loads, 2 saves", "3") and "late" not in shown
     assert shown["free on its disk"] == "5 GiB" and shown["load"].startswith("9 calls, p50 ")

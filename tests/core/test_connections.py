@@ -110,6 +110,7 @@ def test_a_hello_with_a_name_that_is_too_long_to_keep_is_refused(server: Harness
     for hello, what in (
         (wire.Hello(wire.VERSION, "l" * 257), "liveness file's name of 257"),
         (wire.Hello(wire.VERSION, "liveness file", engine="e" * 257), "engine's name of 257"),
+        (wire.Hello(wire.VERSION, "liveness file", host="h" * 257), "host's name of 257"),
     ):
         with pytest.raises(BadRequest, match=what):
             raise ask(server, b"one", hello)

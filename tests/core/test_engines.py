@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 
@@ -46,6 +47,19 @@ def test_all_clients_of_one_engine_are_one_line_and_their_end_another(
     assert lines(caplog)[1:] == ["engine seven is gone"]
     journal = [event.text for event in server.depot.report.journal.events() if event.kind == "engine"]
     assert sorted(journal) == sorted(lines(caplog))
+
+
+def test_events_and_status_give_an_engine_the_same_short_name(server: Harness) -> None:
+    uuid = "1b4e28ba-2fa1-41d2-883f-0016d3cca427"
+    for identity, name in ((b"one", f"{uuid}_dp1"), (b"two", "node-7:4711"), (b"three", "")):
+        server.hello(identity, engine=name)
+        look_up(server, identity)
+    listed = {each.engine for each in server.depot.status().engines}
+    assert listed == {"1b4e28ba_dp1", "node-7:4711", b"three".hex()[:8]}
+    assert {event.text for event in server.depot.report.journal.events() if event.kind == "engine"} == {
+        f"engine {name} connected: llama" for name in listed
+    }
+    assert {(each.host, each.pid) for each in server.depot.status().engines} == {(os.uname().nodename, os.getpid())}
 
 
 def test_an_engine_of_which_a_process_died_has_died(server: Harness, caplog: pytest.LogCaptureFixture) -> None:

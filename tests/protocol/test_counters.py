@@ -48,6 +48,8 @@ class Asked:
     turn = Answered()
     on_turn = None
     history = History()
+    class client:
+        server_url = "ipc:///nowhere"
     def latest(self):
         return self
     def trouble(self):

@@ -198,12 +198,12 @@ def test_engines_stay_in_their_places_whoever_was_heard_last(site: Site, open_pa
 
 def test_engines_and_models_are_listed_with_their_state_bytes_and_tokens(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    assert [row[:3] for row in rows(page, "engines")] == [
-        ["scheduler", "9f31c2aa", "serving"],
-        ["worker 0", "4b7d0e15", "copying"],
-        ["worker 1", "c80a9d42", "copying"],
-        ["scheduler", "17e5f6b9", "serving"],
-        ["worker 0", "e2c4418d", "idle 10 min"],
+    assert [row[:5] for row in rows(page, "engines")] == [
+        ["scheduler", "9f31c2aa", "gpu-node-7:5101", NONE, "serving"],
+        ["worker 0", "9f31c2aa", "gpu-node-7:5102", "cuda:0", "copying"],
+        ["worker 1", "9f31c2aa", "gpu-node-7:5103", "cuda:1", "copying"],
+        ["scheduler", "17e5f6b9", "gpu-node-7:5104", NONE, "serving"],
+        ["worker 0", "17e5f6b9", "gpu-node-7:5105", "cuda:2", "idle 10 min"],
     ]
     assert rows(page, "namespaces") == [
         ["meta-llama/Llama-3.3-70B", "208M", "63.0%", "150 GiB", "58.7%", "2", "Forget…"],
@@ -1096,7 +1096,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     page = open_page(f"http://127.0.0.1:{port}/")
     shows(page, "#gain-facts", "512 tokens")
     assert rows(page, "namespaces") == [[engine.model, "1,024", "50.0%", "8 KiB", "<0.1%", "1", "Forget…"]]
-    assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["id"][:8] for each in status["engines"])
+    assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["engine"] for each in status["engines"])
     page.locator("#prefixes tbody tr").first.wait_for()
     assert rows(page, "prefixes")[0][2:5] == ["1", "512", "512"]
     page.locator("#prefixes button").first.click()

@@ -19,6 +19,8 @@ __all__ = ["COMPLETE", "root", "run"]
 _FAMILIES = {
     "Run and watch": {
         "serve": "run the server",
+        "stop": "stop a running server",
+        "logs": "show the log of a server that an engine started",
         "status": "show the state of a running server",
         "top": "watch a running server live; press q to quit",
         "open": "print the URL of the web page, including the token",
@@ -76,6 +78,8 @@ def _module(command: str) -> Any:
     match command:
         case "serve" | "config":
             return importlib.import_module("kvdepot.cli.serve")
+        case "stop" | "logs":
+            return importlib.import_module("kvdepot.cli.stop")
         case "status":
             return importlib.import_module("kvdepot.cli.status")
         case "top":

@@ -67,7 +67,7 @@ def _more_of_model(model: NamespaceStatus) -> _Fields:
 
 
 def _more_of_engine(engine: Engine) -> _Fields:
-    return [("connected for", duration(engine.since_s)), ("tenant", engine.tenant or "-")]
+    return [("connection", engine.id), ("connected for", duration(engine.since_s)), ("tenant", engine.tenant or "-")]
 
 
 def _more_of_tier(tier: TierStatus) -> _Fields:

@@ -248,7 +248,7 @@ def _time(latency: Latency, part: float) -> str:
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
-_ID_CELLS = 8
+_ENGINE_CELLS = 20
 
 
 def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
@@ -256,18 +256,22 @@ def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
 
 
 def engines(shown: Sequence[Engine], is_long: bool = False) -> Listing:
-    """The table of engines. is_long: ids in full."""
+    """The table of engines. is_long: names in full."""
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
-            engine.id if is_long else engine.id[:_ID_CELLS],
+            engine.engine if is_long else shorten(engine.engine, _ENGINE_CELLS),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
+            str(engine.pid or "-"),
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
-            count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
+            count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now", engine.host or "-",
         )
         for engine in shown
     ]  # fmt: skip
-    return Listing(("engines", "id", "role", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
+    heads = (
+        "engines", "name", "role", ">pid", "device", ">requests", ">pinned", ">copies", ">last seen", "host",
+    )  # fmt: skip
+    return Listing(heads, rows)
 
 
 def models(shown: Sequence[NamespaceStatus]) -> Listing:

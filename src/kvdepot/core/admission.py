@@ -57,7 +57,7 @@ def check_names(request: str, model: str) -> None:
 
 
 def check_hello(hello: wire.Hello) -> None:
-    for what, name in (("liveness file", hello.liveness), ("engine", hello.engine)):
+    for what, name in (("liveness file", hello.liveness), ("engine", hello.engine), ("host", hello.host)):
         if len(name) > wire.MAX_CLIENT_NAME:
             raise BadRequest(f"the {what}'s name of {len(name)} characters is longer than {wire.MAX_CLIENT_NAME}")
 

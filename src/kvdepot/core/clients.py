@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,10 @@ from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
+
+_UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
+_MOST_NAME = 80
+"""Most characters of an engine's name."""
 
 __all__ = ["AlwaysAlive", "Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
 
@@ -130,6 +135,8 @@ class Client:
     came: float = 0.0  # when it connected
     heard: float = 0.0  # when it last sent a request
     engine: str = ""  # the engine that it says it belongs to; see core/engines.py
+    host: str = ""  # of its process, as it says itself
+    pid: int = 0
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     unreported: Unreported = field(default_factory=Unreported)  # its lookups with `reports`, until their EndSession
@@ -147,6 +154,11 @@ class Client:
     def called(self) -> str:
         """Its short name in the status, journal and log."""
         return self.identity.hex()[:8]
+
+    @property
+    def engine_called(self) -> str:
+        """The short name of its engine in the status, journal and log, with a UUID cut to its first digits."""
+        return _UUID.sub(r"\1", self.engine)[:_MOST_NAME] or self.called
 
 
 class Idleness:

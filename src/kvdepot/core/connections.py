@@ -198,7 +198,7 @@ class Connections:
             if not liveness.is_alive():
                 raise BadRequest(f"the lock of liveness file {challenge.liveness[:64]!r} is not held")
             seal = challenge.check(prove, liveness.secret)
-            self._depot.welcome(identity, liveness, user, self._tenant(user), seal, challenge.engine)
+            self._depot.welcome(identity, liveness, user, self._tenant(user), seal, challenge.hello)
         except KVDepotError:
             self._depot.counters["hellos_refused"] += 1
             liveness.close(remove=False)

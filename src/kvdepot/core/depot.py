@@ -109,17 +109,19 @@ class Depot:
         user: str = "",
         tenant: str = "",
         seal: Seal | None = None,
-        engine: str = "",
+        hello: wire.Hello | None = None,
     ) -> None:
         """Add a client that has passed the handshake; it can access only this tenant's chunks.
 
-        engine: as in wire.Hello. Raises Busy if there are too many clients.
+        hello: its first message, which says what to show of it. Raises Busy if there are too many clients.
         """
         assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
-        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now, engine)
+        client = self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now)
+        if hello is not None:
+            client.engine, client.host, client.pid = hello.engine, hello.host, hello.pid
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""

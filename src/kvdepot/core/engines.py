@@ -18,7 +18,7 @@ __all__ = ["Engines"]
 log = logging.getLogger(__name__)
 
 _SHOWN = 80
-"""Most characters of an engine's and of a model's name in log and journal."""
+"""Most characters of a model's name in log and journal."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Engines:
             self._tell(client, "died" if engine.has_died else "is gone")
 
     def _tell(self, client: Client, what: str) -> None:
-        name = client.engine[:_SHOWN] or client.called
+        name = client.engine_called
         log.info("engine %s %s", name, what)
         self._note("engine", f"engine {name} {what}")
 

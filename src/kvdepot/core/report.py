@@ -291,6 +291,9 @@ def _engines(clients: Iterable[Client], now: float) -> list[Engine]:
             sessions=len(client.sessions),
             pinned_chunks=client.pins,
             queued=client.queued,
+            engine=client.engine_called,
+            host=client.host[:_SHORT],
+            pid=client.pid,
         )
         for client in heapq.nlargest(_ENGINES, clients, key=lambda client: client.heard)
     ]

@@ -11,7 +11,7 @@ the client in its liveness file. The server proves that it can read its arena, t
 
     client                                     server
     Hello(version, name, nonce, sealed,   ->                                           name: of its liveness file
-          engine)
+          engine, host, pid)
                                           <-   Proof(version, arena, nonce, mac)       mac: by the arena's secret
     opens the arena's file itself: a plain file of its own user that no other user can
     open, whose header has the boot id that answered, and whose lock is held
@@ -91,7 +91,9 @@ class Offer:
     """The client's side of one handshake."""
 
     def __init__(self, liveness: str, liveness_secret: bytes, is_sealed: bool, engine: str = "") -> None:
-        self.hello = wire.Hello(wire.VERSION, liveness, os.urandom(_NONCE_BYTES), is_sealed, engine)
+        self.hello = wire.Hello(
+            wire.VERSION, liveness, os.urandom(_NONCE_BYTES), is_sealed, engine, os.uname().nodename, os.getpid()
+        )
         self._liveness_secret = liveness_secret
 
     def accept(self, proof: wire.Proof, boot: bytes, arena_secret: bytes) -> tuple[wire.Prove, Seal | None]:
@@ -115,7 +117,7 @@ class Challenge:
 
     def __init__(self, hello: wire.Hello, boot: bytes, arena: str, arena_secret: bytes) -> None:
         self.liveness = hello.liveness
-        self.engine = hello.engine
+        self.hello = hello
         self._secret = arena_secret
         nonce = os.urandom(_NONCE_BYTES)
         self._terms = terms = _Terms(hello.version, boot, arena, hello.liveness, hello.nonce, nonce, hello.sealed)

@@ -120,8 +120,10 @@ class Saved(msgspec.Struct, frozen=True):
 class Engine(msgspec.Struct, frozen=True):
     """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
 
-    since_s, idle_s: seconds since it connected, and since its last message. device: the device of its tensors, empty
-    for CPU memory. queued: stores and retrieves in progress.
+    since_s, idle_s: seconds since it connected, and since its last message. device: the UUID of the GPU that has its
+    tensors, empty for CPU memory. queued: stores and retrieves in progress. engine: the engine's name, as events have
+    it; the same for all its processes. host, pid: of the process, as it sees them itself: in a container, the
+    container's.
     """
 
     id: str
@@ -134,6 +136,9 @@ class Engine(msgspec.Struct, frozen=True):
     sessions: int
     pinned_chunks: int
     queued: int
+    engine: str = ""
+    host: str = ""
+    pid: int = 0
 
 
 class GroupStatus(msgspec.Struct, frozen=True):

@@ -90,9 +90,9 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 class Hello(_Message, frozen=True):
     """First message. liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes.
 
-    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log
-    and journal only. Answer: `Proof` fields as a list. The version stays the first field in every version of the
-    protocol.
+    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log,
+    journal and status only. host, pid: of the client's process, as it sees them itself; for the status only. Answer:
+    `Proof` fields as a list. The version stays the first field in every version of the protocol.
     """
 
     version: int
@@ -100,6 +100,8 @@ class Hello(_Message, frozen=True):
     nonce: bytes = b""
     sealed: bool = False
     engine: str = ""
+    host: str = ""
+    pid: int = 0
 
     def __repr__(self) -> str:
         return (

@@ -5,6 +5,7 @@ Called by the plugin entry point (`register_vllm`).
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
@@ -27,13 +28,26 @@ _noting: set[type] = set()
 """vLLM's class of executors, once it has been extended."""
 
 
+class _Named(logging.Handler):
+    """Passes lines on to vLLM's handlers, with the product's name: vLLM shows a line's file, not its logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = copy.copy(record)
+        if not str(line.msg).startswith("kvdepot: "):
+            line.msg = f"kvdepot: {line.msg}"
+        logging.getLogger("vllm").callHandlers(line)
+
+
 def log_with_vllm() -> None:
-    """Show kvdepot's log lines where vLLM shows its own, from the same level up.
+    """Show kvdepot's log lines where vLLM shows its own, from the same level up, each beginning with `kvdepot:`.
 
     vLLM configures its logger after this, perhaps several times, or leaves it alone (VLLM_CONFIGURE_LOGGING=0). As a
-    child of that logger, ours follows whatever it does, and each line appears once.
+    child of that logger, ours has its level, whatever it does, and each line appears once.
     """
-    logging.getLogger("kvdepot").parent = logging.getLogger("vllm")
+    ours = logging.getLogger("kvdepot")
+    ours.parent, ours.propagate = logging.getLogger("vllm"), False
+    if not any(isinstance(handler, _Named) for handler in ours.handlers):
+        ours.addHandler(_Named())
 
 
 def check_early(factory: type[KVConnectorFactory]) -> None:

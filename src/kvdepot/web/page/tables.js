@@ -151,8 +151,10 @@ export function showEngines(status) {
   // In order of connection: the server lists the last heard first, an order that changes each second.
   const engines = status.engines.toSorted((a, b) => b.since_s - a.since_s || (a.id < b.id ? -1 : 1));
   rows($("engines"), engines, (engine) => engine.id, [
-    ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
-    ["soft", null, null, idCell((engine) => engine.id)],
+    ["", enginePart, (engine) => [engine.tenant, `connection ${engine.id}`].filter(Boolean).join(", ")],
+    ["soft ellipsis", (engine) => engine.engine || short(engine.id), (engine) => engine.engine],
+    ["soft more", (engine) => (engine.pid ? `${engine.host}:${engine.pid}` : none)],
+    ["soft more ellipsis", (engine) => engine.device || (engine.ranks.length ? "memory" : none), (engine) => engine.device],
     ["", engineState],
     ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
     ["num", (engine) => count(engine.sessions)],
