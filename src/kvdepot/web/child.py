@@ -167,8 +167,8 @@ class Child:
             if self._stopping.is_set():
                 return
             delay_s = _FIRST_S if time.monotonic() - began > _WELL_S else min(2 * delay_s, _LONGEST_S)
-            self.failure = f"the web process ended with status {status}; the next one starts in {delay_s:g} s"
-            log.warning("%s", self.failure)
+            self.failure = f"the web process ended with status {status}, and is started again in {delay_s:g} s"
+            log.warning("the web process ended with status %d; the next one starts in %g s", status, delay_s)
             self._stopping.wait(delay_s)
 
     def _listen(self) -> socket.socket | None:
