@@ -161,13 +161,13 @@ def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path
         return False
 
     tokens = prompt(805, 640 + 17)
-    before = vllm_depot.status()["chunks"]
+    before = vllm_depot.status()
     with tempfile.TemporaryFile("a+") as log:
         server = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
             eventually(is_up, START_S)
             computed, nothing = complete()
-            eventually(lambda: vllm_depot.status()["chunks"] > before)
+            eventually(lambda: vllm_depot.status()["chunks"] > before["chunks"])
             own = complete()
             post("reset_prefix_cache")
             assert complete() == own == (computed, 640) and nothing == 0
@@ -182,3 +182,6 @@ def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path
             print(said[-6000:])
     assert "disagree" not in said
     eventually(lambda: nothing_is_held(vllm_depot.status()))
+    eventually(lambda: vllm_depot.status()["clients"] == before["clients"])
+    died = vllm_depot.status()["counters"]["clients_died"] - before["counters"]["clients_died"]
+    assert died == 0, "vLLM kills its processes right after SIGTERM, but has told us before"
