@@ -38,10 +38,15 @@ import sys
 from kvdepot.client import admin
 from kvdepot.client.launch import Embedded
 own = Embedded(sys.argv[1], sys.argv[2])
-with admin.connect(sys.argv[1], timeout_s=100) as client:
+with admin.connect(sys.argv[1], timeout_s=100):
     print(own._process.pid, flush=True)
-    sys.stdin.readline()
+    while sys.stdin.readline() == "again\\n":
+        own._process.wait()
+        assert own.has_crashed() and own.start() and not own.has_crashed()
+        with admin.connect(sys.argv[1], timeout_s=100):
+            print(own._process.pid, flush=True)
 own.close()
+assert not own.has_crashed()
 """
 
 
@@ -94,9 +99,9 @@ def make_place(tmp_path: Path) -> Iterator[Callable[..., Place]]:
         eventually(place.is_clean)
 
 
-def tell(program: subprocess.Popen[str]) -> None:
+def tell(program: subprocess.Popen[str], what: str = "go") -> None:
     assert program.stdin is not None
-    program.stdin.write("go\n")
+    program.stdin.write(f"{what}\n")
     program.stdin.flush()
 
 
@@ -210,6 +215,10 @@ def test_an_engines_own_server_ends_with_the_engine_and_leaves_nothing(
     pid = hear(engine)
     arena = SHM / f"kvdepot-{os.geteuid()}-engine-{name}"
     assert arena.exists() and place.pid() == int(pid)
+    os.kill(int(pid), signal.SIGKILL)
+    tell(engine, "again")
+    first, pid = pid, hear(engine)
+    assert pid != first and place.pid() == int(pid)
     if end == "kill -9":
         engine.kill()
     else:
