@@ -259,7 +259,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "depot.toml"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"depot\.toml: not TOML"):
+    with pytest.raises(ConfigError, match=r"depot\.toml is not TOML"):
         load(str(path), environ={})
 
 

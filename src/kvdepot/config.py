@@ -431,9 +431,9 @@ def load_with_sources(
         try:
             table = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
         except OSError as exc:
-            raise ConfigError(f"{file}: {exc.strerror}") from exc
+            raise ConfigError(f"cannot read the settings file {file}: {exc.strerror}") from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{file}: not TOML: {exc}") from exc
+            raise ConfigError(f"the settings file {file} is not TOML: {exc}") from exc
         merged |= table
         source |= dict.fromkeys(table, file)
     for variable, text in (os.environ if environ is None else environ).items():

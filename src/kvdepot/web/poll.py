@@ -114,7 +114,7 @@ class Poll:
                 self.history.add(time.time(), point)
             except KVDepotError as exc:
                 problem = exc.code
-                if problem != before.problem:
+                if problem != before.problem and not self._stopping.is_set():  # `close` fails what is asked
                     log.info("the server does not answer the web process: %s", exc)
             except Exception:
                 problem = InternalError.code
