@@ -54,6 +54,7 @@ def test_a_worker_that_disagrees_with_its_scheduler_stores_and_loads_nothing(
     assert status["divided_engines"] == 1
     assert "1 engine: scheduler and workers disagree on the identity of the KV" in _shown(depot.url)
     assert divided.logged().count("disagree on the identity of its KV") == 1
-    divided.stop()
+    divided.tell("stop")
+    assert divided.wait() == 0
     eventually(lambda: depot.status()["divided_engines"] == 0)
     whole.stop()
