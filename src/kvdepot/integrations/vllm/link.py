@@ -13,7 +13,6 @@ idle time would not be cached, and registering would stall all requests.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -212,27 +211,24 @@ class Link(Generic[Half, Without]):
         while not self._closing.wait(_WATCH_S if client.is_welcomed else _SEEK_S):
             client.pump()
             if client.is_welcomed:
-                if is_lost:
-                    self._say(logging.INFO, "kvdepot: the server at %s is back", self._place.url)
+                if is_lost and self._tells:
+                    log.info("kvdepot: the server at %s is back", self._place.url)
                 gone_at, is_lost = 0.0, False
             elif not gone_at:
                 gone_at = time.monotonic()
             elif not is_lost and time.monotonic() > gone_at + _LOST_S:
                 is_lost = True
-                self._say(
-                    logging.WARNING, "kvdepot: the server at %s is lost, so nothing is cached until it is back; this "
-                    "engine connects when it is", self._place.url,
-                )  # fmt: skip
+                if self._tells:
+                    log.warning(
+                        "kvdepot: the server at %s is lost, so nothing is cached until it is back; this engine "
+                        "connects when it is", self._place.url,
+                    )  # fmt: skip
             self._start_again()
 
     def _start_again(self) -> None:
         """Start a server again that engines start and that has crashed: one process of an engine does."""
         if self._tells and self._place.start_again():
             log.info("kvdepot: the server at %s has crashed; started it again", self._place.url)
-
-    def _say(self, level: int, text: str, *arguments: object) -> None:
-        if self._tells:
-            log.log(level, text, *arguments)
 
     def _failed(self, error: KVDepotError) -> None:
         if self._closing.is_set():

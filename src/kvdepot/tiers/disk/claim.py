@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import stat
@@ -181,14 +180,8 @@ def _check_parent(place: Path, parent: Path) -> None:
                 f"chmod o-w {parent}"
             )
         # Kubernetes mounts a pod's volumes like this, and only root could change it.
-        _warn(f"{place}: every user can write to the volume {parent}, and could replace it")
+        sparing_log.warning("%s: every user can write to the volume %s, and could replace it", place, parent)
     elif info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
-        _warn(f"{place}: group {info.st_gid} can write to {parent}, and could replace it")
+        sparing_log.warning("%s: group %d can write to %s, and could replace it", place, info.st_gid, parent)
     elif info.st_uid not in (0, os.geteuid()):
-        _warn(f"{place}: user {info.st_uid} owns {parent}, and could replace it")
-
-
-@functools.lru_cache(256)
-def _warn(text: str) -> None:
-    """Log a warning about a directory once: a tier that cannot be opened is opened again with each task."""
-    log.warning("%s", text)
+        sparing_log.warning("%s: user %d owns %s, and could replace it", place, info.st_uid, parent)
