@@ -77,7 +77,7 @@ def shell_path(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("kvdepot st", ["status"]),
+        ("kvdepot sta", ["status"]),
         ("kvdepot serve --chunk", ["--chunk-size"]),
         ("kvdepot serve --on-stop k", ["keep"]),
         ("kvdepot serve --policy s", ["s3fifo"]),

@@ -117,6 +117,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
         self._rank = 0
+        self._block_tokens = vllm_config.cache_config.block_size  # as fitted to the KV cache groups
         self._connector_scheduler: SchedulerLink | None = None
         self._connector_worker: WorkerLink | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -270,6 +271,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_pending_block_frees()
 
     def on_new_request(self, request: Request) -> None:
+        """Look the prompt up.
+
+        Restores the block size that vLLM's scheduler ends prefill steps at. An engine core in a process of its own
+        completes its configuration a second time when it has started (EngineCoreProc._perform_handshakes), which on
+        CPUs resets the size to the platform's default: a state would be kept, and cached by vLLM itself, for another
+        position than that of its block's end.
+        """
+        self._vllm_config.cache_config.block_size = self._block_tokens
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -128,7 +128,7 @@ def _suggestion(key: str, value: object, known: list[str]) -> str:
     """What the user may have meant by an unknown key."""
     if isinstance(value, dict):
         return f'write each setting with its prefix, such as "{_PREFIX}save_decode": true'
-    name = re.sub(r"^kvdepot[^a-z]?", "", key.lower()).replace("-", "_")
+    name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
     close = get_close_matches(name, known, n=1)
     meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""
     return f"{meant}valid settings: {', '.join(_PREFIX + each for each in known)}"
