@@ -91,8 +91,10 @@ class Operation:
         self.takes_scope = hints.pop("scope", None) is not None
         del hints["state"]
         self.given: Any = next(iter(hints.values()), None)
-        # Made once, at import: msgspec crashes if two threads are the first to decode a type at the same time.
-        self._decoder = msgspec.json.Decoder(self.given) if method == "POST" else None
+        # Made once, at import, and for queries, too, which do not use it: msgspec crashes if two threads are the first
+        # to decode a type at the same time.
+        decoder = msgspec.json.Decoder(self.given) if self.given else None
+        self._decoder = decoder if method == "POST" else None
 
     def __repr__(self) -> str:
         return f"<Operation {self.method} {self.path}>"
