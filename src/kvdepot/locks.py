@@ -16,22 +16,24 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
 __all__ = ["is_locked", "leads_to", "lock", "unlock"]
 
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What `flock` raises on file systems that do not have it, such as Lustre and NFS without locks."""
+_TRIES, _PAUSE_S = 3, 0.008
+"""Who asks whether a file is locked (`is_locked`) holds a lock for a moment, too."""
 _locked: set[tuple[int, int]] = set()
 """Device and inode of the files that this process has locked."""
 
 
 def lock(fd: int) -> bool:
-    """Take the owner's lock; False if another process has it. Raises OSError."""
+    """Take the owner's lock; False if another process has it. Blocks some 20 ms then. Raises OSError."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        if not any(_try(fd) for _ in range(_TRIES)):
+            return False
     except OSError as exc:
         if exc.errno not in _NO_FLOCK:
             raise
@@ -41,6 +43,15 @@ def lock(fd: int) -> bool:
         os.register_at_fork(after_in_child=_leave_to_parent)
     info = os.fstat(fd)
     _locked.add((info.st_dev, info.st_ino))
+    return True
+
+
+def _try(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_PAUSE_S)
+        return False
     return True
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from kvdepot.protocol.endpoints import Claim
 from tests.cli.command import run, terminal
 from tests.conftest import HANG_S, StartDepot, eventually, suspend
 
@@ -30,6 +32,21 @@ def test_stop_ends_a_server_or_says_why_it_has_not_ended(start_depot: StartDepot
     again = run("stop", "--url", depot.url)
     assert (again.returncode, again.stdout) == (0, f"no server is running at {depot.url}\n")
     assert run("stop", "--url", "tcp://127.0.0.1:1").returncode == 2
+
+
+def test_a_process_that_does_not_hold_the_endpoint_is_not_signalled(tmp_path: Path) -> None:
+    """A container of the same pod has the server's host name, and may have another process of its number."""
+    url, lock = f"ipc://{tmp_path}/depot.sock", tmp_path / "depot.sock.lock"
+    claim = Claim(url, "url")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        lock.write_text(lock.read_text().replace(str(os.getpid()), str(other.pid)))
+        refused = run("stop", "--url", url)
+        assert refused.returncode == 1
+        assert f"pid {other.pid}, which cannot be signalled from here" in refused.stderr
+        assert other.stdin is not None
+        other.stdin.close()
+    assert other.returncode == 0, "it was signalled"
+    claim.close()
 
 
 def test_logs_shows_the_end_of_the_log_and_goes_on_with_that_of_the_next_server(tmp_path: Path) -> None:

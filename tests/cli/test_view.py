@@ -437,7 +437,7 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     screen.show(
         a_status(namespaces=[model], engines=[engine], tiers=[tier], leases=[lease], events=[event]), 1.0
     )  # fmt: skip
-    screen.show_prefixes([Prefix("", "m" * 50, "1d" * 32, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    screen.show_prefixes([Prefix("", "m" * 50, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0, "1d" * 32)])
 
     def opened(tab: str) -> dict[str, str]:
         keyed(screen, tab)
@@ -503,7 +503,7 @@ def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
 
 
 def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
-    screen.show_prefixes([Prefix("", "m", "1d" * 32, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0, "1d" * 32)])
     cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
     assert cells == ["1d" * 6, "m", "3", "1 MiB", "512", "256", "2", "700", "5 s", "1 min 0 s"]
 

@@ -57,3 +57,12 @@ def test_objects_in_tiers_are_found_under_any_name() -> None:
         (namespace,) = desk.depot.index.namespaces.all()
         facts.append(facts_of(namespace, 0))
     assert facts[0].space == facts[1].space != facts[2].space
+
+
+def test_a_question_gives_a_model_no_name() -> None:
+    desk = Desk()
+    desk.hello(b"one")
+    desk.ask(b"one", wire.Count(SECOND))
+    desk.ask(b"one", wire.Forget("x" * (wire.MAX_REQUEST_ID + 1) + SECOND))
+    desk.ask(b"one", _register(FIRST))
+    assert [each.model for each in desk.depot.status().namespaces] == [FIRST]

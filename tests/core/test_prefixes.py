@@ -53,7 +53,7 @@ def test_prompts_that_begin_with_the_same_chunk_are_one_family(desk: Desk) -> No
         desk.ask(b"one", store(chain("chat", *ids)))
     (found,) = ask(desk)
     first, shared = (chain("chat", *ids).hashes[-32:].hex() for ids in ((1,), (1, 2)))
-    assert found == Prefix("", "m", first, shared, 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0)
+    assert found == Prefix("", "m", shared, 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0, first)
 
 
 def test_a_family_of_one_prompt_shares_all_of_it(desk: Desk) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -193,6 +194,17 @@ def test_a_start_that_fails_says_why_and_the_next_may_try_again(make_place: Call
         assert "an arena of 97.7 TiB" in shared.failure() or "does not fit in /dev/shm" in shared.failure()
         assert str(shared.log) in shared.failure()
     assert shared.log.with_suffix(".log.1").exists()
+
+
+def test_a_failed_start_is_remembered_for_the_processes_of_one_engine_and_for_one_start(tmp_path: Path) -> None:
+    shared = Shared(f"ipc://{tmp_path}/depot.sock")
+    lock = tmp_path / "depot.sock.start"
+    lock.write_text("engine-1")
+    assert [shared.has_failed_for(engine) for engine in ("engine-1", "engine-1_dp0", "engine-10")] == [
+        True, True, False,
+    ]  # fmt: skip
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    assert not shared.has_failed_for("engine-1"), "a user may start the engine again, under the id of before"
 
 
 def test_a_started_server_ends_by_itself_when_no_engine_is_left(make_place: Callable[..., Place]) -> None:

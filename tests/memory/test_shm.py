@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -74,6 +75,21 @@ def test_a_client_has_left_if_python_ended_its_process(end: str, has_left: bool)
         client.stdin.close()
         client.wait(HANG_S)
     assert not view.is_alive() and view.has_left() is has_left
+    view.close(remove=True)
+
+
+def test_the_clients_of_a_process_that_maps_files_of_any_name_can_be_marked_as_having_left(tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/mod\xe8les"
+    fd = os.open(odd, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    with mmap.mmap(fd, mmap.PAGESIZE):
+        os.close(fd)
+        file = shm.LivenessFile()
+        view = shm.LivenessView(file.name)
+        assert not view.has_left()
+        shm.leave_for(os.getpid())
+        assert view.has_left() and view.is_alive()
+    file.close()
     view.close(remove=True)
 
 

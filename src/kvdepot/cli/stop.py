@@ -16,7 +16,7 @@ from kvdepot.cli import options
 from kvdepot.cli.connect import endpoint
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.protocol.addresses import socket_path
-from kvdepot.protocol.endpoints import holder
+from kvdepot.protocol.endpoints import holder, lock_file
 
 __all__ = ["logs", "stop"]
 
@@ -66,13 +66,28 @@ def stop(timeout_s: float, url: str | None) -> int:
 
 
 def _pid_of(place: str, path: Path, who: str) -> int:
-    """The process to signal. Raises Unavailable if it cannot be signalled from here."""
+    """The process to signal. Raises Unavailable if it cannot be signalled from here.
+
+    A container of the same pod may have the server's host name and another process of that number, so the process must
+    have the endpoint's lock file open.
+    """
     pid = who.removeprefix("pid ")
-    if not pid.isdecimal():
-        raise Unavailable(f"the server at {place} is {who}, which cannot be signalled from here: stop it there")
-    if path.lstat().st_uid != os.geteuid():
-        raise Unavailable(f"{path} belongs to another user: stop its server as that user")
+    if not pid.isdecimal() or not _has_open(int(pid), lock_file(path)):
+        raise Unavailable(
+            f"the server at {place} is {who}, which cannot be signalled from here: stop it as its own user and in its "
+            "own container"
+        )
     return int(pid)
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    with contextlib.suppress(OSError):
+        wanted = file.stat()
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), wanted):
+                    return True
+    return False
 
 
 @click.command()

@@ -200,8 +200,10 @@ class Connection:
 
     @property
     def lost_s(self) -> float:
-        """For how many seconds the server that had welcomed us has been lost; 0 if it is not."""
-        return self._clock() - self._lost_at if self._met and self._lost_at is not None else 0.0
+        """For how many seconds the server that had welcomed us has been lost; 0 if it is not, or only hangs."""
+        if not self._met or self._lost_at is None or self._servers.may_run():
+            return 0.0
+        return self._clock() - self._lost_at
 
     def no_server(self) -> Unavailable:
         """The error for a server that does not answer."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ IDLE_EXIT_S = 3600
 """`--idle-exit` of a shared server, unless KVDEPOT_IDLE_EXIT says otherwise: longer than restarting an engine with a
 large model, or a pause between two experiments, takes; short enough that its memory is free again the same day."""
 _STOP_S = 10.0
+_ONE_START_S = 300.0
+"""Processes of one engine find out within this time that a server which one of them started has failed."""
 _YOUNG_S = 10.0
 """An arena that is younger than this may be about to be locked by its server."""
 _DETACH = "import os, sys\nif not os.fork():\n    os.execv(sys.argv[1], sys.argv[1:])"
@@ -129,10 +132,13 @@ class Shared:
         """Whether a process of this engine has started a server that has ended before it served."""
         try:
             starter = self._lock.read_text(errors="replace")
+            age_s = time.time() - self._lock.stat().st_mtime
         except OSError:
             return False
-        # vLLM appends the rank of a data-parallel replica to the engine's id.
-        return bool(starter) and engine.startswith(starter) and not is_coming(self.url)
+        # vLLM appends the rank of a data-parallel replica to the engine's id. An id that a user has chosen is that of
+        # the engine's next start, too.
+        is_ours = bool(starter) and re.fullmatch(re.escape(starter) + r"(_dp\d+)*", engine) is not None
+        return is_ours and age_s < _ONE_START_S and not is_coming(self.url)
 
     def failure(self) -> str:
         """Why it is not running: the last line of its log, and where that is."""

@@ -40,6 +40,8 @@ chunks, and its lookup must not wait for a thousand updates."""
 _SAMPLED = 8
 _UNREPORTED = 1 << 17
 """Most chunks of one client whose reports have not come, 1 MiB; the oldest lookups beyond that do not count."""
+_MOST_LOOKUPS = 1 << 13
+"""Most of its lookups: each costs some hundred bytes beside its chunks."""
 
 
 def words(hashes: bytes) -> Words:
@@ -66,7 +68,7 @@ class Unreported:
         self.pop(request)
         self._lookups[request] = chunks, chunk_tokens
         self._chunks += len(chunks)
-        while self._chunks > _UNREPORTED:
+        while self._chunks > _UNREPORTED or len(self._lookups) > _MOST_LOOKUPS:
             self.pop(next(iter(self._lookups)))
 
     def pop(self, request: str) -> tuple[Words, int] | None:

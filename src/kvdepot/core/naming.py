@@ -15,8 +15,8 @@ from kvdepot.protocol.model_names import key_of_model
 
 __all__ = ["Naming"]
 
-_MOST = 1 << 16
-"""Most models whose names are kept; engines that give others a second name share no KV of them."""
+_MOST = 1 << 12
+"""Most names of a tenant that are kept; engines that give further models a second name share no KV of them."""
 
 
 class Naming:
@@ -25,34 +25,38 @@ class Naming:
     def __init__(self, namespaces: Callable[[], Iterable[Namespace]]) -> None:
         """namespaces: lists those that there are, which a restart may have recovered."""
         self._namespaces = namespaces
-        self._names: dict[tuple[str, str], str] = {}  # by tenant and the name that was given
+        self._names: dict[str, dict[str, str]] = {}  # by tenant, and by the name that was given
 
     def __repr__(self) -> str:
-        return f"<Naming of {len(self._names)} names>"
+        return f"<Naming of {sum(map(len, self._names.values()))} names>"
 
     def rename(self, request: wire.Request, tenant: str) -> wire.Request:
         """The same request with the server's name of each model."""
+        keeps = isinstance(request, wire.Register | wire.Lookup)  # a question is no engine's name for its model
         match request:
             case wire.Store(shards=shards) | wire.Retrieve(shards=shards):
-                names = [self._name(tenant, each.model) for each in shards]
+                names = [self._name(tenant, each.model, keeps) for each in shards]
                 if all(each.model == name for each, name in zip(shards, names, strict=True)):
                     return request
                 renamed = [msgspec.structs.replace(each, model=name) for each, name in zip(shards, names, strict=True)]
                 return msgspec.structs.replace(request, shards=renamed)
         model = getattr(request, "model", "")
-        name = self._name(tenant, model)
+        name = self._name(tenant, model, keeps)
         return request if name == model else msgspec.structs.replace(request, model=name)
 
-    def _name(self, tenant: str, model: str) -> str:
-        known = self._names.get((tenant, model))
+    def _name(self, tenant: str, model: str, keeps: bool) -> str:
+        names = self._names.get(tenant, {})
+        known = names.get(model)
         if known is not None:
             return known
         key = key_of_model(model)
-        if key == model or len(self._names) >= _MOST:
+        if key == model or len(model) > wire.MAX_REQUEST_ID:
             return model
-        first = self._names.get((tenant, key)) or next(
+        first = names.get(key) or next(
             (each.model for each in self._namespaces() if each.tenant == tenant and key_of_model(each.model) == key),
             model,
         )
-        self._names[tenant, key] = self._names[tenant, model] = first
+        if keeps and len(names) < _MOST:
+            names = self._names.setdefault(tenant, {})
+            names[key] = names[model] = first
         return first

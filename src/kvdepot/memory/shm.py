@@ -300,16 +300,24 @@ def leave_for(pid: int) -> None:
     Does nothing for another user's process, or one that is gone.
     """
     process = Path(f"/proc/{pid}")
-    with contextlib.suppress(OSError, KVDepotError):
-        maps = process.joinpath("maps").read_text().splitlines()
-        for name in {line.rpartition("/")[2] for line in maps if f"/{_LIVENESS}" in line}:
-            fd = open_shared(name)
-            os.pwrite(fd, b"\1", _LEFT)
-            os.close(fd)
+    with contextlib.suppress(OSError):
+        maps = process.joinpath("maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        for name in {line.rpartition("/")[2] for line in maps}:
+            if name.startswith(_LIVENESS):
+                _mark_file_left(name)
     with contextlib.suppress(OSError):
         for thread in process.joinpath("task").iterdir():
             for child in thread.joinpath("children").read_text().split():
                 leave_for(int(child))
+
+
+def _mark_file_left(name: str) -> None:
+    with contextlib.suppress(OSError, KVDepotError):  # its client has removed it
+        fd = open_shared(name)
+        try:
+            os.pwrite(fd, b"\1", _LEFT)
+        finally:
+            os.close(fd)
 
 
 class LivenessView:

@@ -29,6 +29,7 @@ __all__ = [
     "is_on_demand",
     "is_taken",
     "listen",
+    "lock_file",
     "make_folder",
     "note_serving",
     "reach",
@@ -169,6 +170,11 @@ def make_folder(url: str) -> None:
             raise Unavailable(f"cannot listen on {url}: {path.parent} belongs to another user")
 
 
+def lock_file(path: Path) -> Path:
+    """The file beside a unix socket that its server has open and locked."""
+    return path.with_name(path.name + _LOCK)
+
+
 def start_lock(path: Path) -> Path:
     """The file beside a unix socket that is locked while a server that an engine started is there or starting."""
     return path.with_name(f"{path.name}.start")
@@ -180,7 +186,7 @@ def is_on_demand(url: str) -> bool:
     if path is None:
         return False
     try:
-        fd = os.open(start_lock(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(start_lock(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -199,7 +205,8 @@ def note_serving(url: str) -> None:
     path = socket_path(url)
     if path is not None:
         with contextlib.suppress(OSError):  # none has started it
-            os.close(os.open(start_lock(path), os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
+            flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            os.close(os.open(start_lock(path), flags))
 
 
 def is_taken(url: str) -> bool:
@@ -227,7 +234,7 @@ class Claim:
         if path is None:
             return  # the kernel itself gives a port or an abstract name to one socket only
         self._path = path
-        self._lock = self._path.with_name(self._path.name + _LOCK)
+        self._lock = lock_file(path)
         if len(os.fsencode(self._path)) > MOST_PATH:
             raise Unavailable(
                 f"cannot listen on {url}: a unix socket's path has at most {MOST_PATH} bytes; choose another {setting}"

@@ -30,7 +30,6 @@ class Prefix(msgspec.Struct, frozen=True):
 
     tenant: str
     model: str
-    id: str
     hash: str
     shared_tokens: int
     tokens: int
@@ -40,6 +39,7 @@ class Prefix(msgspec.Struct, frozen=True):
     hit_tokens: int
     age_s: float
     idle_s: float
+    id: str = ""
 
 
 class ChunkStatus(msgspec.Struct, frozen=True):

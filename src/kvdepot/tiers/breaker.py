@@ -15,6 +15,7 @@ __all__ = ["Breaker", "CallBreaker"]
 FAILURES = 3
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
+FORGET_S = 60.0
 
 
 class Breaker:
@@ -62,7 +63,8 @@ class CallBreaker:
     """The circuit breaker of one kind of call of a tier that answers others. `usable`: calls may be made.
 
     It opens after FAILURES failures of this kind with no success of this kind in between. Nothing harmless can probe
-    it, so after a pause calls are made again (`tick`): the first one that fails opens it for twice as long.
+    it, so after a pause calls are made again (`tick`): the first one that fails opens it for twice as long. If none
+    fails for FORGET_S, as on an idle server, calls of this kind no longer count as failing.
     """
 
     __slots__ = ("error", "failures", "retry_at", "usable", "wait_s")
@@ -110,3 +112,6 @@ class CallBreaker:
     def tick(self, now: float) -> None:
         """Let calls be made again if the pause is over."""
         self.usable = self.usable or now >= self.retry_at
+        if self.is_failing and now >= self.retry_at + FORGET_S:
+            self.forgive()
+            self.wait_s = FIRST_WAIT_S

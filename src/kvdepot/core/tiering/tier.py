@@ -156,8 +156,9 @@ class TierState:
 
         Calls of a kind that is known to fail tell nothing about the tier; its probes do.
         """
-        is_known = self.breakers[kind].is_failing
-        begins = self.breakers[kind].failed(now, why[:_MOST_ERROR])
+        breaker = self.breakers[kind]
+        is_known, was_usable = breaker.is_failing, breaker.usable
+        begins = breaker.failed(now, why[:_MOST_ERROR])
         opens = False
         if is_known:
             self.error, self.failed_at = why[:_MOST_ERROR], now
@@ -171,7 +172,7 @@ class TierState:
                 why[:_MOST_ERROR],
                 extra={"tier": self.config.name},
             )
-        return opens or (begins and kind == WRITES)
+        return opens or (kind == WRITES and was_usable and not breaker.usable)
 
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
         """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from vllm.logger import init_logger
 
+from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import describe_environment
 from kvdepot.integrations.vllm.fields import describe_config
@@ -87,7 +88,7 @@ def _tokenizer(model: ModelConfig) -> list[str | None]:
     """A tokenizer that is not the model's own, or of which the model computes with the tokens' text (Engram).
 
     Pixtral, Voxtral and MiniCPM-V take numbers from it, and other models may. The answer is a digest of its files, or
-    its name and revision if it is not in a folder.
+    its name and revision if it is not in a folder. Raises ConfigError for a file that cannot be read.
     """
     is_own = model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision)
     if is_own and "engram" not in str(model.hf_config.to_dict()).lower():
@@ -96,10 +97,13 @@ def _tokenizer(model: ModelConfig) -> list[str | None]:
     if not place.exists():
         return [model.tokenizer, model.tokenizer_revision]
     hasher = blake3()
-    files = [file for file in place.iterdir() if file.suffix not in _WEIGHTS] if place.is_dir() else [place]
-    for file in sorted(file for file in files if file.is_file()):
-        hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        hasher.update(file.read_bytes())
+    try:
+        files = [file for file in place.iterdir() if file.suffix not in _WEIGHTS] if place.is_dir() else [place]
+        for file in sorted(file for file in files if file.is_file()):
+            hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            hasher.update(file.read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"kvdepot cannot determine which tokenizer is at {place}: {exc}") from exc
     return [hasher.hexdigest()[:32]]
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from kvdepot.errors import ConfigError
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -67,16 +69,22 @@ def _package(name: str) -> str:
 
 @cache
 def _digest(package: str) -> str:
-    """A digest of all files of a package, or of a module; "unknown" without files."""
+    """A digest of all files of a package, or of a module; "unknown" without files.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     hasher = blake3()
     found = 0
-    for place in _places(package):
-        files = sorted(place.rglob("*")) if place.is_dir() else [place]
-        for file in files:
-            if file.is_file() and "__pycache__" not in file.parts:
-                hasher.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode())
-                hasher.update(file.read_bytes())
-                found += 1
+    try:
+        for place in _places(package):
+            files = sorted(place.rglob("*")) if place.is_dir() else [place]
+            for file in files:
+                if file.is_file() and "__pycache__" not in file.parts:
+                    hasher.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode())
+                    hasher.update(file.read_bytes())
+                    found += 1
+    except OSError as exc:
+        raise ConfigError(f"kvdepot cannot determine what {package} is, which vLLM loads: {exc}") from exc
     return hasher.hexdigest()[:32] if found else "unknown"
 
 

@@ -64,8 +64,9 @@ class UnconnectedScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Note its adapter: vLLM's own prefix cache keeps what it computes."""
-        with suppress(OSError, ValueError, RuntimeError):  # it is not cached anyway
-            self._roots.root(request)
+        if request.prompt_embeds is None:
+            with suppress(Exception):  # it is not cached anyway, and no error of one request may end the engine
+                self._roots.root(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
