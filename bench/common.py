@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from kvdepot.client import MessageQueueClient
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 
 __all__ = [
     "READY_S", "SHM", "TINY", "Echo", "EngineProcess", "Peer", "Scale", "Serve", "free_port", "listening",
@@ -240,7 +240,7 @@ class Serve:
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             [
-                *run_module("kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena),
+                *module_command("kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena),
                 "--chunk-size", str(chunk_size), *([] if "--http" in flags else ["--http", "off"]), *size, *flags,
             ],
             stderr=self._log,

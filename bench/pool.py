@@ -25,7 +25,7 @@ import numpy as np
 from common import Scale, say
 from report import Figure, at_least
 
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 from kvdepot.tiers import Blob, Tier, parse
 
 __all__ = ["run"]
@@ -173,7 +173,7 @@ def _pool() -> Iterator[int]:
         _wait_listening(ports[0])
         url = f"mooncake://127.0.0.1:{ports[0]}/?segment_gib=1&local_host=127.0.0.1"
         member = subprocess.Popen(
-            run_code(_MEMBER, url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            code_command(_MEMBER, url), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.DEVNULL, env=dict(os.environ),
         )  # fmt: skip
         assert member.stdout is not None

@@ -22,7 +22,7 @@ from typing import Any
 from common import SHM, Scale, free_port, listening, say
 from report import Figure, at_least
 
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 from kvdepot.tiers import Blob, Tier, parse
 
 __all__ = ["run"]
@@ -164,7 +164,7 @@ def _s3(directory: Path) -> Iterator[tuple[str, Bare]]:
     port = free_port()
     quiet = "import warnings; warnings.simplefilter('ignore')"
     serve = f"{quiet}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    with listening(run_code(serve), port):
+    with listening(code_command(serve), port):
         endpoint = f"http://127.0.0.1:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bench", method="PUT"), timeout=10).close()
         place: Any = {"endpoint": endpoint, "region": "us-east-1"}

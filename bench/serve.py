@@ -18,7 +18,7 @@ from kvdepot.adapters import LMCacheMPSchedulerAdapter
 from kvdepot.client import MessageQueueClient
 from kvdepot.client.launch import Embedded
 from kvdepot.keys import HASH_BYTES
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 
 __all__ = ["run"]
 
@@ -34,7 +34,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     starts, own, sizes, import_times, import_sizes = [], [], [], [], []
     for number in range(-1, scale.start_runs):  # the first reads files from the disk
         begun = time.perf_counter()
-        subprocess.run(run_code(_IMPORTS), check=True)
+        subprocess.run(code_command(_IMPORTS), check=True)
         imported_s = time.perf_counter() - begun
         server = Serve()
         try:
@@ -113,7 +113,7 @@ def _found(scheduler: LMCacheMPSchedulerAdapter, request: str, hashes: bytes) ->
 def _import_bytes() -> int:
     """Resident memory of a process that only imports."""
     child = subprocess.Popen(
-        run_code(f"{_IMPORTS}; print(flush=True); input()"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        code_command(f"{_IMPORTS}; print(flush=True); input()"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None and child.stdout is not None
     try:

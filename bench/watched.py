@@ -21,7 +21,7 @@ from report import Figure, at_most, below
 from kvdepot.adapters import LMCacheMPSchedulerAdapter
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
-from kvdepot.processes import run_code, run_module
+from kvdepot.processes import code_command, module_command
 from kvdepot.protocol import wire
 
 __all__ = ["run"]
@@ -152,8 +152,8 @@ def _command(url: str, runs: int) -> tuple[list[float], list[float]]:
     for number in range(-1, runs):
         times = []
         for command in (
-            run_module("kvdepot.cli", "status", "--json", "--url", url),
-            run_code("import zmq, msgspec, click"),
+            module_command("kvdepot.cli", "status", "--json", "--url", url),
+            code_command("import zmq, msgspec, click"),
         ):
             begun = time.perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)

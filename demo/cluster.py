@@ -31,7 +31,7 @@ from demo import LLAMA, Measured, figures, prepare, print_machine, prompt_length
 from kvdepot import install
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 from kvdepot.protocol import wire
 
 LENGTHS = (2048 + 17, 4096 + 33)
@@ -101,7 +101,7 @@ def master(host: Host, folder: Path) -> Iterator[str]:
     ask = f"import socket; socket.create_connection(({host.address!r}, {ports[0]}), 1)"
     deadline = time.monotonic() + _WAIT_S
     try:
-        while subprocess.run([*host.inside, *run_code(ask)], capture_output=True, check=False).returncode:
+        while subprocess.run([*host.inside, *code_command(ask)], capture_output=True, check=False).returncode:
             if process.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"mooncake_master does not listen:\n{(folder / 'master.log').read_text()[-4000:]}")
             time.sleep(0.1)

@@ -39,7 +39,7 @@ from kvdepot.cli.output import Progress, progress
 from kvdepot.client import admin
 from kvdepot.config import load
 from kvdepot.errors import KVDepotError
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 
 HERE = Path(__file__).parent
 FEWEST_TOKENS, MOST_TOKENS = 257, 8432
@@ -172,8 +172,8 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
     """Start `kvdepot serve` and wait until it answers. inside: a prefix of the command, e.g. `ip netns exec NAME`."""
     server = subprocess.Popen(
         [
-            *inside, *run_module("kvdepot.cli", "serve", "--url", url), "--arena-gib", "2", "--log-level", "warning",
-            "--http", "off", *flags,
+            *inside, *module_command("kvdepot.cli", "serve", "--url", url), "--arena-gib", "2",
+            "--log-level", "warning", "--http", "off", *flags,
         ]
     )  # fmt: skip
     context: zmq.Context[Any] = zmq.Context()

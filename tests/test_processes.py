@@ -44,14 +44,14 @@ def test_code_and_modules_import_nothing_from_the_working_directory(
         pytest.skip("Python 3.10 has no -P")
     monkeypatch.setattr(processes, "_HAS_SAFE_PATH", has_safe_path)
     code = "import json, sys, click, kvdepot; print(json.dumps(sys.argv[1:]))"
-    assert run_in(trap, processes.run_code(code, "-x", "a b")) == '["-x", "a b"]\n'
-    assert run_in(trap, processes.run_module("kvdepot.cli", "--version")).startswith("kvdepot ")
+    assert run_in(trap, processes.code_command(code, "-x", "a b")) == '["-x", "a b"]\n'
+    assert run_in(trap, processes.module_command("kvdepot.cli", "--version")).startswith("kvdepot ")
 
 
 @pytest.mark.faults
 def test_the_clients_of_a_benchmark_import_nothing_from_the_working_directory(trap: Path, depot: Depot) -> None:
     small = ("-c", "1", "-n", "1", "--prompts", "1", "--chunks", "1", "--chunk-bytes", "4KiB")
-    assert "retrieve" in run_in(trap, processes.run_module("kvdepot.cli", "bench", "--url", depot.url, *small))
+    assert "retrieve" in run_in(trap, processes.module_command("kvdepot.cli", "bench", "--url", depot.url, *small))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 gives multiprocessing no way to prevent it")

@@ -11,21 +11,21 @@ import io
 import os
 import sys
 
-__all__ = ["prepare_standard_files", "run_code", "run_module"]
+__all__ = ["code_command", "module_command", "prepare_standard_files"]
 
 _HAS_SAFE_PATH = sys.version_info >= (3, 11)
 _DROP = "import sys; del sys.path[0]\n"
 _AS_MAIN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
-def run_module(name: str, *arguments: str) -> list[str]:
+def module_command(name: str, *arguments: str) -> list[str]:
     """The command line that runs a module as `python -m` does."""
     if _HAS_SAFE_PATH:
         return [sys.executable, "-P", "-m", name, *arguments]
-    return run_code(_AS_MAIN, name, *arguments)
+    return code_command(_AS_MAIN, name, *arguments)
 
 
-def run_code(code: str, *arguments: str) -> list[str]:
+def code_command(code: str, *arguments: str) -> list[str]:
     """The command line that runs this code as `python -c` does; `sys.argv[1:]` is `arguments`."""
     if _HAS_SAFE_PATH:
         return [sys.executable, "-P", "-c", code, *arguments]

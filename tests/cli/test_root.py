@@ -13,7 +13,7 @@ import click
 import pytest
 
 from kvdepot import cli
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
@@ -163,7 +163,11 @@ def test_every_encoding_of_the_terminal_will_do(
     server = ("--url", depot.url)
     for words in (["status", *server], ["ls", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(
-            run_module("kvdepot.cli", *words), capture_output=True, timeout=HANG_S, env=os.environ | locale, check=False
+            module_command("kvdepot.cli", *words),
+            capture_output=True,
+            timeout=HANG_S,
+            env=os.environ | locale,
+            check=False,
         )
         assert b"Traceback" not in done.stderr and done.stdout, done.stderr
     assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout

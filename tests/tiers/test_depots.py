@@ -229,10 +229,10 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         eventually(lambda: saved(one) == CHUNKS)
         place = ("--url", two.url)
         warm = command("warm", "--tokens", str(tokens), *place)
-        assert (warm.returncode, warm.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks are in memory\n"), warm.stderr
+        assert (warm.returncode, warm.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks in memory\n"), warm.stderr
         assert two.status()["chunks"] == CHUNKS and two.status()["holds"] == 0
         pinned = command("pin", "system", "--tokens", str(tokens), "--model", "toy", *place)
-        assert (pinned.returncode, pinned.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks are pinned\n"), pinned.stderr
+        assert (pinned.returncode, pinned.stdout) == (0, f"pin system: {CHUNKS} of {CHUNKS} chunks\n"), pinned.stderr
         assert two.status()["leases"][0]["name"] == "system"
         assert command("unpin", "system", *place).returncode == 0
         chain = ChunkChain(here.chunk_size)
@@ -240,7 +240,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         hashes = tmp_path / "hashes"
         hashes.write_text("\n".join(chain.slice(i, i + 1).hex() for i in range(CHUNKS)))
         warm = command("warm", "--hashes", str(hashes), *place)
-        assert warm.stdout == f"{CHUNKS} of {CHUNKS} chunks are in memory\n"
+        assert warm.stdout == f"{CHUNKS} of {CHUNKS} chunks in memory\n"
         hashes.write_text("abc")
         assert command("warm", "--hashes", str(hashes), *place).returncode == 2
         again = command("unpin", "system", *place)
@@ -253,7 +253,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert gone.returncode == 0 and f"memory: {CHUNKS} chunks" in gone.stdout, gone.stderr
         assert there.lookup(1, CHUNKS) == 0
         cold = command("warm", "--tokens", str(tokens), *place)
-        assert (cold.returncode, cold.stdout) == (1, f"0 of {CHUNKS} chunks are in memory\n")
+        assert (cold.returncode, cold.stdout) == (1, f"0 of {CHUNKS} chunks in memory; no tier has the next one\n")
 
 
 def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(

@@ -44,7 +44,7 @@ class Worker:
         made._role, made._model = KVConnectorRole.WORKER, "sleeper"
         made._settings, made._groups = read_settings(told.kv_connector_extra_config), find_groups(caches)
         made._ranks, made._rank, made._alignment = 1, 0, TOKENS
-        made._kv_caches, made._is_asleep = {}, False
+        made._kv_caches, made._is_asleep, made._no_room = {}, False, None
         made._connector_scheduler, made._connector_worker = None, made._link_worker()
         self.kv = {name: torch.randint(-99, 99, (BLOCKS, 2, TOKENS, 64)).to(torch.bfloat16) for name in LAYERS}
         made.register_kv_caches(self.kv)

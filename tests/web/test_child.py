@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,6 +30,13 @@ from tests.server.process import run_serve
 from tests.web.conftest import NEEDED, StartWeb, Web, children, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address(start_web: StartWeb) -> None:
@@ -220,13 +229,13 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
 
 
 def test_a_server_at_a_tcp_port_is_found_and_its_token_lies_where_its_user_looks(
-    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_web: StartWeb, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     url = f"tcp://127.0.0.1:{free_port()}"
     web = start_web(url=url)
     config = load(flags={"url": url, "arena_name": web.depot.name}, environ={})
-    assert token_path(config).parent.parent == tmp_path
+    assert token_path(config).parent.parent == short_path
     assert web.ask("POST", "/v1/forget", {"all": True}, read_token(config)).value == {"memory": 0}
 
 
@@ -360,7 +369,7 @@ def test_a_depot_that_no_new_engine_can_reach_is_not_well(start_web: StartWeb) -
 
 
 def test_the_token_of_an_abstract_socket_is_where_its_user_looks_and_not_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert token_path(load(flags={"url": "ipc://@kvdepot"}, environ={})).parent.parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    assert token_path(load(flags={"url": "ipc://@kvdepot"}, environ={})).parent.parent == short_path

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdepot.errors import KVDepotError, Unavailable
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import MessagingFuture
@@ -131,7 +131,7 @@ def _part(times: Sequence[float], part: float) -> float:
 @contextmanager
 def _started(plan: Plan) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        run_module("kvdepot.cli.load"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        module_command("kvdepot.cli.load"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # an interrupt reaches this process alone, which ends it
     )  # fmt: skip
     try:

@@ -23,7 +23,7 @@ import time
 from kvdepot import locks
 from kvdepot.errors import KVDepotError, Unavailable
 from kvdepot.memory import shm
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder, is_coming, is_on_demand, make_folder, start_lock
 
@@ -44,7 +44,7 @@ _OWN = "kvdepot-{user}-engine-"
 
 
 def _command(url: str, *flags: str) -> list[str]:
-    return run_module("kvdepot.cli", "serve", "--url", url, *flags)
+    return module_command("kvdepot.cli", "serve", "--url", url, *flags)
 
 
 def _environment(**defaults: str) -> dict[str, str]:

@@ -22,6 +22,8 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 _shared: list[Any] = []
 """What a process of `results` works with; set when it starts."""
 
+_SAFE_PATH = "PYTHONSAFEPATH"
+
 
 def processes(asked: int, is_small: bool, items: int) -> int:
     """How many processes to use. asked: by the user, 0 = as many as are worthwhile."""
@@ -39,7 +41,8 @@ def results(
     if jobs == 1:
         yield (work(shared, item) for item in items)
         return
-    os.environ["PYTHONSAFEPATH"] = "1"  # they import nothing from the working directory; Python 3.10 ignores this
+    before = os.environ.get(_SAFE_PATH, "")
+    os.environ[_SAFE_PATH] = "1"  # they import nothing from the working directory; Python 3.10 ignores this
     # Spawned, not forked, because this process may have threads (the progress bar's).
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (shared,))
     try:
@@ -50,6 +53,7 @@ def results(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        os.environ[_SAFE_PATH] = before  # to Python, empty is as not set
 
 
 def _begin(shared: Any) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from kvdepot import install
 from kvdepot.config import Config, masked
-from kvdepot.processes import run_module
+from kvdepot.processes import module_command
 from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
@@ -209,7 +209,7 @@ class Child:
             if self._stopping.is_set():
                 return 0
             process = self._process = subprocess.Popen(
-                run_module("kvdepot.web"),
+                module_command("kvdepot.web"),
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env=environ,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvdepot.errors import DeviceError
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 
 if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
@@ -112,7 +112,7 @@ def compiled(arch: int) -> Compiled:
     """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError("the copy kernel needs Triton, which is not installed: pip install triton")
-    command = run_code(_COMPILER, str(arch))
+    command = code_command(_COMPILER, str(arch))
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
         made = msgspec.json.decode(b"".join(done.stdout.splitlines()[-1:]), type=Compiled)

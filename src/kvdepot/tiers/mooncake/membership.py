@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.processes import run_code
+from kvdepot.processes import code_command
 from kvdepot.tiers.mooncake.library import Store, library
 
 __all__ = ["SPANS_UNDER_WAY", "Membership", "known"]
@@ -117,7 +117,9 @@ class Membership:
         """
         failed = f"Mooncake Store at {self.place} cannot be joined"
         try:
-            done = subprocess.run(run_code(_REHEARSAL, *words), timeout=_REHEARSAL_S, capture_output=True, text=True)
+            done = subprocess.run(
+                code_command(_REHEARSAL, *words), timeout=_REHEARSAL_S, capture_output=True, text=True
+            )
         except subprocess.TimeoutExpired as exc:
             raise TierError(f"{failed} within {_REHEARSAL_S:.0f} s") from exc
         if done.returncode:
