@@ -29,7 +29,7 @@ ENGINES = [
     "tests/vllm/test_windows.py::test_below_multiconnector_a_failed_load_is_recomputed_too",
     "tests/vllm/test_beside.py::test_a_failure_policy_that_would_end_requests_is_refused_before_a_model_is_loaded",
     "tests/vllm/test_states.py::test_prompts_come_back_bit_for_bit_in_another_engine",
-    "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
+    "tests/vllm/test_start.py::test_an_engine_runs_without_the_server_of_its_environment_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_events_and_traces_of_an_engine_say_what_it_did",
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts

@@ -49,7 +49,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
     )
     plain: dict[str, Any] = {"dtype": "float32", "block_size": 32}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    latent = {"dtype": "float32", "max_num_batched_tokens": 4096}  # vLLM computes prompts of such models in one step
+    # vLLM computes prompts of such models in one step; its backend for AMX does not compute in float32.
+    latent = {"dtype": "float32", "max_num_batched_tokens": 4096, "attention_config": {"backend": "CPU_MLA"}}
     states: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
     return {
         "ngram": Speculating(target, ngram, plain),
@@ -60,7 +61,9 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
             kind: Speculating(target, {"method": kind, "model": str(path), "num_speculative_tokens": 3}, plain)
             for kind, path in eagles.items()
         },
-        "mtp": Speculating(deepseek, {"method": "mtp", "num_speculative_tokens": 1}, latent),
+        "mtp": Speculating(
+            deepseek, {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}, latent
+        ),
         "states": Speculating(qwen, {"method": "mtp", "num_speculative_tokens": 2}, states),
     }
 
