@@ -286,7 +286,7 @@ class HostTensors(Mapped):
     def close_after_death(self) -> None:
         """Also remove the files, which torch does unless its helper process was killed together with the client."""
         self.close()
-        left = [mapping.name for mapping in self.layout.mappings]
+        left = [mapping.name for mapping in self.layout.mappings if shm.is_tensors(mapping.name)]
         for _ in range(_LOOKS):  # the kernel may be about to close the dead process's files
             left = [name for name in left if not shm.remove_left_tensors(name)]
             if not left:

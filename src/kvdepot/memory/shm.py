@@ -42,6 +42,7 @@ __all__ = [
     "LivenessFile",
     "LivenessView",
     "is_being_made",
+    "is_tensors",
     "left_tensors",
     "map_shared",
     "populate",
@@ -178,6 +179,11 @@ def left_tensors() -> Iterator[tuple[str, int]]:
             yield path.name, taken
 
 
+def is_tensors(name: str) -> bool:
+    """Whether a file has a name that torch gives to shared tensors."""
+    return _TENSORS.fullmatch(name) is not None
+
+
 def remove_left_tensors(name: str) -> bool:
     """Remove a file of torch's shared tensors if no process has it open; whether it is gone.
 
@@ -198,7 +204,7 @@ def _open_left(name: str) -> int | None:
     The kernel grants a lease for writing only then, and holds back whoever opens the file until our descriptor is
     closed. Process numbers would prove nothing: they are reused, and each container has its own.
     """
-    if not _TENSORS.fullmatch(name):
+    if not is_tensors(name):
         return None
     try:
         fd = open_shared(name)
