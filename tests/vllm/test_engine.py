@@ -116,12 +116,15 @@ def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
     engine.tell("add", request=engine.request(tokens))  # the lookup says 768 tokens ...
     depot.process.kill()
     depot.process.wait(HANG_S)
-    again = start_depot(url=depot.url, arena_mib=64)  # ... and then they are gone: another arena
-    (recomputed,) = engine.tell("finish").values()
+    (recomputed,) = engine.tell("finish").values()  # ... and then they are gone
     assert engine.tell("failed_chunks") == 3
     assert output(recomputed) == output(cold)
+    again = start_depot(url=depot.url, arena_mib=64)  # another arena
+    eventually(lambda: again.status()["instances"] == 1)
+    engine.tell("meet")
+    assert output(engine.run_fresh(tokens)) == output(cold)
     engine.tell("reset")
-    from_depot = engine.run(tokens)  # what was recomputed was stored again
+    from_depot = engine.run(tokens)  # what was computed anew was stored
     assert from_depot["cached"] == 768
     assert output(from_depot) == output(engine.run(tokens))
     again.process.kill()

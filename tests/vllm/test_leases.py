@@ -154,7 +154,9 @@ def test_refused_hints_and_refused_leases_are_counted_and_each_reason_is_logged_
     desk.peer.answer(Busy("the leases of this tenant hold too much"))
     desk.leases.hear()
     assert desk.counted() == {"lease_errors": 2}
-    logged = [record.getMessage() for record in caplog_vllm.records]
+    said = [record.getMessage() for record in caplog_vllm.records]
+    # Where vLLM's plugins have been loaded in this process, copies with the product's name reach vLLM's handlers, too.
+    logged = [line for line in said if not line.startswith("kvdepot: ")] or said
     assert len(logged) == 2 and "retain_s" in logged[0] and "hold too much" in logged[1]
 
 

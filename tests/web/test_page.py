@@ -1106,7 +1106,9 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     shows(page, "#action-effect", "2 of 2 chunks are pinned.")
     page.get_by_role("button", name="Close").click()
     times = {row[0]: row[1] for row in rows(page, "latencies")}
-    assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
+    asked = next(each["count"] for each in status["latencies"] if each["request"] == "Lookup")
+    assert asked >= 2, "more, where a busy machine answered one too late and it was repeated"
+    assert (times["Lookup"], times["Store"], times["Retrieve"]) == (str(asked), "1", "1")
     assert "Noop" not in times, "no engine waits for it"
     assert "Tokens in memory 512" in text(page, "#facts")
     assert "Chunks 2 " in text(page, "#stores")
