@@ -311,7 +311,7 @@ def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[F
 
 
 def _torch_has(gpu: Gpu) -> bool:
-    """Whether torch can use this GPU; it cannot use the stand-in of the tests."""
+    """Whether torch can use this GPU; it cannot use the fake driver of the tests."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch

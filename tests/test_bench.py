@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.eviction import POLICIES
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 NEEDED = {
     "redis": (["redis-server"], ["redis"]),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

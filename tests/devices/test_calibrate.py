@@ -1,4 +1,4 @@
-"""Calibration on GPUs of the stand-in: the choice of copy paths, and the memory of a context."""
+"""Calibration on a fake driver: the choice of copy paths, and the memory of a context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter
 from tests.conftest import HANG_S, StartDepot, eventually
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 
@@ -255,7 +255,7 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
 ) -> None:
     from kvdepot.devices.cuda import driver
 
-    monkeypatch.setenv("PYTHONPATH", machine.environment()["PYTHONPATH"])
+    monkeypatch.setenv("LD_LIBRARY_PATH", machine.environment()["LD_LIBRARY_PATH"])
     depot = start_depot("--gpu-staging-mib", "16", arena_mib=8)
     assert depot.status()["devices"] == []
     cuda = driver.load()

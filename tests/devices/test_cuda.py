@@ -1,4 +1,4 @@
-"""GPUs, with the conformance suite of devices on the stand-in of NVIDIA's driver: logic, not speed (see tests/gpu)."""
+"""GPUs, with the conformance suite of devices on a fake driver: logic, not speed (see tests/gpu)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
 from tests.devices.copy_paths import SMALL_PIECES, STAGING, CopyPathsConformance, prepare
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults  # a worker process each
 
 
-class OnStandIn(CopyPathsConformance):
+class OnFakeDriver(CopyPathsConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
 
     version: ClassVar[int] = 13000
@@ -56,7 +56,7 @@ class OnStandIn(CopyPathsConformance):
         return WorkerProcess(cls.machine.environment() | seen, gpu=0 if first else 1, how=how)
 
 
-class TestDma(OnStandIn):
+class TestDma(OnFakeDriver):
     def test_copies_are_batched_in_order_for_stores_only_and_from_pinned_memory(
         self, worker: WorkerProcess, devices: Devices, arena: Arena
     ) -> None:
@@ -73,29 +73,29 @@ class TestDma(OnStandIn):
 
 
 @pytest.mark.faults
-class TestDmaOfAnOldDriver(OnStandIn):
+class TestDmaOfAnOldDriver(OnFakeDriver):
     """Before 12.8: no batches."""
 
     version = 12040
 
 
 @pytest.mark.faults
-class TestKernel(OnStandIn):
+class TestKernel(OnFakeDriver):
     ways = ("kernel", "kernel")
 
 
-class TestStaged(OnStandIn):
+class TestStaged(OnFakeDriver):
     ways = ("staged", "staged")
 
 
 @pytest.mark.faults
-class TestVirtualMemory(OnStandIn):
+class TestVirtualMemory(OnFakeDriver):
     how = "virtual"
     ways = ("dma", "staged")
 
 
 @pytest.mark.faults
-class TestAllocationsApart(OnStandIn):
+class TestAllocationsApart(OnFakeDriver):
     how = "each"
     ways = ("staged", "kernel")
 
@@ -244,7 +244,7 @@ def test_memory_of_a_gpu_that_is_not_here_is_an_error_that_names_those_that_are(
 ) -> None:
     model = small()
     views = [view._replace(device="GPU-00000000-0000-0000-0000-000000000000") for view in worker.make(model)]
-    with pytest.raises(DeviceError, match=r"GPU-7374616e-.*GPU-7374616e-"):
+    with pytest.raises(DeviceError, match=r"GPU-61206661-.*GPU-61206661-"):
         devices.map(build_layout(views, model.axes))
     assert machine.contexts(0) == {worker.process.pid}
 
@@ -433,6 +433,6 @@ def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(
         extents = ((arena.header.chunks_start, 20 * PAGE),)
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
         mine = machine.held_by(os.getpid())["memory"]
-        assert sum(size for _, size in mine.values()) <= STAGING + sum(case.model.sizes) + 4096
+        assert sum(mine.values()) <= STAGING + sum(case.model.sizes) + 4096
     assert machine.contexts(0) == {worker.process.pid}
     assert machine.held_by(os.getpid())["memory"] == {}

@@ -11,7 +11,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 SIZE = 1 << 12
 COUNT = 16

@@ -1,4 +1,4 @@
-"""A lost GPU context, on the stand-in: the GPU is left, its memory forgotten, and other GPUs keep copying."""
+"""A lost GPU context, on a fake driver: the GPU is left, its memory forgotten, and other GPUs keep copying."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.devices.conformance import DeviceConformance, arena_of
 from tests.devices.copy_paths import STAGING, prepare
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 

@@ -16,7 +16,7 @@ from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClien
 from kvdepot.client import device_events as events
 from kvdepot.errors import DeviceError, Unavailable
 from tests.conftest import HANG_S, Depot, eventually
-from tests.standin.machine import VARIABLE, Machine
+from tests.fakecuda.machine import VARIABLES, Machine
 
 pytestmark = pytest.mark.faults
 
@@ -83,7 +83,7 @@ def machine() -> Iterator[Machine]:
 def depot(machine: Machine) -> Iterator[Depot]:
     environment = machine.environment()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PYTHONPATH", VARIABLE):
+        for name in VARIABLES:
             patch.setenv(name, environment[name])
         server = Depot()
     yield server.wait_ready()

@@ -1,4 +1,4 @@
-"""GPUs across processes: a real server and real workers on the stand-in of NVIDIA's driver, also killed ones."""
+"""GPUs across processes: a real server and real workers on a fake driver, also killed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.devices.engines import BLOCK, BLOCKS, Engine, round_trips_at_once, settled, tokens_of
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import VARIABLES, Machine
 
 pytestmark = pytest.mark.faults
 
@@ -29,7 +29,7 @@ LEAN = ("--gpu-staging-mib", "0")
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Two GPUs, for all processes that the test starts."""
     made = Machine()
-    for name in ("PYTHONPATH", "CUDA_STANDIN"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, made.environment()[name])
     yield made
     failures = made.failures()

@@ -1,4 +1,4 @@
-"""Sharing a worker's GPU memory with the server, on the stand-in for the driver; both are real processes.
+"""Sharing a worker's GPU memory with the server, on a fake driver; both are real processes.
 
 It tests the order of calls and that everything is released; tests/gpu tests that a real driver agrees.
 """
@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import eventually
 from tests.devices.peers import MIB, Peer, Raised, is_stopped
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 
@@ -247,7 +247,7 @@ def test_the_worker_keeps_no_descriptor_and_no_hold_on_its_memory(machine: Machi
     after = worker.ask("files"), machine.held_by(worker.pid)["held"].get("generic", 0)
     server.ask("close", number)
     assert after[1] - before[1] == 10  # the engine's own ten
-    assert eventually(lambda: worker.ask("files") - before[0] <= 10)  # memory of the stand-in is a file a piece
+    assert eventually(lambda: worker.ask("files") - before[0] <= 10)  # the fake driver has a file open for each piece
 
 
 def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(

@@ -1,6 +1,6 @@
 """A process that owns KV tensors on a GPU, like an engine's worker; CUDA cannot share memory within one process.
 
-Tensors are allocated through the driver alone (`DriverTensor`), so that the real driver and its stand-in run the same
+Tensors are allocated through the driver alone (`DriverTensor`), so that a real driver and the fake one run the same
 tests without torch. Run as `python -m tests.devices.worker FD`: it takes pickled calls and answers them, until the
 other end closes.
 """

@@ -1,4 +1,4 @@
-"""A worker's GPU memory in the server, with a real driver: what the stand-in can only say it believes."""
+"""A worker's GPU memory in the server, with the driver that is there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 
 class RealMachine:
-    """In the place of the stand-in's."""
+    """In the place of the fake driver's."""
 
     def environment(self) -> dict[str, str]:
         return dict(os.environ)

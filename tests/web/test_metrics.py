@@ -18,7 +18,7 @@ from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, SHM, eventually
 from tests.devices.engines import Engine as GpuEngine
 from tests.devices.engines import tokens_of
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import VARIABLES, Machine
 from tests.web.conftest import StartWeb, Web
 from tests.web.samples import read, samples
 
@@ -203,7 +203,7 @@ def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_w
 
 def test_what_the_server_has_of_a_gpu_is_told(start_web: StartWeb, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    for name in ("PYTHONPATH", "CUDA_STANDIN"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, machine.environment()[name])
     web = start_web("--gpu-staging-mib", "8", arena_mib=16)
     assert labelled(web, "device_up") == {}

@@ -1,1 +1,0 @@
-"""Stands for NVIDIA's cuda-python; see tests/standin/__init__.py."""
