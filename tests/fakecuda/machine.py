@@ -167,7 +167,7 @@ class Machine:
         return found
 
     def held_by(self, pid: int) -> dict[str, Any]:
-        """What a process has: contexts and memory with their bytes, and the number of handles and ranges of each kind."""
+        """What a process has: contexts and memory with their bytes, and the number of handles and ranges by kind."""
         ledger = self._ledger(pid)
         if not ledger:
             return {}
