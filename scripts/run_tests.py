@@ -1,6 +1,6 @@
 """Run the parts of the test suite, and rerun each failed test once, alone.
 
-    python scripts/run_tests.py [unit] [faults] [vllm]
+    python scripts/run_tests.py [unit] [faults] [gpu] [vllm]
 
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
 the run succeeds. The run fails if a test fails twice, or by a failure that is not that of a single test: more than
@@ -24,10 +24,13 @@ import pytest
 
 WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # importing vLLM takes ten seconds
 PARTS = {
-    "unit": ["-m", "not vllm and not faults", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
+    "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
+    "gpu": ["-m", "gpu", "-n", "2", "--dist", "loadfile", "tests/gpu"],
     "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
 }
+WITHIN = {"gpu": ["-m", "tests.fakecuda", sys.executable]}
+"""What runs a part's pytest, where that is not Python itself: `make test-gpu` is for real GPUs."""
 MOST = 5
 """Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""
 
@@ -75,7 +78,8 @@ def run(parts: dict[str, list[str]]) -> int:
 
 def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
     """Run one part; appends flaky tests to `flaky`. Raises `PartFailed`."""
-    outcome, status = run_pytest(arguments)
+    within = WITHIN.get(name, [])
+    outcome, status = run_pytest(arguments, within)
     if status == 0:
         return
     if outcome.broken or status != pytest.ExitCode.TESTS_FAILED or not outcome.failed:
@@ -85,7 +89,7 @@ def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
     failed_twice = []
     for test in outcome.failed:
         say(f"\nThis test failed and is run again, alone: {test}")
-        again, status = run_pytest([test])
+        again, status = run_pytest([test], within)
         if status == 0 and test in again.passed:  # a skipped test has not passed
             flaky.append(test)
         else:
@@ -94,11 +98,11 @@ def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
         raise PartFailed(f"{name}: failed twice: {', '.join(failed_twice)}")
 
 
-def run_pytest(arguments: list[str]) -> tuple[Outcome, int]:
+def run_pytest(arguments: list[str], within: list[str]) -> tuple[Outcome, int]:
     """Run pytest in a process of its own that shares our output; returns its report and exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "outcome.json")
-        command = [sys.executable, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
+        command = [sys.executable, *within, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
         # Hundreds of processes import the same modules; the first one compiles them for all.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         status = subprocess.run(command, env=environ, check=False).returncode
