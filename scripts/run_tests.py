@@ -102,7 +102,8 @@ def run_pytest(arguments: list[str], within: list[str]) -> tuple[Outcome, int]:
     """Run pytest in a process of its own that shares our output; returns its report and exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "outcome.json")
-        command = [sys.executable, *within, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
+        command = [sys.executable, *within, "-m", "pytest", "-p", "scripts.run_tests"]
+        command += [f"--outcome={report}", *arguments]
         # Hundreds of processes import the same modules; the first one compiles them for all.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         status = subprocess.run(command, env=environ, check=False).returncode

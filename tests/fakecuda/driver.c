@@ -626,8 +626,11 @@ static void end_context(struct context *context) {
         note_failure("a context ended with work in its streams");
     for (struct range *range = ranges, *next; range; range = next) {
         next = range->next;
-        if (range->context == context->handle)
-            free_range(range);
+        if (range->context != context->handle)
+            continue;
+        if (range->kind == REGISTERED && !context->broken && !fault_count) /* it ends the registration, but nobody says so */
+            note_failure("a context ended with %lu bytes registered in it", range->size);
+        free_range(range);
     }
     for (struct stream **place = &streams; *place;) {
         struct stream *stream = *place;
