@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as cu
+from footprints import descriptors_and_maps
 
 from kvdepot.devices.cuda import descriptors, sharing
 from kvdepot.devices.cuda.driver import load
@@ -251,6 +252,11 @@ class Peer:
     def free_bytes(self) -> int:
         """Of the GPU, as its driver says."""
         return int(self.driver.call("cuMemGetInfo")[0])
+
+    def footprint(self) -> dict[str, int]:
+        """What must not grow: memory in use on the GPU, and this process's descriptors and mappings."""
+        free, total = self.driver.call("cuMemGetInfo")
+        return {"gpu": int(total) - int(free), **descriptors_and_maps()}
 
     def files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths

@@ -21,8 +21,8 @@ class Peer:
 
     def __init__(self, machine: Machine, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(HERE / "peer.py")],
-            env={**machine.environment(), **environment},
+            [sys.executable, str(HERE / "peer.py")],
+            env={"PYTHONWARNINGS": "error", **machine.environment(), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

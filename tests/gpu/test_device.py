@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,25 +13,20 @@ from kvdepot.devices import Devices
 from kvdepot.protocol.layout import build_layout
 from tests.devices.conformance import DeviceConformance, arena_of
 from tests.devices.copy_paths import CopyPathsConformance
+from tests.devices.footprints import assert_settles, host_bytes
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
 
 MIB = 1 << 20
-GPU_SLACK = 4 * MIB
-HOST_SLACK = 32 * MIB
+HOST_SLACK = 4 * MIB
 WITH_CONTEXTS = 10
-
-
-def host_bytes() -> int:
-    """Memory of this process's own."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) << 10
 
 
 class OnGpu(CopyPathsConformance):
     """On GPU 0. What other processes take meanwhile would be taken for ours: the GPU must be idle."""
 
     asking: WorkerProcess
+    slack: ClassVar[dict[str, int]] = {"host": HOST_SLACK}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -49,12 +42,6 @@ class OnGpu(CopyPathsConformance):
     def footprint(self) -> dict[str, Any]:
         free, total = self.asking.call("info")
         return {**super().footprint(), "gpu": total - free, "host": host_bytes()}
-
-    def assert_no_more(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        print(f"\nbefore {before}\nafter  {after}", file=sys.stderr)
-        assert after["gpu"] <= before["gpu"] + GPU_SLACK
-        assert after["host"] <= before["host"] + HOST_SLACK
-        assert after["fds"] <= before["fds"] and after["maps"] <= before["maps"]
 
 
 class TestDma(OnGpu): ...
@@ -88,12 +75,10 @@ class TestAsItIs(DeviceConformance):
         yield worker
         worker.close()
 
-    def footprint(self) -> dict[str, Any]:
-        return {"host": host_bytes(), **super().footprint()}
+    slack: ClassVar[dict[str, int]] = {"host": HOST_SLACK}
 
-    def assert_no_more(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        assert after["host"] <= before["host"] + HOST_SLACK
-        assert after["fds"] <= before["fds"]
+    def footprint(self) -> dict[str, Any]:
+        return {**super().footprint(), "host": host_bytes()}
 
     def test_a_chunk_across_pieces_of_pinned_memory(self, worker: WorkerProcess, devices: Devices) -> None:
         """64 MiB a piece: chunks of some MiB around both edges of the second."""
@@ -118,25 +103,11 @@ def test_contexts_come_and_go_and_leave_nothing() -> None:
         devices = Devices(arena, 64 * MIB)
         model = Model().add("mla", 4, 2, 1, 8, "bfloat16")
         layout = build_layout(worker.make(model), model.axes)
-        for _ in range(2):
-            devices.map(layout).close()
-        before = suite.footprint()
-        for _ in range(WITH_CONTEXTS):
-            devices.map(layout).close()
-        suite.assert_no_more(before, suite.footprint())
+        assert_settles(lambda: devices.map(layout).close(), suite.footprint, WITH_CONTEXTS, suite.slack)
         assert devices.status() == []
         devices.close()
     worker.close()
     asking.close()
-
-
-def test_there_is_room_on_the_gpu_for_these_tests() -> None:
-    worker = WorkerProcess(os.environ)
-    try:
-        free, total = worker.call("info")
-        assert free > 1 << 30, f"{free} of {total} bytes are free: somebody else is using the GPU"
-    finally:
-        worker.close()
 
 
 def test_memory_that_was_not_made_for_it_is_refused_with_what_to_set() -> None:

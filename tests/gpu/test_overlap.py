@@ -14,6 +14,7 @@ from tests.devices.engines import Engine, tokens_of
 
 BAR = 1.05
 SCALE = 256
+ARENA_MIB = 4096
 ROUNDS = 12
 ROUND_S = 0.5
 
@@ -39,7 +40,7 @@ def test_stores_slow_a_saturating_loop_of_matrix_products_by_5_percent_at_most(
     start_depot: StartDepot, torch_on_gpu: Any
 ) -> None:
     torch = torch_on_gpu
-    depot = start_depot(arena_mib=4096)
+    depot = start_depot(arena_mib=ARENA_MIB)
     engine = Engine(depot.url, os.environ, scale=SCALE)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)

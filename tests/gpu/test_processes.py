@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,14 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, eventually
 from tests.devices.engines import BLOCKS, Engine, round_trips_at_once, settled, tokens_of
+from tests.devices.footprints import assert_settles
 from tests.devices.worker import WorkerProcess
 
 SCALE = 8192
 """Blocks of 17 MiB: twelve of them take some milliseconds to copy."""
 ARENA_MIB = 2048
 SLACK = 64 << 20
+"""Less than a context takes, and more than a driver keeps that has loaded its own parts by and by."""
 SOURCE, TARGET = list(range(12)), list(range(12, 24))
 
 StartEngine = Callable[..., Engine]
@@ -104,12 +108,12 @@ def test_a_worker_killed_in_mid_copy_is_given_up_and_others_are_served(
     begun(depot, begin)
     victim.process.kill()
     settled(depot, instances=1)
-    eventually(lambda: used_bytes() <= before + SLACK)
+    eventually(lambda: used_bytes() <= before + sum(victim.model.sizes) // 2)
     other.round_trip(SOURCE, TARGET, tokens_of(99, 3))
 
 
 def test_a_server_killed_in_mid_copy_fails_the_blocks_of_a_retrieve_and_the_next_one_serves(
-    start_depot: StartDepot, start_engine: StartEngine, used_bytes: Callable[[], int]
+    start_depot: StartDepot, start_engine: StartEngine
 ) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     depot = start_depot(arena_mib=ARENA_MIB, name=name)
@@ -127,17 +131,32 @@ def test_a_server_killed_in_mid_copy_fails_the_blocks_of_a_retrieve_and_the_next
     engine.round_trip(SOURCE, TARGET, tokens_of(2, 3))
 
 
+def all_pinned(depot: Depot) -> dict[str, Any]:
+    """Waits until the whole arena is registered with the driver; the entry of the only GPU in use."""
+
+    def entry() -> dict[str, Any] | None:
+        status = depot.status()
+        (device,) = status["devices"]
+        return device if device["pinned_bytes"] >= status["capacity_bytes"] else None
+
+    return eventually(entry)
+
+
 def test_the_gpu_is_left_with_the_last_worker(
     start_depot: StartDepot, start_engine: StartEngine, used_bytes: Callable[[], int]
 ) -> None:
     depot = start_depot(arena_mib=256)
     before = used_bytes()
-    assert depot.status()["devices"] == []
-    engine = start_engine(depot)
-    engine.round_trip(SOURCE, TARGET, tokens_of(1, 3))
-    (told,) = depot.status()["devices"]
-    assert told["registrations"] == 1
-    engine.process.kill()
-    settled(depot)
-    assert depot.status()["devices"] == []
-    eventually(lambda: used_bytes() <= before)
+    seeds = itertools.count(1)
+
+    def live() -> None:
+        assert depot.status()["devices"] == []
+        engine = start_engine(depot)
+        engine.round_trip(SOURCE, TARGET, tokens_of(next(seeds), 3))
+        assert all_pinned(depot)["registrations"] == 1
+        engine.process.kill()
+        settled(depot)
+        eventually(lambda: depot.status()["devices"] == [])
+        eventually(lambda: used_bytes() <= before + SLACK)  # no context is left
+
+    assert_settles(live, lambda: {"bytes of the GPU": used_bytes()}, 2)
