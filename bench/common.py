@@ -26,6 +26,13 @@ __all__ = [
     "listening_at", "mappings", "new_url", "say", "transfer_config", "wait_or_kill",
 ]  # fmt: skip
 
+try:
+    import click  # noqa: F401
+except ImportError:  # an environment for the figures of GPUs may lack it
+    _COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "serve.py")]
+else:
+    _COMMAND = module_command("kvdepot.cli")
+
 SHM = Path("/dev/shm")
 READY_S = 60.0
 
@@ -240,7 +247,7 @@ class Serve:
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             [
-                *module_command("kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena),
+                *_COMMAND, "serve", "--url", self.url, "--arena-name", self.arena,
                 "--chunk-size", str(chunk_size), *([] if "--http" in flags else ["--http", "off"]), *size, *flags,
             ],
             stderr=self._log,

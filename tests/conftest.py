@@ -27,7 +27,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
 
-with contextlib.suppress(ImportError):  # the environment of a GPU's tests may not have it
+with contextlib.suppress(ImportError):  # an environment for GPU tests may lack it
     from hypothesis import HealthCheck, settings
 
     # Hypothesis bounds the time of each example and of making them: on a busy machine any property breaks that.
@@ -36,6 +36,13 @@ with contextlib.suppress(ImportError):  # the environment of a GPU's tests may n
         "busy machine", usual, deadline=None, suppress_health_check=[*usual.suppress_health_check, HealthCheck.too_slow]
     )
     settings.load_profile("busy machine")
+
+try:
+    import click  # noqa: F401
+except ImportError:  # an environment for GPU tests may lack it
+    COMMAND = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "serve.py")]
+else:
+    COMMAND = [sys.executable, "-m", "kvdepot.cli"]
 
 SHM = Path("/dev/shm")
 HANG_S = 120.0
@@ -93,7 +100,7 @@ class Depot:
     """A `kvdepot serve` process."""
 
     names: ClassVar[set[str]] = set()
-    command: ClassVar[list[str]] = [sys.executable, "-m", "kvdepot.cli"]
+    command: ClassVar[list[str]] = COMMAND
 
     def __init__(
         self,

@@ -50,3 +50,17 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}"
     return done.stdout
+
+
+def hidden(folder: Path, *modules: str) -> str:
+    """A folder for PYTHONPATH that makes importing these modules fail, as if they were not installed."""
+    folder.mkdir()
+    for name in modules:
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} is hidden by a test')\n")
+    return str(folder)
+
+
+BEYOND_GPU_TESTS = (
+    "click", "datasketches", "hypothesis", "prometheus_client", "rich", "uvicorn", "xxhash", "zstandard", "redis",
+)  # fmt: skip
+"""Packages without which GPU tests and figures must run: of kvdepot's, they need pyzmq, msgspec, blake3 and numpy."""
