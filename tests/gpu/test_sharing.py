@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from tests.devices.peers import MIB, Peer, Raised
 
 LARGEST = 2000 * MIB
 """Bytes of the largest allocation here."""
-with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+with_torch = pytest.mark.usefixtures("torch_on_gpu")
 
 
 class RealMachine:
