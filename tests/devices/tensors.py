@@ -22,7 +22,7 @@ DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float6
 KINDS = [
     "blocks first", "keys and values apart", "keys and values together", "mla", "rows padded", "every second block",
     "behind others", "heads before rows", "heads outside", "blocks last", "layers side by side",
-    "layers behind each other",
+    "layers of two sizes side by side", "layers behind each other",
 ]  # fmt: skip
 
 
@@ -113,6 +113,10 @@ def _paged(
         case "layers side by side":
             base = make(nb, heads, rows, dim)
             return base, [base[:, i] for i in range(heads)], 0
+        case "layers of two sizes side by side":  # all of one size, then all of the other; named in turns
+            base = make(nb, heads * (rows + 1), dim)
+            ends = [((i + 1) * rows, heads * rows + i + 1) for i in range(heads)]
+            return base, [part for one, two in ends for part in (base[:, one - rows : one], base[:, two - 1 : two])], 0
     assert kind == "layers behind each other", kind
     base = make(heads, nb, rows, dim)
     return base, [base[i] for i in range(heads)], 0

@@ -6,12 +6,14 @@ import random
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.devices.cuda.plan import Plan, Planner
 from kvdepot.memory.copier import CopyPiece
-from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.layout import Layout, Mapping, Segment, TensorView, build_layout
+from tests.devices.tensors import Model
 
 DEVICE, HOST = 1 << 33, 1 << 34
 ARENA = 20_000
@@ -87,6 +89,22 @@ def test_adjacent_blocks_and_segments_become_one_copy() -> None:
     assert len(Planner(layout, [DEVICE]).plan([adjacent], HOST, 1 << 30)) == 2  # a copy a segment
     apart = CopyPiece(((0, 4096),), np.array([2, 4, 6], np.intp))
     assert len(Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies"),
+    [("layers side by side", 1), ("layers of two sizes side by side", 1), ("layers behind each other", 8)],
+)
+def test_layers_that_lie_side_by_side_in_a_block_are_one_copy_a_block(kind: str, copies: int) -> None:
+    model = Model().add(kind, 9, 16, 8, 64, "bfloat16")
+    views = [
+        TensorView(layer.name, "m", model.sizes[0], layer.offset, layer.shape, layer.strides, 2, layer.dtype)
+        for layer in model.layers
+    ]
+    layout = build_layout(views, model.axes)
+    apart = CopyPiece(((0, 3 * layout.block_bytes),), np.array([6, 2, 4], np.intp))
+    plan = Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)
+    assert len(plan) == 3 * copies and plan.sizes.tolist() == [layout.block_bytes // copies] * len(plan)
 
 
 def test_a_plan_is_arrays_that_the_driver_can_read_by_their_addresses() -> None:

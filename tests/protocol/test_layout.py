@@ -171,6 +171,18 @@ def test_layers_that_lie_side_by_side_in_every_block_become_one_segment() -> Non
     assert_describes(layout, views, [0, 0, 0])
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_layers_side_by_side_are_one_segment_in_whatever_order_they_are_given(order: tuple[int, ...]) -> None:
+    """vLLM names the layers of a model whose pages differ in size in another order than it lays them out."""
+    places = {0: (0, 32), 1: (32, 16), 2: (48, 48)}  # offset and bytes of each layer in a block of 96 bytes
+    views = [
+        TensorView(f"l{i}", "all", 4 * 96, places[i][0], (4, places[i][1] // 2), (96, 2), 2, "bfloat16") for i in order
+    ]
+    layout = build_layout(views, [0, 0, 0])
+    assert layout.segments == [Segment(0, 0, 96, 96)]
+    assert_describes(layout, views, [0, 0, 0])
+
+
 def test_layers_behind_each_other_in_one_mapping_stay_apart() -> None:
     views = [dense("a", (4, 8), mapping="m"), dense("b", (4, 8), mapping="m", offset=64)]
     views[0] = views[0]._replace(mapping_bytes=128)
@@ -324,6 +336,38 @@ def test_layouts_with_one_fingerprint_agree_on_every_byte_of_a_chunk(data: st.Da
         assert one[1] == two[1]
     elif one[1] != two[1]:
         assert one[0].fingerprint != two[0].fingerprint
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_layers_side_by_side_with_one_fingerprint_agree_on_every_byte(data: st.DataObject) -> None:
+    """Each layer in any place of a block, with or without a gap behind it, as one run or as two."""
+    sizes, layouts = data.draw(st.tuples(*[st.sampled_from([2, 2, 4])] * 3)), []
+    for _ in range(2):
+        heads, offset, views = data.draw(st.sampled_from([0, 0, 32])), 0, {}
+        for number in data.draw(st.permutations(range(3))):
+            shape = (3, 2, sizes[number] // 2)
+            strides = (64, heads or shape[2], 1)
+            views[number] = TensorView(f"l{number}", "all", 256, offset, shape, strides, 1, "float8_e4m3fn")
+            offset += (shape[2] if heads else sizes[number]) + data.draw(st.sampled_from([0, 0, 1]))
+        given = [views[number] for number in range(3)]
+        layouts.append((build_layout(given, [0, 0, 0]), given))
+    for layout, given in layouts:
+        assert_describes(layout, given, [0, 0, 0])
+    one, two = (chunk_contents(layout, given, [0, 0, 0], [2, 0]) for layout, given in layouts)
+    assert (layouts[0][0].fingerprint == layouts[1][0].fingerprint) == (one == two)
+
+
+def test_layers_of_one_size_that_are_joined_in_other_pairs_have_different_fingerprints() -> None:
+    def layout(places: dict[str, int]) -> Layout:
+        views = [
+            TensorView(name, "all", 3 * 64, at, (3, 8), (64, 1), 1, "float8_e4m3fn") for name, at in places.items()
+        ]
+        return build_layout(views, [0, 0, 0])
+
+    first, other = layout({"a": 0, "b": 8, "c": 24}), layout({"a": 0, "b": 24, "c": 8})
+    assert [segment.size for segment in first.segments] == [segment.size for segment in other.segments] == [16, 8]
+    assert first.fingerprint != other.fingerprint
 
 
 @given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([0, 1, 2]), st.sampled_from(sorted(DTYPES)))

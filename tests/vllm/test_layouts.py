@@ -68,6 +68,8 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
         raw, caches = laid_out(kind, layout, TOKENS // split)
         described = describe_kv({**caches, "shares": caches["layer.0"]}, BLOCKS, "backend")
         assert described.num_blocks == BLOCKS
+        if layout.startswith("B") and kind != "padded":
+            assert len(described.segments) == 1, f"{layout}: all layers of a block are one piece"
         assert described.block_bytes == LAYERS * split * prod(caches["layer.0"].shape[1:]) * 2, layout
         # What a retrieve makes of blocks that were stored, as the engine sees them ...
         arena, extents = Arena(2 * described.block_bytes), [(0, 2 * described.block_bytes)]
@@ -119,6 +121,34 @@ def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tenso
         tensor = KVCacheTensor(len(raw), names, layer_stride=strides[0], block_stride=strides[1])
         groups[kind] = dict(zip(names, create_kv_cache_views(raw, spec, BLOCKS, order, tensor), strict=True))
     return raw, groups
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_pages_of_two_sizes_are_one_piece_of_a_block_in_whatever_order_vllm_names_them(layout: str) -> None:
+    """MLA with an indexer: two layers in turns, and in memory all of one kind before all of the other."""
+    from vllm.v1.kv_cache_interface import (
+        KVCacheTensor,
+        MLAAttentionSpec,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvdepot.integrations.vllm.worker import describe_kv
+
+    specs = [MLAAttentionSpec(TOKENS, num_kv_heads=1, head_size=size, dtype=torch.bfloat16) for size in (48, 16)]
+    block = sum(LAYERS * spec.page_size_bytes for spec in specs)
+    raw, kinds, offset = torch.zeros(block * BLOCKS, dtype=torch.int8), [], 0
+    for number, spec in enumerate(specs):
+        names = [f"{number}.{i}" for i in range(LAYERS)]
+        fixed = (None, block, None, None, None)
+        strides = compute_layout_strides(spec, BLOCKS, LAYERS, KVCacheLayout[layout], fixed_strides=fixed)
+        tensor = KVCacheTensor(len(raw), names, layer_stride=strides[0], block_stride=block, offset=offset)
+        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout[layout], tensor)
+        kinds.append(list(zip(names, views, strict=True)))
+        offset += LAYERS * spec.page_size_bytes
+    described = describe_kv(dict(pair for both in zip(*kinds, strict=True) for pair in both), BLOCKS, "backend")
+    assert [segment.size for segment in described.segments] == [block]
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])

@@ -203,9 +203,12 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
             raise LayoutError(f"KV tensors need more than {MAX_SEGMENTS} segments per block")
-    segments = _merge(segments)
-    # Merging changes the order of a chunk's bytes, so the merged sizes are part of their meaning.
+    given = segments
+    segments, order = _merge(given)
+    # Merging changes the order of a chunk's bytes, so it is part of their meaning.
     identity.update(msgspec.msgpack.encode([segment.size for segment in segments]))
+    if order != sorted(order):
+        identity.update(msgspec.msgpack.encode([(number, given[number].size) for number in order]))
     layout = Layout(
         mappings=list(mappings.values()),
         segments=segments,
@@ -250,11 +253,16 @@ def _meaning(view: TensorView, axis: int) -> bytes:
     return msgspec.msgpack.encode([view.name, view.dtype, sizes, [i - (i > axis) for i in order]])
 
 
-def _merge(segments: list[Segment]) -> list[Segment]:
-    """Join segments that are adjacent in memory in every block. Keeps the order."""
-    merged: list[Segment] = []
-    for segment in segments:
-        last = merged[-1] if merged else None
+def _merge(segments: Sequence[Segment]) -> tuple[list[Segment], list[int]]:
+    """Join segments that are adjacent in memory in every block, in whatever order they are given.
+
+    Also returns the numbers of the given segments in the order of their bytes. Joined ones are in memory's order, at
+    the place of the first that was given; without any, the order is kept.
+    """
+    merged: list[tuple[list[int], Segment]] = []
+    for number in sorted(range(len(segments)), key=lambda i: (segments[i].mapping, segments[i].offset)):
+        segment = segments[number]
+        joined, last = merged[-1] if merged else ([], None)
         if (
             last is not None
             and last.mapping == segment.mapping
@@ -262,7 +270,9 @@ def _merge(segments: list[Segment]) -> list[Segment]:
             and last.offset + last.size == segment.offset
             and last.size + segment.size <= last.stride
         ):
-            merged[-1] = Segment(last.mapping, last.offset, last.stride, last.size + segment.size)
+            joined.append(number)
+            merged[-1] = joined, Segment(last.mapping, last.offset, last.stride, last.size + segment.size)
         else:
-            merged.append(segment)
-    return merged
+            merged.append(([number], segment))
+    merged.sort(key=lambda each: min(each[0]))
+    return [segment for _, segment in merged], [number for joined, _ in merged for number in joined]
