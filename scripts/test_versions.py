@@ -22,6 +22,7 @@ ENGINES = [
     "tests/vllm/test_identity.py::test_every_field_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason",
     "tests/vllm/test_identity.py::test_every_field_of_a_real_configuration_is_reached",
     "tests/vllm/test_layouts.py",
+    "tests/vllm/test_block_major.py",
     "tests/vllm/test_engine.py::test_a_fresh_engine_gets_what_an_earlier_one_stored",
     "tests/vllm/test_engine.py::test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens",
     "tests/vllm/test_engine.py::test_an_unknown_setting_is_named_at_start",

@@ -231,6 +231,25 @@ def test_variables_that_change_numbers_separate_engines(
     assert _name(config) != before
 
 
+def test_layouts_separate_engines_and_not_what_asked_for_them(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+
+    def name(layout: str | None) -> str:
+        found = copy.deepcopy(config)
+        record_kv_cache_layout(found.cache_config, layout) if layout else None
+        found.instance_id += f"-kvdepot-{'0' * 32}-1000"  # as noted before vLLM settles it
+        return _name(found)
+
+    names = {layout: name(layout) for layout in (None, "LBHNC", "LBNHC", "BLHNC", "BLNHC")}
+    assert len(set(names.values())) == len(names)
+    assert names["BLNHC"] == name("BLNHC")
+    before = _name(config)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLNHC")
+    assert _name(config) == before
+
+
 def test_every_variable_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -144,6 +144,8 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
     [
         ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
         ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
+        ({"kvdepot.layout": "BLNHC"}, "kvdepot.layout is 'BLNHC', not one of engine, blocks"),
+        ({"kvdepot.layout": True}, "kvdepot.layout is True, not of type str"),
         ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not of type bool"),
         ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
         (

@@ -23,7 +23,7 @@ Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.start` and `kvd
 decoded chunks, too; default false), `kvdepot.weights_revision` (names weights that their path does not identify),
 `kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py),
 `kvdepot.events_topic` (under which routers know this engine; descriptions.py), `kvdepot.max_hint_s` (the longest time
-for which a request's hints keep its chunks; hints.py).
+for which a request's hints keep its chunks; hints.py), `kvdepot.layout` (how the layers of a block lie; layouts.py).
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
+from kvdepot.integrations.vllm.layouts import required_layout, tell_layout
 from kvdepot.integrations.vllm.link import Link
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.place import find_place
@@ -126,6 +127,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            tell_layout(settings.layout, vllm_config)
             without = UnconnectedScheduler(vllm_config, self._model)
             place = find_place(settings, self._engine_id)
             self._connector_scheduler = Link(place, without, tells=not settings.is_embedded)
@@ -227,6 +229,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._connector_worker.half
 
     # -- both halves
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout to ask vLLM for; None: it chooses. Raises ConfigError for settings that make no sense."""
+        assert vllm_config.kv_transfer_config is not None
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return required_layout(settings.layout, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -22,6 +22,7 @@ HARMLESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
         "VLLM_CUDART_SO_PATH", "VLLM_HAS_FLASHINFER_CUBIN", "VLLM_NCCL_INCLUDE_PATH", "VLLM_NCCL_SO_PATH",
     ),
     "which plugins are loaded: they are described themselves": ("VLLM_PLUGINS",),
+    "which layout KV has: the one that results is described itself": ("VLLM_KV_CACHE_LAYOUT",),
     "how other connectors and caches move data": (
         "MOONCAKE_PREFERRED_SEGMENT", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "VLLM_EC_SIDE_CHANNEL_HOST",
         "VLLM_EC_SIDE_CHANNEL_PORT", "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",

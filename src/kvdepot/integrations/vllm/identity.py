@@ -23,6 +23,7 @@ from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.processor import platform_facts
 from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts, noted_since
 from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.layouts import LAYOUTS
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
 from kvdepot.protocol.addresses import fault_of_endpoint
@@ -74,7 +75,8 @@ class Settings:
 
     url, start, required: see place.py; an empty url stands for the default endpoint. key: a file; empty: the client's
     default. boundary_chunks: see plan.py; 0: the default. events_topic: see wire.Register; empty: none. max_hint_s: the
-    longest time for which a request's hints keep its chunks, in seconds; 0: they do not, and remove none.
+    longest time for which a request's hints keep its chunks, in seconds; 0: they do not, and remove none. layout: see
+    layouts.py.
     """
 
     url: str = ""
@@ -86,6 +88,7 @@ class Settings:
     boundary_chunks: int = 0
     events_topic: str = ""
     max_hint_s: int = 1 << 31
+    layout: str = "engine"
 
     @property
     def is_embedded(self) -> bool:
@@ -119,8 +122,9 @@ def read_settings(extra: dict[str, Any]) -> Settings:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    if settings.start not in _STARTS:
-        raise ConfigError(f"{_PREFIX}start is {settings.start!r}, not one of {', '.join(_STARTS)}")
+    for name, value, values in (("start", settings.start, _STARTS), ("layout", settings.layout, LAYOUTS)):
+        if value not in values:
+            raise ConfigError(f"{_PREFIX}{name} is {value!r}, not one of {', '.join(values)}")
     return settings
 
 
@@ -198,6 +202,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
         "engine": noted_facts(vllm_config) or describe_engine(vllm_config, vouched=bool(weights_revision)),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
+        "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after facts.py has described the engine
         "weights": [_weights_or_name(vllm_config, model, weights_revision) for model in models_of(vllm_config)],
         "revision": weights_revision,
     }
