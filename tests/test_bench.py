@@ -159,7 +159,7 @@ def test_the_tiny_benchmark_of_gpus_reports_every_figure_but_those_that_need_tor
     out = tmp_path / "bench.json"
     environment = machine.environment()
     environment["PYTHONPATH"] = os.pathsep.join(
-        [hidden(tmp_path / "hidden", *BEYOND_GPU_TESTS), environment["PYTHONPATH"]]
+        filter(None, [hidden(tmp_path / "hidden", *BEYOND_GPU_TESTS), environment.get("PYTHONPATH")])
     )
     try:
         done = subprocess.run(
