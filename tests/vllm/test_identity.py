@@ -403,6 +403,28 @@ def test_functions_of_vllms_own_are_described_by_their_names(config: VllmConfig)
     assert "hf_config_override" in _text(config)
 
 
+def test_arguments_bound_to_functions_of_vllms_own_separate_engines_unless_they_are_defaults(
+    config: VllmConfig,
+) -> None:
+    """vLLM 0.33 binds the default of one to the function that draft models' configurations have."""
+
+    def override(given: Any, extra: Any = None) -> Any:
+        return given
+
+    def named(overrides: Any) -> str:
+        changed = copy.deepcopy(config)
+        changed.model_config.hf_overrides = overrides
+        return _name(changed)
+
+    with pytest.raises(ConfigError, match="hf_overrides"):
+        named(functools.partial(override, extra=None))
+    override.__module__ = "vllm.config.speculative"
+    plain = named(override)
+    assert named(functools.partial(override, extra=None)) == plain
+    others = [functools.partial(override, extra={"a": 1}), functools.partial(override, extra={"a": 2})]
+    assert len({plain, *map(named, others), named(functools.partial(override, None))}) == 4
+
+
 @pytest.mark.parametrize(
     ("where", "field", "value", "message"),
     [

@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, partial
+from inspect import Parameter, signature
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 from kvdepot.errors import ConfigError
 
@@ -304,6 +306,16 @@ def describe_config(config: object, vouched: bool) -> object:
     return _describe(config, type(config).__name__, vouched, 0)
 
 
+def _describe_bound(bound: partial[Any], inner: Callable[[object, object], object]) -> object:
+    """A function with arguments that are bound to it; as itself, where those are its own defaults."""
+    function = inner("func", bound.func)
+    own = {name: each.default for name, each in signature(bound.func).parameters.items()}
+    keywords = {name: item for name, item in bound.keywords.items() if item != own.get(name, Parameter.empty)}
+    if not bound.args and not keywords:
+        return function
+    return [function, inner("args", bound.args), inner("keywords", keywords)]
+
+
 def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
@@ -322,6 +334,8 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
             return f"{value.__module__}.{value.__qualname__}"
         case FunctionType() if value.__module__.startswith("vllm.") and value.__closure__ is None:
             return f"{value.__module__}.{value.__qualname__}"  # vLLM's own, such as a draft model's `hf_overrides`
+        case partial():
+            return _describe_bound(value, inner)
         case Mapping():
             return {str(key): inner(key, item) for key, item in value.items()}
         case Set():
