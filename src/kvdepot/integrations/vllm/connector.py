@@ -176,8 +176,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self._fit(client)
         is_dense = self._kv_cache_config.prefix_cache_retention_interval is None
         lookahead = lookahead_tokens(self._vllm_config)
-        # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`.
-        holds_all = self._vllm_config.use_v2_model_runner
+        # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only of
+        # models with states, whose blocks are zeroed, too.
+        holds_all = self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing
         plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead, holds_all)
         depot = SchedulerClient(client, spec, reports=True)
         # Either the server publishes what this engine can load, or the engine does: a router must not hear it twice.
@@ -278,6 +279,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM should try again rather than preempt a request: blocks that are being stored will be free."""
         return self._scheduler.has_pending_block_frees()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM should go on with steps that compute nothing: only then do stores that hold blocks end, without
+        which a paused engine cannot reset its caches."""
+        return self._scheduler.holds_blocks()
 
     def on_new_request(self, request: Request) -> None:
         """Look the prompt up.

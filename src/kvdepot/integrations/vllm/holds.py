@@ -56,6 +56,11 @@ class Holds:
         self._held += len(blocks)
         return True
 
+    @property
+    def is_any_held(self) -> bool:
+        """Whether a block is held; steps end that, whether or not they compute anything."""
+        return self._held > 0
+
     def will_end_soon(self) -> bool:
         """Whether blocks that vLLM lacks may be released in a moment, so that it need not preempt a request."""
         return self._held > 0 and time.monotonic() < self._moved_at + _PATIENCE_S

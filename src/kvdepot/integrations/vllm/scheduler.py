@@ -118,6 +118,9 @@ class SchedulerHalf:
     def has_pending_block_frees(self) -> bool:
         return self._holds.will_end_soon()
 
+    def holds_blocks(self) -> bool:
+        return self._holds.is_any_held
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._known.take() if self._known is not None else ()
 

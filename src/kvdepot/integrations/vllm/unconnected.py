@@ -59,6 +59,9 @@ class UnconnectedScheduler:
     def has_pending_block_frees(self) -> bool:
         return False
 
+    def holds_blocks(self) -> bool:
+        return False
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         return ()
 

@@ -1,0 +1,174 @@
+"""The connector below both of vLLM's runners, step by step, in the order of each, with a drafter and without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.vllm import drafters, engines
+from tests.vllm.by_hand import BATCH, CHUNK, VOCABULARY, Engine, check
+from tests.vllm.engines import nothing_is_held
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+StartByHand = Callable[..., Engine]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's, of the one worker that is in this process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    file = tmp_path_factory.mktemp("groups") / "file"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "target": engines.write_model(folder / "target", drafters.TARGET),
+        "drafter": drafters.write_drafter(folder / "drafter", "eagle", drafters.TARGET),
+    }
+
+
+@pytest.fixture
+def depot(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=64, chunk_size=CHUNK)
+
+
+@pytest.fixture
+def start(
+    depot: Depot, paths: dict[str, Path], process_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartByHand]:
+    """Start an engine with a runner; the one before it ends."""
+    started: list[Engine] = []
+
+    def begin(runner: str, drafter: bool, **options: Any) -> Engine:
+        if started:
+            started.pop().close()
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
+        started.append(Engine(depot.url, paths["target"], runner, paths["drafter"] if drafter else None, **options))
+        return started[-1]
+
+    yield begin
+    if started:
+        started.pop().close()
+
+
+runners = pytest.mark.parametrize("runner", ["V1", "V2"])
+with_and_without = pytest.mark.parametrize("drafter", [False, True], ids=["alone", "drafter"])
+steps = pytest.mark.parametrize("steps", [1, 2])
+
+
+@runners
+@with_and_without
+@steps
+def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
+    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
+) -> None:
+    tokens = prompt(1, 5 * CHUNK + 9)
+    engine = start(runner, drafter, steps=steps)
+    assert engine.run("first", tokens, says=40) == 0
+    engine = start(runner, drafter, steps=steps)
+    assert not any(kv.any() for kv in engine.worker.kv.values())
+    assert engine.run("second", tokens, says=40) == 5 * CHUNK
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@runners
+@with_and_without
+@steps
+def test_preempted_requests_store_no_wrong_byte_and_end_once(
+    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
+) -> None:
+    engine = start(runner, drafter, steps=steps, blocks=24, **{"kvdepot.save_decode": True})
+    prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
+    made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
+    engine.finish()
+    assert sum(request.num_preemptions for request in made) > 0
+    for request in made:
+        check(request)
+    engine = start(runner, drafter, steps=steps)
+    for name, tokens in prompts.items():
+        assert engine.run(name, tokens) == 3 * CHUNK
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@runners
+@with_and_without
+@steps
+def test_a_load_that_fails_is_reported_once_and_computed(
+    runner: str, drafter: bool, steps: int, depot: Depot, start_depot: StartDepot, start: StartByHand
+) -> None:
+    tokens = prompt(2, 3 * CHUNK + 9)
+    start(runner, drafter, steps=steps).run("first", tokens)
+    engine = start(runner, drafter, steps=steps)
+    engine.add("decoding", prompt(3, 40), says=60)  # so that there is something to compute meanwhile
+    engine.step()
+    lost = engine.add("lost", tokens)
+    half = engine.scheduler.connector._scheduler
+    eventually(lambda: half._depot.client.pump() or half._depot._lookups["lost"].future.query())
+    depot.process.kill()
+    depot.process.wait(HANG_S)
+    engine.finish()
+    check(lost)
+    assert engine.worker.begun["lost"] == [0]
+    again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
+    eventually(lambda: again.status()["instances"] == 1)
+    engine = start(runner, drafter, steps=steps)
+    assert engine.run("second", tokens) == 0
+    engine = start(runner, drafter, steps=steps)
+    assert engine.run("third", tokens) == 3 * CHUNK
+
+
+@runners
+@steps
+def test_the_cache_can_be_reset_while_a_prompt_is_computed_and_stored(
+    runner: str, steps: int, start: StartByHand
+) -> None:
+    engine = start(runner, False, steps=steps)
+    kept = engine.add("kept", prompt(4, 9 * CHUNK))
+    while kept.num_computed_tokens < 3 * BATCH:
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.finish()
+    check(kept)
+
+
+@runners
+@steps
+def test_an_engine_that_is_paused_lets_go_of_the_blocks_that_are_held_for_stores(
+    runner: str, steps: int, start: StartByHand
+) -> None:
+    """As vLLM's /pause?mode=keep: it resets the caches once there is nothing left to do."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = start(runner, False, steps=steps, window=100)
+    kept = engine.add("kept", prompt(5, 9 * CHUNK))
+    while kept.num_computed_tokens < 3 * BATCH:
+        engine.step()
+    assert kept.num_computed_tokens < len(kept.prompt_token_ids)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.work()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.finish()
+    check(kept)
