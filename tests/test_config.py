@@ -53,6 +53,7 @@ WRONG: list[tuple[str, str]] = [
     ("arena_name", "x" * 300),
     ("copy_threads", "0"),
     ("copy_threads", "257"),
+    ("gpu_dma_from_kib", "-1"),
     ("gpu_staging_mib", "-1"),
     ("gpu_staging_mib", "4097"),
     ("policy", "mru"),

@@ -193,6 +193,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_staging_mib: Annotated[
         int, Meta(ge=0, le=4096, description="device memory that copies may use on each GPU in use, in MiB or as 1GiB")
     ] = 64
+    gpu_dma_from_kib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="KiB per copy from which on a GPU's copy engines are used, whatever an idle GPU's figures say; "
+            "kvdepot calibrate --busy measures it",
+        ),
+    ] = 28
     policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
     max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message accepted, in MiB or as 1GiB")] = 4
     max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096

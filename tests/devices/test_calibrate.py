@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter
+from kvdepot.config import Config
 from tests.conftest import HANG_S, StartDepot, eventually
 from tests.fakecuda.machine import Machine
 
@@ -40,26 +42,36 @@ def machine() -> Iterator[Machine]:
 # -- the choice
 
 
-def figures(speeds: dict[str, dict[int, float]], is_store: bool) -> list[Any]:
+def figures(speeds: dict[str, dict[int, float]], is_store: bool, share: float | None = None) -> list[Any]:
     from kvdepot.devices.cuda.calibrate import Figure
 
-    return [Figure(way, is_store, size, gbps) for way, sizes in speeds.items() for size, gbps in sizes.items()]
+    return [Figure(way, is_store, size, gbps, share) for way, sizes in speeds.items() for size, gbps in sizes.items()]
+
+
+def both(*shared: tuple[str, dict[int, float], float | None]) -> list[Any]:
+    """Figures that are the same in both directions: copy path, GB/s by size, share that the occupant kept."""
+    return [
+        one
+        for is_store in (True, False)
+        for way, speeds, share in shared
+        for one in figures({way: speeds}, is_store, share)
+    ]
 
 
 def test_small_copies_go_one_way_and_large_ones_another(machine: Machine) -> None:
     from kvdepot.devices.cuda.calibrate import choose
 
-    found = figures({"dma": {4 * KIB: 5.0, 64 * KIB: 51.0}, "kernel": {4 * KIB: 45.0, 64 * KIB: 54.0}}, False)
-    found += figures({"dma": {4 * KIB: 50.0, 64 * KIB: 54.0}, "kernel": {4 * KIB: 52.0, 64 * KIB: 55.0}}, True)
-    assert choose(found) == {False: [(0, "kernel"), (64 * KIB, "dma")], True: [(0, "dma")]}
+    found = figures({"dma": {4 * KIB: 5.0, 16 * KIB: 51.0}, "kernel": {4 * KIB: 45.0, 16 * KIB: 54.0}}, False)
+    found += figures({"dma": {4 * KIB: 50.0, 16 * KIB: 54.0}, "kernel": {4 * KIB: 52.0, 16 * KIB: 55.0}}, True)
+    assert choose(found) == {False: [(0, "kernel"), (16 * KIB, "dma")], True: [(0, "dma")]}
 
 
-def test_of_ways_about_as_fast_the_one_is_taken_that_keeps_least_of_the_gpu_busy(machine: Machine) -> None:
+def test_of_paths_about_as_fast_the_one_that_keeps_least_of_the_gpu_busy_is_taken(machine: Machine) -> None:
     from kvdepot.devices.cuda.calibrate import choose
 
     found = figures({"kernel": {KIB: 50.0}, "staged": {KIB: 46.0}, "dma": {KIB: 44.0}}, False)
     found += figures({"kernel": {KIB: 50.0}, "staged": {KIB: 44.0}, "dma": {KIB: 44.0}}, True)
-    assert choose(found) == {False: [(0, "staged")], True: [(0, "kernel")]}
+    assert choose(found) == {False: [(0, "staged"), (28 * KIB, "dma")], True: [(0, "kernel"), (28 * KIB, "dma")]}
 
 
 def test_the_bus_itself_is_no_way_to_choose(machine: Machine) -> None:
@@ -69,26 +81,107 @@ def test_the_bus_itself_is_no_way_to_choose(machine: Machine) -> None:
     assert choose(found) == {False: [(0, "dma")], True: [(0, "dma")]}
 
 
+def test_an_idle_gpu_chooses_no_kernel_for_copies_of_28_kib_and_more(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose, describe
+
+    sizes = (16 * KIB, 64 * KIB, 2 * MIB)
+    found = both(("dma", dict.fromkeys(sizes, 10.0), None), ("kernel", dict.fromkeys(sizes, 50.0), None))
+    assert choose(found)[False] == choose(found)[True] == [(0, "kernel"), (28 * KIB, "dma")]
+    assert choose(found, 0)[False] == [(0, "dma")]
+    assert choose(found, 64 * KIB)[False] == [(0, "kernel"), (64 * KIB, "dma")]
+    assert choose(found, 8 * MIB)[False] == [(0, "kernel"), (8 * MIB, "dma")]
+    lines = describe([*found, *both(("one copy", {64 * MIB: 55.0}, None))], choose(found))
+    assert lines[0] == "stores use kernel (50.0 GB/s), dma from 28 KiB on (10.0 GB/s); one large copy 55.0 GB/s"
+
+
+def test_sizes_that_an_idle_gpu_had_no_time_for_are_left_to_the_copy_engines(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    found = both(("dma", {4 * KIB: 1.0}, None), ("overlap", {4 * KIB: 0.5}, None), ("staged", {4 * KIB: 9.0}, None))
+    assert choose(found)[True] == [(0, "staged"), (28 * KIB, "dma")]
+
+
+def test_the_hint_to_overlap_is_given_unless_it_makes_copies_slower(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    found = figures({"dma": {KIB: 10.0, 64 * KIB: 50.0}, "overlap": {KIB: 9.5, 64 * KIB: 30.0}}, True)
+    found += figures({"dma": {KIB: 10.0, 64 * KIB: 50.0}, "overlap": {KIB: 5.0, 64 * KIB: 50.0}}, False)
+    assert choose(found) == {
+        True: [(0, "overlap"), (64 * KIB, "dma")],
+        False: [(0, "dma"), (64 * KIB, "overlap")],
+    }
+
+
+def test_figures_beside_a_busy_gpu_choose_for_every_size(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    sizes = (4 * KIB, 64 * KIB)
+    found = both(("dma", dict.fromkeys(sizes, 10.0), 0.98), ("kernel", dict.fromkeys(sizes, 50.0), 0.9))
+    assert choose(found) == choose(found, 0) == {True: [(0, "kernel")], False: [(0, "kernel")]}
+
+
+def test_beside_a_busy_gpu_a_path_pays_for_what_it_takes_from_the_other_process(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    dma, staged = ("dma", {4 * KIB: 5.0, 64 * KIB: 25.0}, 1.0), ("staged", {4 * KIB: 12.0, 64 * KIB: 40.0}, 0.8)
+    found = both(dma, staged, ("kernel", {4 * KIB: 20.0, 64 * KIB: 50.0}, 0.4))
+    assert choose(found)[True] == [(0, "staged")]
+    found = both(dma, (*staged[:2], 0.5), ("kernel", {4 * KIB: 20.0, 64 * KIB: 50.0}, 0.2))
+    assert choose(found)[True] == [(0, "staged"), (64 * KIB, "dma")]
+
+
+def test_the_advice_is_the_size_from_which_both_directions_use_the_copy_engines(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import SIZES, dma_from
+
+    mixed = [(0, "kernel"), (8 * KIB, "overlap"), (16 * KIB, "staged"), (64 * KIB, "dma"), (MIB, "overlap")]
+    assert dma_from({True: [(0, "dma")], False: [(0, "overlap")]}) == 0
+    assert dma_from({True: [(0, "dma")], False: [(0, "staged"), (28 * KIB, "dma")]}) == 28 * KIB
+    assert dma_from({True: mixed, False: [(0, "staged"), (28 * KIB, "dma")]}) == 64 * KIB
+    assert dma_from({True: [(0, "dma"), (MIB, "kernel")], False: [(0, "dma")]}) > SIZES[-1]
+
+
+def test_the_setting_and_the_choice_have_the_same_default(machine: Machine) -> None:
+    from kvdepot.devices.cuda import DMA_FROM_BYTES
+
+    assert Config().gpu_dma_from_kib << 10 == DMA_FROM_BYTES
+
+
 SPEEDS = st.floats(0.01, 1000.0)
+SHARES = st.floats(0.01, 1.0)
+PATHS = ("dma", "overlap", "kernel", "staged")
 
 
 @given(
     st.lists(st.integers(1, 1 << 24), min_size=1, max_size=7, unique=True).flatmap(
         lambda sizes: st.fixed_dictionaries(
-            {way: st.fixed_dictionaries(dict.fromkeys(sizes, SPEEDS)) for way in ("dma", "kernel", "staged")}
+            {way: st.fixed_dictionaries(dict.fromkeys(sizes, st.tuples(SPEEDS, SHARES))) for way in PATHS}
         )
-    )
+    ),
+    st.booleans(),
+    st.sampled_from([0, 1, 28 * KIB, 1 << 30]),
 )
-def test_at_every_size_that_was_measured_the_way_taken_is_nearly_the_best(speeds: dict[str, dict[int, float]]) -> None:
-    from kvdepot.devices.cuda.calibrate import choose
+def test_the_path_taken_is_nearly_the_best_of_those_allowed_at_every_size_measured(
+    measured: dict[str, dict[int, tuple[float, float]]], is_busy: bool, dma_from_bytes: int
+) -> None:
+    from kvdepot.devices.cuda.calibrate import Figure, choose
 
-    steps = choose(figures(speeds, True) + figures(speeds, False))
+    found = [
+        Figure(way, is_store, size, gbps, share if is_busy else None)
+        for is_store in (True, False)
+        for way, sizes in measured.items()
+        for size, (gbps, share) in sizes.items()
+    ]
+    steps = choose(found, dma_from_bytes)
     for direction in (True, False):
         assert steps[direction][0][0] == 0
         assert [size for size, _ in steps[direction]] == sorted({size for size, _ in steps[direction]})
-        for size in speeds["dma"]:
+        for size in measured["dma"]:
+            allowed = PATHS[:2] if size >= dma_from_bytes and not is_busy else PATHS
             taken = next(way for least, way in reversed(steps[direction]) if size >= least)
-            assert speeds[taken][size] >= 0.9 * max(of[size] for of in speeds.values())
+            scores = {way: gbps * (share if is_busy else 1) for way in allowed for gbps, share in [measured[way][size]]}
+            assert scores[taken] >= 0.9 * max(scores.values())
+        if not is_busy:  # also between the sizes that were measured, and above them
+            assert {way for size, way in steps[direction] if size >= dma_from_bytes} <= set(PATHS[:2])
 
 
 # -- measuring
@@ -117,7 +210,7 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
         ways = gpu.copy_paths.available
     finally:
         gpu.close()
-    assert set(ways) == {"dma", "kernel", "staged"}
+    assert set(ways) == {"dma", "overlap", "kernel", "staged"}
     measured = {(one.way, one.is_store, one.size) for one in found if one.way != calibrate.PEAK}
     sizes = {size for _, _, size in measured}
     assert sizes == set(calibrate.SIZES[: len(sizes)]) and sizes
@@ -125,6 +218,46 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
     assert [one.is_store for one in found if one.way == calibrate.PEAK] == [True, False]
     assert all(one.gbps > 0 for one in found)
     assert machine.used_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("way", "flags"),
+    [("dma", {0: 2}), ("overlap", {1: 2}), ("staged", {0: 2}), ("kernel", {})],
+    ids=lambda value: str(value),
+)
+def test_the_hint_to_overlap_reaches_the_driver_on_its_copy_path_alone(
+    machine: Machine, way: str, flags: dict[int, int]
+) -> None:
+    from kvdepot.devices.cuda import calibrate, driver
+    from kvdepot.devices.cuda.gpus import Gpu
+
+    cuda = driver.load()
+    assert int(cuda.cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE) == driver.PREFER_OVERLAP
+    before = machine.counts(os.getpid())
+    gpu = Gpu(cuda, next(iter(cuda.devices())), 64 * MIB)
+    try:
+        with cuda.current(gpu.context), calibrate._scratch(cuda) as (device, host), gpu.copy_paths.slot() as slot:
+            for is_store in (True, False):
+                gpu.copy_paths.run(calibrate._plan(device, host, 4 * KIB, 8), is_store, slot, way)
+    finally:
+        gpu.close()
+    made = machine.counts(os.getpid()) - before
+    assert {value: made[f"batch_flags_{value}"] for value in (0, 1) if made[f"batch_flags_{value}"]} == flags
+
+
+def test_measuring_ends_when_its_clock_says_so(machine: Machine) -> None:
+    from kvdepot.devices.cuda import calibrate, driver
+    from kvdepot.devices.cuda.gpus import Gpu
+
+    ticks = count(0, 1.0)
+    cuda = driver.load()
+    gpu = Gpu(cuda, next(iter(cuda.devices())), 64 * MIB)
+    try:
+        found = calibrate.measure(gpu, clock=lambda: next(ticks))
+    finally:
+        gpu.close()
+    assert {one.size for one in found if one.way != calibrate.PEAK} == {calibrate.SIZES[0]}
+    assert {one.gbps for one in found if one.way == calibrate.PEAK} == {calibrate._SCRATCH_BYTES / 1e9}
 
 
 @pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "copy"])
@@ -205,8 +338,8 @@ def test_calibrate_prints_each_gpu_with_both_directions_and_the_way_taken_for_ea
     assert done.returncode == 0 and done.stderr == ""
     assert len(re.findall(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)) == 2
     assert done.stdout.count("stores (GPU to host)") == done.stdout.count("retrieves (host to GPU)") == 2
-    rows = re.findall(r"^ +4 KiB +[\d.]+ +[\d.]+ +[\d.]+  (\w+)$", done.stdout, re.MULTILINE)
-    assert len(rows) == 4 and set(rows) <= {"dma", "staged", "kernel"}
+    rows = re.findall(r"^ +4 KiB +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+  (\w+)$", done.stdout, re.MULTILINE)
+    assert len(rows) == 4 and set(rows) <= {"dma", "overlap", "staged", "kernel"}
     assert machine.used_bytes(0) == machine.used_bytes(1) == 0
 
 
@@ -217,7 +350,7 @@ def test_calibrate_measures_the_gpu_that_is_named_by_number_or_uuid(machine: Mac
     (one,) = json.loads(calibrated(machine, "--gpu", "1", "--json").stdout)
     (same,) = json.loads(calibrated(machine, "--gpu", one["uuid"], "--json").stdout)
     assert same["uuid"] == one["uuid"] == list(driver.load().devices())[1]
-    assert {"way", "is_store", "size", "gbps"} == set(one["figures"][0])
+    assert {"way", "is_store", "size", "gbps", "share"} == set(one["figures"][0])
 
 
 def test_calibrate_without_staging_memory_says_that_only_the_copy_engines_are_left(machine: Machine) -> None:
@@ -275,7 +408,7 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
         assert 0 < told["staging_bytes"] <= 16 * MIB and told["context_bytes"] > 0
         assert told["staging_bytes"] + told["context_bytes"] == held
         for what in ("stores", "retrieves"):
-            line = re.compile(rf"INFO {uuid}: {what} use (dma|staged|kernel) .*GB/s")
+            line = re.compile(rf"INFO {uuid}: {what} use (dma|overlap|staged|kernel) .*GB/s")
             eventually(lambda line=line: line.search(depot.logged()))
         assert depot.status()["devices"] == []
         assert machine.used_bytes(1) == before

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing, nullcontext
+from typing import Any
+
 import click
 import msgspec
 
@@ -35,32 +38,40 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
 
 @click.command()
 @click.option("--gpu", default="", metavar="UUID|N", help="one GPU (default: all)")
+@click.option("--busy", is_flag=True, help="measure beside another process that keeps the GPU busy")
 @options.as_json
-def calibrate(gpu: str, as_json: bool) -> int:
+def calibrate(gpu: str, busy: bool, as_json: bool) -> int:
     """Measure every copy path between GPUs and pinned memory, as a server does when a GPU's first worker registers.
-    Prints the speed of each and which one is used. Neither needs nor affects a server."""
-    staging_bytes = load().gpu_staging_mib << 20
+    Prints the speed of each and which one is used. Neither needs nor affects a server.
+
+    With --busy, measures how copies and an engine's kernels slow each other down, and prints the setting
+    gpu_dma_from_kib that follows. Takes some 10 s and 130 MiB of GPU memory more; needs Triton."""
+    config = load()
     from kvdepot.devices.cuda import calibrate as measuring
     from kvdepot.devices.cuda.driver import load as load_driver
     from kvdepot.devices.cuda.gpus import Gpu
+    from kvdepot.devices.cuda.occupant import Occupant
 
-    found = []
+    found: list[dict[str, Any]] = []
     cuda = load_driver()
     uuids = measuring.find(cuda, gpu)
     for number, uuid in enumerate(uuids):
         with progress() as update:
             update(f"measuring {uuid}", number, len(uuids))
-            device = Gpu(cuda, uuid, staging_bytes)
-            try:
-                figures = measuring.measure(device)
-            finally:
-                device.close()
+            device = Gpu(cuda, uuid, config.gpu_staging_mib << 20)
+            with closing(device), closing(Occupant(uuid)) if busy else nullcontext() as occupant:
+                figures = measuring.measure(device, occupant)
+        choice = measuring.choose(figures, config.gpu_dma_from_kib << 10)
         if as_json:
             found.append({"uuid": uuid, "name": device.name, "figures": figures, "without": device.copy_paths.without})
+            if busy:
+                found[-1]["gpu_dma_from_kib"] = measuring.dma_from(choice) >> 10
             continue
-        print(f"{device.name} {uuid}", *measuring.table(figures), sep="\n", flush=True)
+        print(f"{device.name} {uuid}", *measuring.table(figures, choice), sep="\n", flush=True)
         if device.copy_paths.without:
             print(f"the copy kernel is not available: {device.copy_paths.without}", flush=True)
+        if busy:
+            print(f"beside a busy GPU: kvdepot serve --gpu-dma-from-kib {measuring.dma_from(choice) >> 10}", flush=True)
     if as_json:
         print_json(msgspec.to_builtins(found))
     return 0

@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvdepot.devices.cpu import HostTensors
+from kvdepot.devices.cuda import DMA_FROM_BYTES
 from kvdepot.errors import LayoutError
 from kvdepot.memory.copier import Mapped, Memory
 from kvdepot.protocol.layout import Layout, TensorView
@@ -87,10 +88,12 @@ def finish(device: str) -> None:
 class Devices:
     """Maps registered tensors in the server. Any thread."""
 
-    def __init__(self, memory: Memory, staging_bytes: int) -> None:
-        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers."""
+    def __init__(self, memory: Memory, staging_bytes: int, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
+        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers.
+        dma_from_bytes: the size from which on copies are left to the copy engines.
+        """
         self._memory = memory
-        self._staging_bytes = staging_bytes
+        self._limits = staging_bytes, dma_from_bytes
         self._lock = threading.Lock()
         self._gpus: Gpus | None = None
 
@@ -102,7 +105,7 @@ class Devices:
             if self._gpus is None:
                 from kvdepot.devices.cuda.gpus import Gpus
 
-                self._gpus = Gpus(self._memory, self._staging_bytes)
+                self._gpus = Gpus(self._memory, *self._limits)
         return self._gpus.map(layout)
 
     def status(self) -> list[Device]:

@@ -99,7 +99,7 @@ class Server:
             closing.callback(self._listener.close)
             closing.callback(self._stop_tier_workers)
             self._tier_workers += start_workers(config.tier_configs, config.rules, self.arena, self._report)
-            self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
+            self._devices = Devices(self.arena, config.gpu_staging_mib << 20, config.gpu_dma_from_kib << 10)
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
             self.depot = Depot(

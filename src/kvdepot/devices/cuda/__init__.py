@@ -2,3 +2,6 @@
 
 The server uses `gpus.py`, which describes the other files; workers use `sharing.py` and `order.py`.
 """
+
+DMA_FROM_BYTES = 28 << 10
+"""Copies of this size and larger are left to the copy engines by default: the setting `gpu_dma_from_kib`."""

@@ -6,8 +6,13 @@ and frees them.
 Copies are scattered on the GPU and adjacent in the host's memory, like those of a chunk. The best path is not simply
 the fastest: the copy engines do not disturb computation on the GPU, whereas the engine's kernels wait while kernels of
 this process run (two processes share a GPU by time slices). So a path is chosen if it is not much slower than the
-fastest, in this order: `dma`; `staged`, whose kernels copy within the GPU and end soon; `kernel`, whose thread blocks
-run for as long as the bus is busy.
+fastest, in this order: `overlap` and `dma`; `staged`, whose kernels copy within the GPU and end soon; `kernel`, whose
+thread blocks run for as long as the bus is busy.
+
+An idle GPU does not show what time slices cost. Its figures therefore decide only for small copies, which the copy
+engines move at a tenth of the bus's speed; from `gpu_dma_from_kib` on they decide only about the hint to the driver.
+Figures measured beside an occupant (occupant.py) decide for every size: `kvdepot calibrate --busy` derives
+`gpu_dma_from_kib` from them.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from kvdepot.devices.cuda import DMA_FROM_BYTES
 from kvdepot.devices.cuda.copy_paths import Choice
 from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError
@@ -29,18 +36,22 @@ from kvdepot.errors import DeviceError
 if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
     from kvdepot.devices.cuda.gpus import Gpu
+    from kvdepot.devices.cuda.occupant import Occupant
 
-__all__ = ["PEAK", "SIZES", "Figure", "choose", "cost_of", "describe", "find", "measure", "table"]
+__all__ = ["PEAK", "SIZES", "Clock", "Figure", "choose", "cost_of", "describe", "dma_from", "find", "measure", "table"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Clock: TypeAlias = Callable[[], float]
+"""Seconds since some moment."""
 
-SIZES = tuple(kib << 10 for kib in (4, 8, 16, 32, 64, 256, 2048))
+SIZES = tuple(kib << 10 for kib in (4, 8, 16, 28, 64, 256, 2048))
 """Bytes per copy."""
 PEAK = "one copy"
 """The `way` of the figure that gives the speed of the bus."""
-_PREFERRED = ("dma", "staged", "kernel")
+_BY_ENGINE = ("overlap", "dma")
+_PREFERRED = (*_BY_ENGINE, "staged", "kernel")
 _GOOD_ENOUGH = 0.9
 _SCRATCH_BYTES = 64 << 20
 _RUN_BYTES = 32 << 20
@@ -49,6 +60,9 @@ _FIRST_COPIES = 64
 _RUNS = 3
 _LIMIT_S = 0.8
 """Sizes not measured by then use the copy path of the largest measured one."""
+_BESIDE_S = 0.15
+"""How long each figure is measured beside an occupant: about a hundred time slices of 1.6 ms."""
+_HANG_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +74,64 @@ class Figure:
     size: int
     gbps: float
     """10**9 bytes per second."""
+    share: float | None = None
+    """The part of its own speed that an occupant of the GPU kept meanwhile; None on an idle GPU."""
 
 
-def measure(gpu: Gpu) -> list[Figure]:
+def measure(gpu: Gpu, occupant: Occupant | None = None, clock: Clock = time.perf_counter) -> list[Figure]:
     """Measure each size on each available copy path, in both directions. Blocks for a second at most.
 
-    Raises DeviceError, and then keeps nothing allocated.
+    occupant: a process that keeps this GPU busy; takes some 10 s. Raises DeviceError, and then keeps nothing allocated.
     """
-    begun = time.perf_counter()
+    begun = clock()
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
         for is_store in (True, False):
             one = _plan(device, host, _SCRATCH_BYTES, 1)
-            _seconds(gpu, one, is_store, "dma")
-            figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma")))
+            _seconds(gpu, one, is_store, "dma", clock)
+            figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma", clock)))
         for size in SIZES:
             for is_store in (True, False):
+                if occupant is not None:
+                    plan = _plan(device, host, size, _RUN_BYTES // size)
+                    figures += _beside(gpu, plan, is_store, occupant, clock)
+                    continue
                 for way in gpu.copy_paths.available:
                     # The first run warms up, and shows how many copies are enough for a measurement.
                     few = min(_FIRST_COPIES, _RUN_BYTES // size)
-                    seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way)
+                    seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way, clock)
                     count = min(max(few, int(few * _RUN_S / seconds)), _RUN_BYTES // size)
-                    speed = _speed(gpu, _plan(device, host, size, count), is_store, way)
+                    speed = _speed(gpu, _plan(device, host, size, count), is_store, way, clock)
                     figures.append(Figure(way, is_store, size, speed))
-            if time.perf_counter() > begun + _LIMIT_S:
+            if occupant is None and clock() > begun + _LIMIT_S:
                 break
-    for line in describe(figures):
-        log.info("%s: %s", gpu.uuid, line)
     return figures
+
+
+def _beside(gpu: Gpu, plan: Plan, is_store: bool, occupant: Occupant, clock: Clock) -> list[Figure]:
+    """Measure each copy path while another process uses the GPU, and that process without copies before them."""
+    _, alone = _during(occupant, clock, partial(time.sleep, 0.001))
+    figures = []
+    with gpu.copy_paths.slot() as slot:
+        for way in gpu.copy_paths.available:
+            runs, rate = _during(occupant, clock, partial(gpu.copy_paths.run, plan, is_store, slot, way))
+            size = plan.total // len(plan)
+            figures.append(Figure(way, is_store, size, runs * plan.total / 1e9, min(1.0, rate / alone)))
+    return figures
+
+
+def _during(occupant: Occupant, clock: Clock, run: Callable[[], None]) -> tuple[float, float]:
+    """Repeat `run` for a while; returns its runs per second and the occupant's batches per second."""
+    hang = time.monotonic() + _HANG_S
+    begun, before, runs = clock(), occupant.count(), 0
+    seconds, batches = 0.0, 0
+    while seconds < _BESIDE_S or not batches:
+        run()
+        runs += 1
+        seconds, batches = clock() - begun, occupant.count() - before
+        if time.monotonic() > hang:
+            raise DeviceError(f"the process that keeps the GPU busy ended no kernels within {_HANG_S:.0f} s")
+    return runs / seconds, batches / seconds
 
 
 @contextmanager
@@ -115,38 +159,68 @@ def _plan(device: int, host: int, size: int, count: int) -> Plan:
     )
 
 
-def _speed(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
-    return plan.total / median(_seconds(gpu, plan, is_store, way) for _ in range(_RUNS)) / 1e9
+def _speed(gpu: Gpu, plan: Plan, is_store: bool, way: str, clock: Clock) -> float:
+    return plan.total / median(_seconds(gpu, plan, is_store, way, clock) for _ in range(_RUNS)) / 1e9
 
 
-def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
+def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str, clock: Clock) -> float:
     with gpu.copy_paths.slot() as slot:
-        begun = time.perf_counter()
+        begun = clock()
         gpu.copy_paths.run(plan, is_store, slot, way)
-        return time.perf_counter() - begun
+        return clock() - begun
 
 
-def choose(figures: Sequence[Figure]) -> Choice:
-    """Choose a copy path for each size. Between two sizes the smaller one's is used: some are bad for small copies."""
+# -- the choice
+
+_Row: TypeAlias = dict[str, Figure]
+"""The figures of one size and direction, by copy path."""
+
+
+def choose(figures: Sequence[Figure], dma_from_bytes: int = DMA_FROM_BYTES) -> Choice:
+    """Choose a copy path for each size. Between two sizes the smaller one's is used: some are bad for small copies.
+
+    From `dma_from_bytes` on, figures of an idle GPU choose only between the two paths of the copy engines. Figures
+    beside an occupant choose freely, by the speed times the share that the occupant kept.
+    """
     choice: Choice = {}
     for is_store in (True, False):
+        rows = _by_size(figures, is_store)
+        is_idle = all(figure.share is None for row in rows.values() for figure in row.values())
         steps: list[tuple[int, str]] = []
-        for size, speeds in _by_size(figures, is_store).items():
-            least = _GOOD_ENOUGH * max(speeds.values())
-            way = next(way for way in _PREFERRED if speeds.get(way, 0.0) >= least)
+        for size in sorted({*rows, dma_from_bytes} if is_idle else rows):
+            row = _at(rows, size)
+            if is_idle and size >= dma_from_bytes:
+                row = {way: figure for way, figure in row.items() if way in _BY_ENGINE}
+            scores = {way: figure.gbps * (1.0 if figure.share is None else figure.share) for way, figure in row.items()}
+            least = _GOOD_ENOUGH * max(scores.values())
+            way = next(way for way in _PREFERRED if scores.get(way, -1.0) >= least)
             if not steps or steps[-1][1] != way:
                 steps.append((size if steps else 0, way))
         choice[is_store] = steps
     return choice
 
 
-def _by_size(figures: Sequence[Figure], is_store: bool) -> dict[int, dict[str, float]]:
-    """GB/s by size, ascending, and copy path."""
-    found: dict[int, dict[str, float]] = {}
+def dma_from(choice: Choice) -> int:
+    """Bytes from which on the copy engines are chosen in both directions; above all measured sizes if they are not."""
+    found = 0
+    for steps in choice.values():
+        ends = [*(size for size, _ in steps[1:]), 2 * SIZES[-1]]
+        found = max([found, *(end for end, (_, way) in zip(ends, steps, strict=True) if way not in _BY_ENGINE)])
+    return found
+
+
+def _by_size(figures: Sequence[Figure], is_store: bool) -> dict[int, _Row]:
+    """The figures of one direction by size, ascending."""
+    found: dict[int, _Row] = {}
     for figure in sorted(figures, key=lambda figure: figure.size):
         if figure.is_store == is_store and figure.way != PEAK:
-            found.setdefault(figure.size, {})[figure.way] = figure.gbps
+            found.setdefault(figure.size, {})[figure.way] = figure
     return found
+
+
+def _at(rows: dict[int, _Row], size: int) -> _Row:
+    """The figures that hold for a size: those of the largest measured size up to it."""
+    return rows[max((known for known in rows if known <= size), default=min(rows))]
 
 
 def _peak(figures: Sequence[Figure], is_store: bool) -> float:
@@ -156,15 +230,13 @@ def _peak(figures: Sequence[Figure], is_store: bool) -> float:
 # -- output
 
 
-def describe(figures: Sequence[Figure]) -> list[str]:
+def describe(figures: Sequence[Figure], choice: Choice) -> list[str]:
     """One line per direction: which copy path from which size on, and how fast it is."""
-    choice = choose(figures)
     lines = []
     for is_store in (True, False):
-        speeds = _by_size(figures, is_store)
-        smallest = min(speeds)
+        rows = _by_size(figures, is_store)
         steps = [
-            f"{way}{f' from {_bytes(size)} on' if size else ''} ({speeds[max(size, smallest)][way]:.1f} GB/s)"
+            f"{way}{f' from {_bytes(size)} on' if size else ''} ({_at(rows, size)[way].gbps:.1f} GB/s)"
             for size, way in choice[is_store]
         ]
         what = "stores" if is_store else "retrieves"
@@ -172,19 +244,25 @@ def describe(figures: Sequence[Figure]) -> list[str]:
     return lines
 
 
-def table(figures: Sequence[Figure]) -> list[str]:
+def table(figures: Sequence[Figure], choice: Choice) -> list[str]:
     """All figures, a line per size, with the chosen copy path."""
-    choice = choose(figures)
     ways = [way for way in _PREFERRED if any(figure.way == way for figure in figures)]
     lines = []
     for is_store in (True, False):
+        rows = _by_size(figures, is_store)
+        is_idle = all(figure.share is None for row in rows.values() for figure in row.values())
         what = "stores (GPU to host)" if is_store else "retrieves (host to GPU)"
-        lines.append(f"{what}, GB/s; one large copy of pinned memory {_peak(figures, is_store):.1f}")
-        lines.append("  bytes a copy" + "".join(f"{way:>9}" for way in ways) + "  taken")
-        for size, speeds in _by_size(figures, is_store).items():
+        unit = "GB/s" if is_idle else "GB/s and the share of its speed that the other process kept"
+        lines.append(f"{what}, {unit}; one large copy of pinned memory {_peak(figures, is_store):.1f}")
+        lines.append("  bytes a copy" + "".join(f"{way:>{9 if is_idle else 14}}" for way in ways) + "  taken")
+        for size, row in rows.items():
             taken = next(way for least, way in reversed(choice[is_store]) if size >= least)
-            lines.append(f"  {_bytes(size):>12}" + "".join(f"{speeds[way]:9.1f}" for way in ways) + f"  {taken}")
+            lines.append(f"  {_bytes(size):>12}" + "".join(_cell(row[way]) for way in ways) + f"  {taken}")
     return lines
+
+
+def _cell(figure: Figure) -> str:
+    return f"{figure.gbps:9.1f}" if figure.share is None else f"{figure.gbps:9.1f} {figure.share:4.2f}"
 
 
 def _bytes(size: int) -> str:

@@ -1,6 +1,7 @@
 """The copy paths: ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
 
-    dma      the copy engines, one call for all copies; uses no multiprocessors, slow for small copies
+    dma      the copy engines, one call for all copies; slow for small copies
+    overlap  dma with the hint that the driver should use no multiprocessors, which it may for some copies
     kernel   a few thread blocks on the GPU read or write the pinned memory directly
     staged   a kernel gathers into (or scatters from) a buffer on the GPU; the copy engines move it in large pieces
 
@@ -20,16 +21,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvdepot.devices.cuda.driver import Addresses, Driver, DriverError
+from kvdepot.devices.cuda import DMA_FROM_BYTES
+from kvdepot.devices.cuda.driver import PREFER_OVERLAP, Addresses, Driver, DriverError
 from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.devices.cuda.plan import Plan, merge
 from kvdepot.errors import DeviceError
 
-__all__ = ["COPY_PATHS", "Choice", "CopyPaths", "Slot"]
+__all__ = ["Choice", "CopyPaths", "Slot"]
 
 log = logging.getLogger(__name__)
 
-COPY_PATHS = ("dma", "kernel", "staged")
 Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
 """By direction (is_store): ascending `(bytes, copy path)`; the path serves copies of that size and more."""
 
@@ -41,7 +42,7 @@ _TABLE_ROWS = 1 << 15
 _ROW_BYTES = 24
 _ALIGNED = 16
 
-UNMEASURED: Choice = {True: [(0, "dma")], False: [(0, "staged"), (28 << 10, "dma")]}
+UNMEASURED: Choice = {True: [(0, "dma")], False: [(0, "staged"), (DMA_FROM_BYTES, "dma")]}
 """Used if measuring failed: copies to the host are fast even if small, those to the device are not."""
 
 
@@ -127,7 +128,8 @@ class CopyPaths:
     @property
     def available(self) -> tuple[str, ...]:
         """The copy paths that work here."""
-        return COPY_PATHS if self._kernel is not None else COPY_PATHS[:1]
+        by_engine = ("dma", "overlap") if self._driver.has_batches and self._same_addresses else ("dma",)
+        return (*by_engine, "kernel", "staged") if self._kernel is not None else by_engine
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -153,13 +155,17 @@ class CopyPaths:
         if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context
             self.run_unpinned(plan, is_store, slot)
             return
-        if not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
+        way = way or self._best(plan, is_store)
+        if way in ("kernel", "staged") and (
+            not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1))
+        ):
             way = "dma"
         try:
-            match way or self._best(plan, is_store):
-                case "dma":
+            match way:
+                case "dma" | "overlap":
                     dst, src = (plan.host, plan.device) if is_store else (plan.device, plan.host)
-                    self._driver.copy_batch(dst, src, plan.sizes, slot.stream, is_store)
+                    flags = PREFER_OVERLAP if way == "overlap" else 0
+                    self._driver.copy_batch((dst, src, plan.sizes), slot.stream, is_store, flags)
                 case "kernel":
                     self._by_kernel(plan, is_store, slot)
                 case other:
@@ -205,9 +211,9 @@ class CopyPaths:
             there, here, lengths = merge(buffer, host[part], sizes[part], plan.edge, plan.cut)
             if is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
-                self._driver.copy_batch(here, there, lengths, slot.stream, is_store)
+                self._driver.copy_batch((here, there, lengths), slot.stream, is_store)
             else:
-                self._driver.copy_batch(there, here, lengths, slot.stream, is_store)
+                self._driver.copy_batch((there, here, lengths), slot.stream, is_store)
                 self._launch(device[part], buffer, sizes[part], slot)
             first = end
 

@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,11 @@ import numpy.typing as npt
 from kvdepot import install
 from kvdepot.errors import DeviceError
 
-__all__ = ["Addresses", "Driver", "DriverError", "load"]
+__all__ = ["PREFER_OVERLAP", "Addresses", "Copies", "Driver", "DriverError", "load"]
 
 Addresses = npt.NDArray[np.uint64]
+Copies: TypeAlias = tuple[Addresses, Addresses, Addresses]
+"""Destinations, sources and bytes of copies, uint64[n] each."""
 
 _BINDINGS_SINCE = (12, 9, 1)
 """Older bindings hold the GIL in all calls, so the server would stop while a copy runs."""
@@ -33,6 +35,9 @@ _BATCH_SINCE = 12080
 """CUDA 12.8 introduced cuMemcpyBatchAsync; newer drivers still provide that version of it on request."""
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 """CUmemcpySrcAccessOrder."""
+PREFER_OVERLAP = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: a hint to leave the multiprocessors alone. Outside Tegra, drivers follow
+it since CUDA 13.1 (source: CUDA Toolkit release notes)."""
 
 
 class DriverError(DeviceError):
@@ -44,7 +49,7 @@ class DriverError(DeviceError):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: order, location hints (none), flags (none)."""
+    """CUmemcpyAttributes: order, location hints (none), flags."""
 
     _fields_ = (("order", ctypes.c_uint32), ("hints", ctypes.c_uint32 * 4), ("flags", ctypes.c_uint32))
 
@@ -152,6 +157,11 @@ class Driver:
 
     # -- copies
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether `copy_batch` is one call, which has flags."""
+        return self._batch is not None
+
     def _find_batch(self) -> Any:
         if self.version < _BATCH_SINCE:
             return None
@@ -174,19 +184,21 @@ class Driver:
         )
         return kind(int(address))
 
-    def copy_batch(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: int, is_store: bool) -> None:
-        """Enqueue copies `dst[i] <- src[i]`, uint64[n] each, on a stream, in any order. Never blocks.
+    def copy_batch(self, copies: Copies, stream: int, is_store: bool, flags: int = 0) -> None:
+        """Enqueue copies on a stream, in any order. Never blocks.
 
         is_store: the source is read in stream order; otherwise at any time from now on, so it must not change. The
-        stream must not be the default one. Raises DriverError; some of the copies may be enqueued then.
+        stream must not be the default one. flags: 0 or PREFER_OVERLAP; drivers without batches have none. Raises
+        DriverError; some of the copies may be enqueued then.
         """
+        dst, src, sizes = copies
         if self._batch is None:
             for to, start, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
                 self.call("cuMemcpyAsync", to, start, size, stream)
             return
         # The driver reads them as C arrays, which a broadcast view, for example, is not.
-        dst, src, sizes = (np.ascontiguousarray(column) for column in (dst, src, sizes))
-        attributes = _Attributes(order=_ORDER_STREAM if is_store else _ORDER_ANY)
+        dst, src, sizes = (np.ascontiguousarray(column) for column in copies)
+        attributes = _Attributes(order=_ORDER_STREAM if is_store else _ORDER_ANY, flags=flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._batch(
             dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(sizes),

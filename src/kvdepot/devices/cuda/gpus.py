@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kvdepot.devices.cuda import calibrate
+from kvdepot.devices.cuda import DMA_FROM_BYTES, calibrate
 from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths
 from kvdepot.devices.cuda.driver import Driver, DriverError, load
 from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
@@ -132,9 +132,10 @@ class DeviceTensors(Mapped):
 class Gpus:
     """The GPUs in use. Any thread."""
 
-    def __init__(self, memory: Memory, staging_bytes: int) -> None:
+    def __init__(self, memory: Memory, staging_bytes: int, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
         """Raises DeviceError if there is no driver."""
         self._driver = load()
+        self._dma_from_bytes = dma_from_bytes
         self._staging_bytes = staging_bytes
         self.pins = Pins(self._driver, memory)
         self._change = threading.Condition()  # guards the next two
@@ -194,7 +195,10 @@ class Gpus:
         try:
             if uuid not in self._choices:
                 with self._measuring:
-                    self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
+                    figures = calibrate.measure(gpu)
+                self._choices[uuid] = calibrate.choose(figures, self._dma_from_bytes)
+                for line in calibrate.describe(figures, self._choices[uuid]):
+                    log.info("%s: %s", uuid, line)
             gpu.copy_paths.choice = self._choices[uuid]
         except DeviceError as exc:
             log.warning("could not measure the copy paths of %s: %s", uuid, exc)
