@@ -245,6 +245,29 @@ def test_the_hint_to_overlap_reaches_the_driver_on_its_copy_path_alone(
     assert {value: made[f"batch_flags_{value}"] for value in (0, 1) if made[f"batch_flags_{value}"]} == flags
 
 
+def test_kernels_wait_for_a_busy_gpu_and_the_copy_engines_do_not(machine: Machine) -> None:
+    """On the clock of the fake driver, whose model is another process's time slices of 1.6 ms."""
+    from kvdepot.devices.cuda import calibrate, driver
+    from kvdepot.devices.cuda.gpus import Gpu
+
+    def measured() -> tuple[dict[tuple[str, int], float], list[tuple[int, str]]]:
+        found = calibrate.measure(gpu, clock=machine.clock)
+        return {(one.way, one.size): one.gbps for one in found if not one.is_store}, calibrate.choose(found)[False]
+
+    with closing(Gpu(driver.load(), next(iter(driver.load().devices())), 64 * MIB)) as gpu:
+        idle, choice = measured()
+        machine.load(is_busy=True)
+        try:
+            busy, choice_of_busy = measured()
+        finally:
+            machine.load(is_busy=False)
+    assert choice[0][1] in ("kernel", "staged") and choice[-1][1] in ("dma", "overlap")
+    assert [path in ("dma", "overlap") for _, path in choice_of_busy] == [True]
+    for path in ("kernel", "staged"):
+        assert busy[path, 16 * KIB] < idle[path, 16 * KIB] / 2
+    assert round(busy["dma", 16 * KIB] / idle["dma", 16 * KIB], 1) == 1
+
+
 def test_measuring_ends_when_its_clock_says_so(machine: Machine) -> None:
     from kvdepot.devices.cuda import calibrate, driver
     from kvdepot.devices.cuda.gpus import Gpu

@@ -1,4 +1,4 @@
-"""A process that keeps a GPU of the stand-in busy: copy paths measured beside it, and what is left when it ends."""
+"""A process that keeps a GPU of the fake driver busy: copy paths measured beside it, and what is left when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from kvdepot.cli.root import run
 from kvdepot.processes import code_command
 from tests.conftest import HANG_S, eventually
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 

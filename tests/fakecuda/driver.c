@@ -1342,7 +1342,7 @@ static int queue_batch(Address *dst, Address *src, size_t *size, size_t count, C
     free(order);
     add_to("count", "batch_copies", result ? 0 : (int64_t)count);
     add_to("count", given->order == 1 ? "batch_order_1" : given->order == 2 ? "batch_order_2" : "batch_order_3", 1);
-    add_to("count", "batch_overlaps", given->flags);
+    add_to("count", given->flags ? "batch_flags_1" : "batch_flags_0", 1);
     return result;
 }
 

@@ -6,12 +6,15 @@ Nothing is imported from CUDA or torch before that is known.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
+IS_FAKE = bool(os.environ.get("FAKECUDA"))
+"""Whether the driver is that of tests/fakecuda, where the processor copies: sizes are smaller then."""
 
 
 @functools.cache

@@ -17,8 +17,9 @@ from tests.conftest import Depot, StartDepot, eventually
 from tests.devices.engines import BLOCKS, Engine, round_trips_at_once, settled, tokens_of
 from tests.devices.footprints import assert_settles
 from tests.devices.worker import WorkerProcess
+from tests.gpu.conftest import IS_FAKE
 
-SCALE = 8192
+SCALE = 512 if IS_FAKE else 8192
 """Blocks of 17 MiB: twelve of them take some milliseconds to copy."""
 ARENA_MIB = 2048
 SLACK = 64 << 20
