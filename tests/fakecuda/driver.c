@@ -54,6 +54,7 @@ static const struct { int code; const char *name; } error_names[] = {
 #define MAX_COUNTERS 256
 #define ALIGNED 16                /* what the copy kernel needs of addresses and sizes */
 #define ROW_BYTES 24u             /* of the copy kernel's table */
+#define TILE_BYTES 16384u         /* more than this of a row, the copy kernel does not copy */
 #define DURING_CALL 2
 #define ANY_ORDER 3
 #define DESTROYED (~0ull)          /* the handle of a stream whose work has yet to run */
@@ -562,8 +563,9 @@ static int run_kernel(struct stream *stream, struct work *work) { /* rows of (de
             note_failure("kernel row %#lx <- %#lx, %lu bytes is not aligned", row[0], row[1], row[2]);
             result = MISALIGNED;
         }
-        if (row[2])
-            put(stream, (struct work){.what = COPY, .dst = row[0], .src = row[1], .size = row[2], .by_kernel = 1});
+        uint64_t size = row[2] < TILE_BYTES ? row[2] : TILE_BYTES;
+        if (size)
+            put(stream, (struct work){.what = COPY, .dst = row[0], .src = row[1], .size = size, .by_kernel = 1});
     }
     free(order);
     if (stream->last)
