@@ -358,7 +358,7 @@ def test_layers_side_by_side_with_one_fingerprint_agree_on_every_byte(data: st.D
     assert (layouts[0][0].fingerprint == layouts[1][0].fingerprint) == (one == two)
 
 
-def test_layers_of_one_size_that_are_joined_in_other_pairs_have_different_fingerprints() -> None:
+def test_layers_of_one_size_that_are_joined_in_other_pairs_have_other_fingerprints() -> None:
     def layout(places: dict[str, int]) -> Layout:
         views = [
             TensorView(name, "all", 3 * 64, at, (3, 8), (64, 1), 1, "float8_e4m3fn") for name, at in places.items()

@@ -124,7 +124,7 @@ def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
-def test_pages_of_two_sizes_are_one_piece_of_a_block_in_whatever_order_vllm_names_them(layout: str) -> None:
+def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layout: str) -> None:
     """MLA with an indexer: two layers in turns, and in memory all of one kind before all of the other."""
     from vllm.v1.kv_cache_interface import (
         KVCacheTensor,
