@@ -28,6 +28,7 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     for module in (cuda, pins):
         patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
     patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
+    patch.setattr(how, "_BOUNCE_BYTES", 3 * PAGE)
     gpus = cuda.Gpus(devices._memory, STAGING)
     store, retrieve = ways or ("dma", "dma")
     for uuid in gpus._driver.devices():
@@ -41,6 +42,8 @@ class CopyPathsConformance(DeviceConformance):
 
     ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
     """Stores, retrieves."""
+    is_registered: ClassVar[bool] = True
+    """Whether the server may register the arena with the driver."""
     how: ClassVar[str] = "one"
     """The worker's memory: see worker.py."""
 
@@ -67,7 +70,9 @@ class CopyPathsConformance(DeviceConformance):
     def devices(cls, arena: Arena, gpus: object) -> Iterator[Devices]:
         made = Devices(arena, STAGING)
         with pytest.MonkeyPatch.context() as patch:
-            prepare(made, patch, *cls.ways)
+            pins = prepare(made, patch, *cls.ways).pins
+            if not cls.is_registered:
+                pins._refused.update(range(-(-len(arena.bytes) // SMALL_PIECES)))
             yield made
             made.close()
 
@@ -83,6 +88,7 @@ class CopyPathsConformance(DeviceConformance):
             if not set(cls.ways) <= set(gpu.copy_paths.available):
                 pytest.skip(gpu.copy_paths.without)
             yield
+            assert cls.is_registered or not devices.status()[0].pinned_bytes
         finally:
             mapped.close()
             other.close()

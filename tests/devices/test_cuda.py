@@ -89,6 +89,12 @@ class TestStaged(OnFakeDriver):
 
 
 @pytest.mark.faults
+class TestUnregisteredMemory(OnFakeDriver):
+    ways = ("dma", "staged")
+    is_registered = False
+
+
+@pytest.mark.faults
 class TestVirtualMemory(OnFakeDriver):
     how = "virtual"
     ways = ("dma", "staged")
@@ -278,16 +284,6 @@ def test_memory_that_cannot_be_exported_is_refused_in_the_worker_with_what_to_se
     with pytest.raises(DeviceError, match="--enable-sleep-mode"):
         worker.make(small())
     worker.close()
-
-
-def test_an_arena_that_cannot_be_pinned_is_copied_all_the_same(
-    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
-) -> None:
-    machine.fail("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
-    with suite.case(worker, devices, arena, small()) as case:
-        extents = ((arena.header.chunks_start, 20 * PAGE),)
-        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 1)
-        assert devices.status()[0].pinned_bytes <= SMALL_PIECES
 
 
 def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(

@@ -55,6 +55,11 @@ class TestStaged(OnGpu):
     ways = ("staged", "staged")
 
 
+class TestUnregisteredMemory(OnGpu):
+    ways = ("dma", "staged")
+    is_registered = False
+
+
 class TestVirtualMemory(OnGpu):
     how = "virtual"
     ways = ("dma", "staged")

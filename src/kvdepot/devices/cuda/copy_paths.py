@@ -12,11 +12,11 @@ staging buffer and a table of copies for the kernel. Invariant: when `run` retur
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +38,8 @@ SLOTS = 4
 """Two threads per direction copy at a time (memory/copier.py)."""
 _PROGRAMS = 16
 """Thread blocks: enough to saturate the bus, and few enough to leave the GPU to the engine."""
+_BOUNCE_BYTES = 4 << 20
+"""Pinned memory of a slot that copies from and to unregistered memory go through; allocated with the first of them."""
 _TABLE_ROWS = 1 << 15
 _ROW_BYTES = 24
 _ALIGNED = 16
@@ -52,7 +54,7 @@ class Slot:
     def __init__(self, driver: Driver, staging_bytes: int) -> None:
         self._driver = driver
         self.stream = 0
-        self.staging = self.table = self.host_table = 0
+        self.staging = self.table = self.host_table = self.bounce = 0
         self.staging_bytes = staging_bytes
         self.rows = 0  # rows of the table that copies in progress use
         try:
@@ -75,6 +77,13 @@ class Slot:
             log.warning("no GPU memory for copy buffers; small copies will be slow: %s", exc)
             self._free_memory()
 
+    def take_bounce(self) -> bool:
+        """Allocate pinned memory to copy through, if there is none yet; False if the driver refuses."""
+        if not self.bounce:
+            with contextlib.suppress(DriverError):
+                self.bounce = int(self._driver.call("cuMemHostAlloc", _BOUNCE_BYTES, 0))
+        return bool(self.bounce)
+
     @property
     def device_bytes(self) -> int:
         """GPU memory in use."""
@@ -87,8 +96,9 @@ class Slot:
             self.stream = 0
 
     def _free_memory(self) -> None:
-        for name, function in (("staging", "cuMemFree"), ("table", "cuMemFree"), ("host_table", "cuMemFreeHost")):
+        for name in ("staging", "table", "host_table", "bounce"):
             if getattr(self, name):
+                function = "cuMemFree" if name in ("staging", "table") else "cuMemFreeHost"
                 self._driver.call(function, getattr(self, name))
                 setattr(self, name, 0)
 
@@ -131,7 +141,7 @@ class CopyPaths:
         by_engine = ("dma", "overlap") if self._driver.has_batches and self._same_addresses else ("dma",)
         return (*by_engine, "kernel", "staged") if self._kernel is not None else by_engine
 
-    @contextmanager
+    @contextlib.contextmanager
     def slot(self) -> Iterator[Slot]:
         """Borrow a slot; creates one if none is free. Raises DeviceError."""
         with self._lock:
@@ -153,7 +163,7 @@ class CopyPaths:
         if not len(plan):
             return
         if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context
-            self.run_unpinned(plan, is_store, slot)
+            self._one_by_one(plan, is_store, slot)
             return
         way = way or self._best(plan, is_store)
         if way in ("kernel", "staged") and (
@@ -175,7 +185,25 @@ class CopyPaths:
             self._wait(slot)
 
     def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
-        """Like `run`, one copy after the other, for host memory that is not registered or has another GPU address."""
+        """Like `run`, for host memory that is not registered: through a pinned buffer, which costs another copy."""
+        if not len(plan):
+            return
+        if not slot.take_bounce():
+            self._one_by_one(plan, is_store, slot)
+            return
+        host, device, sizes = _tiles(plan.host, plan.device, plan.sizes, _BOUNCE_BYTES)
+        for part, places in _rounds(sizes, _BOUNCE_BYTES):
+            buffer = np.uint64(slot.bounce) + places
+            if is_store:
+                self.run(Plan(device[part], buffer, sizes[part]), is_store, slot)
+            joined = merge(buffer, host[part], sizes[part])
+            for pinned, unpinned, size in zip(*(column.tolist() for column in joined), strict=True):
+                ctypes.memmove(*((unpinned, pinned) if is_store else (pinned, unpinned)), size)  # without the GIL
+            if not is_store:
+                self.run(Plan(device[part], buffer, sizes[part]), is_store, slot)
+
+    def _one_by_one(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+        """A call of the driver for each copy, which is slow if they are small; any host memory."""
         try:
             for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
                 if is_store:
@@ -200,14 +228,8 @@ class CopyPaths:
         """Copy in rounds that fill the buffer, sorted by host address so that the copy engines' pieces are long."""
         order = np.argsort(plan.host, kind="stable")
         host, device, sizes = _tiles(plan.host[order], plan.device[order], plan.sizes[order])
-        ends = np.cumsum(sizes)
-        first = 0
-        while first < len(sizes):
-            done = ends[first] - sizes[first]
-            end = int(np.searchsorted(ends, done + np.uint64(slot.staging_bytes), "right"))
-            end = min(end, first + _TABLE_ROWS)
-            part = slice(first, end)
-            buffer = np.uint64(slot.staging) + (ends[part] - sizes[part] - done)
+        for part, places in _rounds(sizes, slot.staging_bytes):
+            buffer = np.uint64(slot.staging) + places
             there, here, lengths = merge(buffer, host[part], sizes[part], plan.edge, plan.cut)
             if is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
@@ -215,7 +237,6 @@ class CopyPaths:
             else:
                 self._driver.copy_batch((there, here, lengths), slot.stream, is_store)
                 self._launch(device[part], buffer, sizes[part], slot)
-            first = end
 
     def _launch(self, dst: Addresses, src: Addresses, sizes: Addresses, slot: Slot) -> None:
         assert self._kernel is not None and 0 < len(sizes) <= _TABLE_ROWS, len(sizes)
@@ -244,13 +265,27 @@ class CopyPaths:
             self._kernel = None
 
 
-def _tiles(first: Addresses, second: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut copies into rows of the kernel's table, of TILE_BYTES at most."""
-    if int(sizes.max()) <= TILE_BYTES:
+def _rounds(sizes: Addresses, room: int) -> Iterator[tuple[slice, Addresses]]:
+    """Divide copies into rounds of at most `room` bytes and a table of rows, with the place of each in a buffer."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        done = ends[first] - sizes[first]
+        end = min(int(np.searchsorted(ends, done + np.uint64(room), "right")), first + _TABLE_ROWS)
+        part = slice(first, end)
+        yield part, ends[part] - sizes[part] - done
+        first = end
+
+
+def _tiles(
+    first: Addresses, second: Addresses, sizes: Addresses, most: int = TILE_BYTES
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Cut copies into pieces of `most` bytes at most; by default into rows of the kernel's table."""
+    if int(sizes.max()) <= most:
         return first, second, sizes
-    counts = -(-sizes.astype(np.int64) // TILE_BYTES)
+    counts = -(-sizes.astype(np.int64) // most)
     source = np.repeat(np.arange(len(sizes)), counts)
     number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-    offset = number.astype(np.uint64) * np.uint64(TILE_BYTES)
+    offset = number.astype(np.uint64) * np.uint64(most)
     left = sizes[source] - offset
-    return first[source] + offset, second[source] + offset, np.minimum(left, np.uint64(TILE_BYTES))
+    return first[source] + offset, second[source] + offset, np.minimum(left, np.uint64(most))

@@ -101,7 +101,8 @@ class DeviceTensors(Mapped):
                 held.enter_context(gpu.driver.current(gpu.context))
                 pinned = held.enter_context(pins.used(plan))
                 slot = held.enter_context(gpu.copy_paths.slot())
-                (gpu.copy_paths.run if pinned else gpu.copy_paths.run_unpinned)(plan, is_store, slot)
+                gpu.copy_paths.run(plan.only(pinned), is_store, slot)
+                gpu.copy_paths.run_unpinned(plan.only(~pinned), is_store, slot)
         except DeviceError as exc:
             gpu.failure = str(exc)
             raise

@@ -1,8 +1,9 @@
 """Registers the arena's memory with the driver, so that GPUs access it at the speed of the bus.
 
-Used by the copy threads of all GPUs. Memory is registered piece by piece: in advance on a thread of its own, or by the
-copy that needs it first. Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is
-unregistered while a copy uses it.
+Used by the copy threads of all GPUs. A thread of its own registers the memory piece by piece, in order, but first the
+pieces that copies needed. No copy waits for a registration: what is not registered yet is copied more slowly.
+Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is unregistered while a copy
+uses it.
 
 A registration belongs to the context in which it was made, but all contexts may use it. When the last worker of that
 context's GPU leaves while other GPUs are in use, its pieces are registered again through another context, one by one:
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.devices.cuda.driver import Driver
 from kvdepot.devices.cuda.plan import Plan
@@ -30,7 +32,7 @@ __all__ = ["PIECE_BYTES", "Pins"]
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""Registering this much takes about 20 ms, which a copy may have to wait for."""
+"""Registering this much takes 4 to 60 ms."""
 
 
 class Pins:
@@ -47,8 +49,9 @@ class Pins:
         self._pinned: dict[int, Any] = {}  # registered pieces, and their contexts
         self._begun: dict[int, Any] = {}  # pieces that some thread is registering or unregistering
         self._refused: set[int] = set()  # pieces that could not be registered
+        self._wanted: dict[int, None] = {}  # pieces that copies needed before they were registered
         self._users: Counter[int] = Counter()  # copies in progress, by piece
-        self._leaving: int | None = None  # a piece about to be unregistered: no further copy may touch it
+        self._leaving: set[int] = set()  # pieces that are about to be unregistered: no further copy may touch them
         self._stopping = threading.Event()
 
     def __repr__(self) -> str:
@@ -75,9 +78,13 @@ class Pins:
                 self._begin()
 
     def _begin(self) -> None:
-        self._stopping.set()  # end the previous thread, which has passed pieces that were then another context's
+        self._end_thread()  # it has passed pieces that were then another context's
         self._stopping = threading.Event()
         threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
+
+    def _end_thread(self) -> None:
+        self._stopping.set()
+        self._change.notify_all()
 
     def pass_on(self, context: Any, other: Any) -> None:
         """A GPU is about to be left: register through `other` (None: no GPU) from now on. Never blocks.
@@ -86,7 +93,7 @@ class Pins:
         """
         with self._change:
             if self._context == context:
-                self._stopping.set()
+                self._end_thread()
                 self._context = other
                 self._refused.clear()
 
@@ -104,6 +111,7 @@ class Pins:
             finally:
                 with self._change:
                     del self._begun[piece]
+                    self._leaving.discard(piece)
                     self._change.notify_all()
 
     def resume(self) -> None:
@@ -119,45 +127,70 @@ class Pins:
     def _next_of(self, context: Any) -> int | None:
         """The next piece to unregister, once no copy uses it; no copy can use it until that is done. None: no more."""
         with self._change:
-            self._change.wait_for(lambda: self._leaving is None and context not in self._begun.values())
+            self._change.wait_for(lambda: context not in self._begun.values())
             piece = next((piece for piece, owner in self._pinned.items() if owner == context), None)
             if piece is not None:
-                self._leaving = piece
+                self._leaving.add(piece)
                 self._change.wait_for(lambda: not self._users[piece])
-                self._leaving = None
                 self._begun[piece] = self._pinned.pop(piece)
-                self._change.notify_all()
             return piece
 
     # -- registering
 
     @contextmanager
-    def used(self, plan: Plan) -> Iterator[bool]:
-        """Use the pieces of a copy; registers those that are missing. Yields whether all are registered.
+    def used(self, plan: Plan) -> Iterator[npt.NDArray[np.bool_]]:
+        """Use the pieces of a plan's copies. Yields bool[n]: which copies are of registered memory, to the end of use.
 
-        If memory is full or the driver refuses, the copy is possible nevertheless, but slow.
+        The others are possible too, but slower. Blocks only while one of the pieces is being unregistered.
         """
-        pieces = np.unique((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).tolist()
+        where = ((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).astype(np.int64)
+        pieces = np.unique(where).tolist()
         with self._change:
             # All at once: a copy that held some pieces while it waits for others could deadlock with `give_up`.
-            self._change.wait_for(lambda: self._leaving not in pieces)
+            self._change.wait_for(lambda: self._leaving.isdisjoint(pieces))
             self._users.update(pieces)
             missing = [piece for piece in pieces if piece not in self._pinned]
+            self._wanted.update(dict.fromkeys(piece for piece in missing if piece not in self._refused))
+            if self._wanted:
+                self._change.notify_all()
         try:
-            yield all(self._pin(piece) for piece in missing)
+            yield np.isin(where, missing, invert=True)
         finally:
             with self._change:
                 self._users.subtract(pieces)
                 self._users += Counter()  # drop those with count 0
                 self._change.notify_all()
 
-    def _pin(self, piece: int) -> bool:
-        """Register a piece, or wait until another thread has. False if that failed, now or before."""
+    def _pin_ahead(self, stopping: threading.Event) -> None:
+        """Register all pieces; after a failure, only those that copies need. Runs until it is stopped."""
+        ahead = iter(range(-(-self._size // PIECE_BYTES)))
+        try:
+            while (piece := self._next_to_pin(ahead, stopping)) is not None:
+                self._pin(piece)
+        except Exception:
+            log.exception("could not register the arena with the driver")
+
+    def _next_to_pin(self, ahead: Iterator[int], stopping: threading.Event) -> int | None:
+        """The piece to register next; blocks while there is none. None: the thread is to end."""
+        with self._change:
+            while not stopping.is_set():
+                piece = next(iter(self._wanted), None)
+                if piece is not None:
+                    del self._wanted[piece]
+                elif not self._refused:
+                    piece = next(ahead, None)
+                if piece is not None:
+                    return piece
+                self._change.wait()
+        return None
+
+    def _pin(self, piece: int) -> None:
+        """Register a piece, unless that has failed before."""
         with self._change:
             self._change.wait_for(lambda: piece not in self._begun)
             context = self._context
             if piece in self._pinned or piece in self._refused or context is None:
-                return piece in self._pinned
+                return
             self._begun[piece] = context
         done = False
         try:
@@ -170,7 +203,6 @@ class Pins:
                 elif context == self._context:
                     self._refused.add(piece)
                 self._change.notify_all()
-        return done
 
     def _register(self, piece: int, context: Any) -> bool:
         if not self._memory.ensure(piece * PIECE_BYTES, self._length(piece)):
@@ -189,12 +221,3 @@ class Pins:
         """Warn only once, because a terabyte has enough pieces to fill the log."""
         level = logging.DEBUG if self._refused else logging.WARNING
         log.log(level, "memory behind %r is not registered with the driver, and slow to copy: %s", self, why)
-
-    def _pin_ahead(self, stopping: threading.Event) -> None:
-        """Register all pieces in advance; stops at the first failure."""
-        try:
-            for piece in range(-(-self._size // PIECE_BYTES)):
-                if stopping.is_set() or not self._pin(piece):
-                    return
-        except Exception:
-            log.exception("could not register the arena with the driver")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.devices.cuda.driver import Addresses
 from kvdepot.memory.copier import CopyPiece
@@ -41,6 +42,12 @@ class Plan:
     def total(self) -> int:
         """Bytes of all copies."""
         return int(self.sizes.sum())
+
+    def only(self, mask: npt.NDArray[np.bool_]) -> Plan:
+        """The copies that a mask, bool[n], selects."""
+        if mask.all():
+            return self
+        return Plan(self.device[mask], self.host[mask], self.sizes[mask], self.edge, self.cut)
 
 
 class Planner:
