@@ -56,6 +56,8 @@ WRONG: list[tuple[str, str]] = [
     ("gpu_dma_from_kib", "-1"),
     ("gpu_staging_mib", "-1"),
     ("gpu_staging_mib", "4097"),
+    ("gpu_idle_s", "-1"),
+    ("gpu_idle_s", "nan"),
     ("policy", "mru"),
     ("max_message_mib", "0"),
     ("max_clients", "0"),

@@ -202,6 +202,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "kvdepot calibrate --busy measures it",
         ),
     ] = 28
+    gpu_idle_s: Annotated[
+        float, Meta(ge=0, le=86_400, description="seconds without a worker after which the server releases a GPU")
+    ] = 180.0
     policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
     max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message accepted, in MiB or as 1GiB")] = 4
     max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096

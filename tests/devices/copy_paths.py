@@ -29,7 +29,7 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
         patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
     patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
     patch.setattr(how, "_BOUNCE_BYTES", 3 * PAGE)
-    gpus = cuda.Gpus(devices._memory, STAGING)
+    gpus = cuda.Gpus(devices._memory, *devices._limits)
     store, retrieve = ways or ("dma", "dma")
     for uuid in gpus._driver.devices():
         gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}

@@ -412,7 +412,7 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
     from kvdepot.devices.cuda import driver
 
     monkeypatch.setenv("LD_LIBRARY_PATH", machine.environment()["LD_LIBRARY_PATH"])
-    depot = start_depot("--gpu-staging-mib", "16", arena_mib=8)
+    depot = start_depot("--gpu-staging-mib", "16", "--gpu-idle-s", "0", arena_mib=8)
     assert depot.status()["devices"] == []
     cuda = driver.load()
     uuid, device = list(cuda.devices().items())[1]

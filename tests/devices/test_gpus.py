@@ -1,18 +1,24 @@
-"""Copies while the arena is being registered, on the stand-in of the driver."""
+"""GPUs whose workers come and go, and copies while the arena is being registered, on the stand-in of the driver."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvdepot.devices import Devices
+from kvdepot.errors import DeviceError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.arena import Arena
+from kvdepot.memory.copier import CopyPiece
+from kvdepot.protocol.layout import Layout, build_layout
 from tests.conftest import eventually
 from tests.devices.conformance import TIMEOUT_S, Case, DeviceConformance, arena_of
 from tests.devices.copy_paths import SMALL_PIECES, STAGING, prepare
@@ -22,6 +28,7 @@ from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
 
+IDLE_S = 1000.0
 SLOW_S = 60.0
 """No test waits for it: healing the machine ends the call."""
 EVERYWHERE, AT_THE_END = range(0, 21, 3), range(18, 25)
@@ -60,7 +67,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def devices(machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    made = Devices(arena, STAGING)
+    made = Devices(arena, STAGING, IDLE_S)
     prepare(made, monkeypatch)
     yield made
     machine.heal()
@@ -79,6 +86,157 @@ def round_trip(case: Case, pages: range = EVERYWHERE) -> None:
 
 def pins_of(devices: Devices) -> Any:
     return devices._gpus.pins  # type: ignore[union-attr]
+
+
+def made(machine: Machine) -> Counter[str]:
+    """What a GPU costs that comes into use: contexts and registrations of the arena."""
+    counts = machine.counts(os.getpid())
+    return Counter({name: counts[name] for name in ("cuDevicePrimaryCtxRetain", "cuMemHostRegister")})
+
+
+# -- a GPU without workers
+
+
+@pytest.fixture
+def left(devices: Devices, workers: list[WorkerProcess], arena: Arena) -> Devices:
+    """With GPU 0 kept, whose only worker has left it when the arena was registered."""
+    with suite.case(workers[0], devices, arena, model()) as case:
+        round_trip(case)
+        eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
+    return devices
+
+
+def test_a_worker_that_comes_soon_finds_context_and_registrations_as_they_were(
+    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    before = made(machine)
+    assert os.getpid() in machine.contexts(0)
+    (kept,) = left.status()
+    assert (kept.registrations, kept.pinned_bytes) == (0, len(arena.bytes))
+    with suite.case(workers[1], left, arena, model()) as case:
+        assert [gpu.registrations for gpu in left.status()] == [1]
+        round_trip(case)
+    assert made(machine) == before
+
+
+def test_a_gpu_without_workers_is_released_when_its_time_is_over_and_not_before(
+    machine: Machine, left: Devices
+) -> None:
+    now = time.monotonic()
+    assert not left.is_overdue(now)
+    left.release_idle(now)
+    assert os.getpid() in machine.contexts(0)
+    assert left.is_overdue(now + IDLE_S)
+    left.release_idle(now + IDLE_S)
+    held = machine.held_by(os.getpid())
+    assert held["contexts"] == {} and held["memory"] == {} and not any(held["held"].values())
+    assert left.status() == [] and not left.is_overdue(now + IDLE_S)
+
+
+def test_a_gpu_with_a_worker_is_not_released_however_late_it_is(
+    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    with suite.case(workers[1], left, arena, model()) as case:
+        late = time.monotonic() + 2 * IDLE_S
+        assert not left.is_overdue(late)
+        left.release_idle(late)
+        round_trip(case)
+
+
+def test_the_end_of_all_devices_releases_a_gpu_without_workers(machine: Machine, left: Devices) -> None:
+    left.close()
+    assert os.getpid() not in machine.contexts(0) and left.status() == []
+
+
+def fails_its_last_copy(machine: Machine, case: Case) -> None:
+    machine.fail("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
+    with pytest.raises(DeviceError):
+        case.move([CopyPiece(((case.arena.header.chunks_start, 4 * PAGE),), np.array([1, 4], np.intp))], True)
+
+
+def keeps_memory_of_its_worker(machine: Machine, case: Case) -> None:
+    machine.fail("cuIpcCloseMemHandle", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
+
+
+def has_a_broken_context(machine: Machine, case: Case) -> None:
+    machine.fail("cuCtxSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", pid=os.getpid())
+
+
+def lacks_buffers_for_copies(machine: Machine, case: Case) -> None:
+    machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", times=10**6, pid=os.getpid())
+    round_trip(case)
+
+
+@pytest.mark.parametrize(
+    "happens", [fails_its_last_copy, keeps_memory_of_its_worker, has_a_broken_context, lacks_buffers_for_copies]
+)
+def test_a_gpu_is_not_kept_if_only_its_release_can_heal_it(
+    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena, happens: Callable[..., None]
+) -> None:
+    """Where it lacks buffers, the engine took all memory, and may have been restarted to take less."""
+    with suite.case(workers[0], devices, arena, model()) as case:
+        happens(machine, case)
+    assert os.getpid() not in machine.contexts(0) and devices.status() == []
+    machine.heal()
+    with suite.case(workers[1], devices, arena, model()) as case:
+        round_trip(case)
+
+
+def test_a_gpu_whose_context_broke_meanwhile_gets_a_new_one(
+    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    before = made(machine)
+    machine.fail("cuCtxSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", pid=os.getpid())
+    with suite.case(workers[1], left, arena, model()) as case:
+        assert made(machine)["cuDevicePrimaryCtxRetain"] == before["cuDevicePrimaryCtxRetain"] + 1
+        round_trip(case)
+
+
+def test_a_gpu_that_is_released_passes_registrations_on_to_one_in_use(
+    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    with suite.case(workers[2], left, arena, model()) as case:
+        pins = pins_of(left)
+        (first,) = set(pins._pinned.values())
+        left.release_idle(time.monotonic() + IDLE_S)
+        assert os.getpid() in machine.contexts(1) - machine.contexts(0)
+        round_trip(case)
+        eventually(lambda: pins.pinned_bytes == len(arena.bytes))
+        assert first not in pins._pinned.values()
+
+
+def test_gpus_that_are_released_together_pass_nothing_on(
+    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    suite.case(workers[2], left, arena, model())
+    with suite.case(workers[2], left, arena, model()):
+        before = made(machine)
+    left.release_idle(time.monotonic() + IDLE_S)
+    assert left.status() == [] and made(machine) == before
+
+
+def test_workers_come_and_go_while_gpus_without_workers_are_released(
+    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    start, pages = arena.header.chunks_start, 7
+    layouts = [build_layout(worker.make(model()), model().axes) for worker in (workers[0], workers[2])]
+
+    def come_and_go(layout: Layout, number: int) -> None:
+        for turn in range(25):
+            mapped = devices.map(layout)
+            first = start + (12 * number + turn % 5) * PAGE
+            mapped.move(arena, [CopyPiece(((first, pages * PAGE),), np.array([1, 4, 2], np.intp))], turn % 2 == 0)
+            mapped.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        going = [pool.submit(come_and_go, layouts[number], number) for number in (0, 1, 0, 1)]
+        while not all(done.done() for done in going):
+            devices.release_idle(time.monotonic() + IDLE_S)
+        for done in going:
+            done.result(TIMEOUT_S)
+    devices.release_idle(time.monotonic() + IDLE_S)
+    pins = pins_of(devices)
+    assert devices.status() == [] and pins.pinned_bytes == 0 and not +pins._users and not pins._begun
 
 
 # -- copies before the arena is registered

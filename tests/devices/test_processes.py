@@ -21,8 +21,10 @@ from tests.fakecuda.machine import VARIABLES, Machine
 
 pytestmark = pytest.mark.faults
 
-LEAN = ("--gpu-staging-mib", "0")
+COPY_ENGINES = ("--gpu-staging-mib", "0")
 """No kernel need be compiled: batched copies alone."""
+LEAN = (*COPY_ENGINES, "--gpu-idle-s", "0")
+"""And a GPU is released with its last worker."""
 
 
 @pytest.fixture
@@ -154,6 +156,42 @@ def test_a_gpu_is_left_with_its_last_worker_and_untouched_before_its_first(
     held = machine.held_by(server)
     assert held["contexts"] == {} and held["memory"] == {} and not any(held["held"].values())
     assert depot.status()["devices"] == []
+
+
+def test_an_engine_that_restarts_finds_the_gpu_as_it_was_and_the_servers_end_releases_it(
+    machine: Machine, start_depot: StartDepot, start_engine: StartEngine
+) -> None:
+    depot = start_depot(*COPY_ENGINES, arena_mib=16)
+    server = depot.process.pid
+    first = start_engine(depot)
+    first.round_trip(list(range(8)), list(range(8, 16)), tokens_of(1, 2))
+    stored = first.truth  # what the retrieve left, in 8 to 15
+    eventually(lambda: machine.counts(server)["cuMemHostRegister"])
+    before = machine.counts(server)
+    first.process.kill()
+    settled(depot)
+    assert machine.contexts(0) == {server}
+    assert [gpu["registrations"] for gpu in depot.status()["devices"]] == [0]
+    second = start_engine(depot)
+    second.comes_back(stored, list(range(8, 16)), list(range(8)), tokens_of(1, 2))
+    for name in ("cuDevicePrimaryCtxRetain", "cuMemHostRegister"):
+        assert machine.counts(server)[name] == before[name]
+    second.process.kill()
+    settled(depot)
+    assert depot.stop() == 0
+    assert machine.contexts(0) == set() and "Traceback" not in depot.logged()
+
+
+def test_a_server_releases_a_gpu_that_no_worker_has_come_back_to(
+    machine: Machine, start_depot: StartDepot, start_engine: StartEngine
+) -> None:
+    depot = start_depot(*COPY_ENGINES, "--gpu-idle-s", "0.1", arena_mib=16)
+    engine = start_engine(depot)
+    engine.round_trip(list(range(8)), list(range(8, 16)), tokens_of(1, 2))
+    engine.process.kill()
+    eventually(lambda: machine.contexts(0) == set())
+    eventually(lambda: depot.status()["devices"] == [])
+    start_engine(depot).round_trip(list(range(8)), list(range(8, 16)), tokens_of(2, 2))
 
 
 def test_registering_and_dying_a_hundred_times_leaves_nothing_in_the_server(

@@ -146,7 +146,7 @@ def all_pinned(depot: Depot) -> dict[str, Any]:
 def test_the_gpu_is_left_with_the_last_worker(
     start_depot: StartDepot, start_engine: StartEngine, used_bytes: Callable[[], int]
 ) -> None:
-    depot = start_depot(arena_mib=256)
+    depot = start_depot("--gpu-idle-s", "0", arena_mib=256)
     before = used_bytes()
     seeds = itertools.count(1)
 
@@ -161,3 +161,16 @@ def test_the_gpu_is_left_with_the_last_worker(
         eventually(lambda: used_bytes() <= before + SLACK)  # no context is left
 
     assert_settles(live, lambda: {"bytes of the GPU": used_bytes()}, 2)
+
+
+def test_an_engine_that_restarts_finds_the_gpu_as_it_was(start_depot: StartDepot, start_engine: StartEngine) -> None:
+    depot = start_depot(arena_mib=256)
+    first = start_engine(depot)
+    first.round_trip(SOURCE, TARGET, tokens_of(1, 3))
+    stored = first.truth  # what the retrieve left, in TARGET
+    first.process.kill()
+    settled(depot)
+    assert [gpu["registrations"] for gpu in depot.status()["devices"]] == [0]
+    second = start_engine(depot)
+    second.comes_back(stored, TARGET, SOURCE, tokens_of(1, 3))
+    assert depot.logged().count(" is in use") == 1

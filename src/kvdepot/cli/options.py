@@ -164,7 +164,7 @@ TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
     "Tiers": ("tiers", "lookup_s"),
     "Connections and security": ("url", "keys", "http", "http_token_file", "fleet", "kv_events", "kv_events_topics"),
-    "Copies": ("copy_threads", "gpu_staging_mib", "gpu_dma_from_kib"),
+    "Copies": ("copy_threads", "gpu_staging_mib", "gpu_dma_from_kib", "gpu_idle_s"),
     "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
     "Limits": (
         "max_clients", "max_queued", "max_sessions", "max_pins", "max_instances", "max_namespaces", "max_rate",

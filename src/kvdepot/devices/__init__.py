@@ -1,7 +1,7 @@
 """Device memory: how the server maps an engine's KV tensors, and how their bytes move. One module per kind of device.
 
 The client calls `share` and `finish`, the server uses `Devices`. Resources of a device (driver, context, pinned memory)
-are acquired when the first worker registers from it.
+are acquired when the first worker registers from it, and kept for some time after the last one has left.
 """
 
 from __future__ import annotations
@@ -88,12 +88,16 @@ def finish(device: str) -> None:
 class Devices:
     """Maps registered tensors in the server. Any thread."""
 
-    def __init__(self, memory: Memory, staging_bytes: int, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
+    def __init__(
+        self, memory: Memory, staging_bytes: int, idle_s: float = 0.0, dma_from_bytes: int = DMA_FROM_BYTES
+    ) -> None:
         """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers.
-        dma_from_bytes: the size from which on copies are left to the copy engines.
+
+        idle_s: seconds for which a GPU without workers is kept; call `release_idle` every second or so. dma_from_bytes:
+        the size from which on copies are left to the copy engines.
         """
         self._memory = memory
-        self._limits = staging_bytes, dma_from_bytes
+        self._limits = staging_bytes, idle_s, dma_from_bytes
         self._lock = threading.Lock()
         self._gpus: Gpus | None = None
 
@@ -108,8 +112,17 @@ class Devices:
                 self._gpus = Gpus(self._memory, *self._limits)
         return self._gpus.map(layout)
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether `release_idle` has something to do at this time.monotonic(). Never blocks."""
+        return self._gpus is not None and bool(self._gpus.overdue(now))
+
+    def release_idle(self, now: float) -> None:
+        """Release the GPUs that have been without workers for `idle_s`. Blocks."""
+        if self._gpus is not None:
+            self._gpus.release_idle(now)
+
     def status(self) -> list[Device]:
-        """The GPUs in use. Never blocks."""
+        """The GPUs in use, also those that are kept without workers. Never blocks."""
         return self._gpus.status() if self._gpus is not None else []
 
     def close(self) -> None:

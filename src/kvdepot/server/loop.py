@@ -99,7 +99,9 @@ class Server:
             closing.callback(self._listener.close)
             closing.callback(self._stop_tier_workers)
             self._tier_workers += start_workers(config.tier_configs, config.rules, self.arena, self._report)
-            self._devices = Devices(self.arena, config.gpu_staging_mib << 20, config.gpu_dma_from_kib << 10)
+            self._devices = Devices(
+                self.arena, config.gpu_staging_mib << 20, config.gpu_idle_s, config.gpu_dma_from_kib << 10
+            )
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
             self.depot = Depot(
@@ -275,6 +277,9 @@ class Server:
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
             self._copier.submit(Call(None, shm.sweep_liveness_files))
+        now = time.monotonic()
+        if self._devices.is_overdue(now):
+            self._copier.submit(Call(None, lambda: self._devices.release_idle(now), "devices"))
         gc.collect(1)
 
     def _tick_feed(self, feed: Feed) -> None:

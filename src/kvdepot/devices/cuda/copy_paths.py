@@ -136,6 +136,11 @@ class CopyPaths:
         return sum(slot.device_bytes for slot in self._slots)
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether a slot has no buffers because the GPU was full."""
+        return self._kernel is not None and not all(slot.table for slot in self._slots)
+
+    @property
     def available(self) -> tuple[str, ...]:
         """The copy paths that work here."""
         by_engine = ("dma", "overlap") if self._driver.has_batches and self._same_addresses else ("dma",)

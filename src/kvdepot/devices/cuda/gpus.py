@@ -4,14 +4,18 @@ Connects the files of this folder: `driver` (calls), `sharing` and `descriptors`
 `pins` (the arena, registered), `plan` (which bytes go where), `copy_paths` and `kernel` (how they move), `calibrate`
 (which path is best).
 
-A GPU is in use from its first worker's registration until its last worker has left. Then everything is released:
-context, mappings, staging buffers, registrations of the arena. Nothing is used on a GPU that no worker registered from.
+A GPU is in use from its first worker's registration until its last worker has left and none has come for `idle_s`
+seconds: an engine that restarts finds the context and the arena's registration as they were. Then everything is
+released: context, staging buffers, registrations of the arena. A GPU is released at once if only that can heal it, and
+nothing is used on a GPU that no worker registered from.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -43,7 +47,9 @@ class Gpu:
         self.device = driver.device(uuid)
         self.name = driver.name(self.device)
         self.registrations = 0
+        self.idle_since = math.inf  # time.monotonic() when the last worker left; inf while there are workers
         self.failure = ""  # the driver's error of the last copy
+        self.leaks = False  # memory of a worker could not be unmapped, so only the end of the context frees it
         self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
         try:
             with driver.current(self.context):
@@ -54,6 +60,18 @@ class Gpu:
 
     def __repr__(self) -> str:
         return f"<Gpu {self.uuid} {self.name}, {self.registrations} registrations>"
+
+    def is_reusable(self) -> bool:
+        """Whether another worker can use this GPU as it is: its copies succeed and have buffers. Waits for the GPU."""
+        if self.failure or self.leaks or self.copy_paths.lacks_memory:
+            return False
+        try:
+            with self.driver.current(self.context):
+                self.driver.call("cuCtxSynchronize")  # reports a broken context
+        except DeviceError as exc:
+            log.info("%r cannot be used again: %s", self, exc)
+            return False
+        return True
 
     def close(self) -> None:
         """Release everything on this GPU. No copy may be in progress."""
@@ -122,22 +140,25 @@ class DeviceTensors(Mapped):
                 held.enter_context(gpu.driver.current(gpu.context))
             except DeviceError as exc:  # the context is lost; close the allocations anyway, for the bookkeeping
                 log.error("the context of %r is broken: %s", gpu, exc)
+                gpu.leaks = True
             for opened in self._opened:
                 try:
                     opened.close()
                 except DeviceError as exc:
                     log.error("could not unmap an allocation on %r: %s", gpu, exc)
+                    gpu.leaks = True
         self._opened.clear()
 
 
 class Gpus:
     """The GPUs in use. Any thread."""
 
-    def __init__(self, memory: Memory, staging_bytes: int, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
+    def __init__(self, memory: Memory, staging_bytes: int, idle_s: float, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
         """Raises DeviceError if there is no driver."""
         self._driver = load()
         self._dma_from_bytes = dma_from_bytes
         self._staging_bytes = staging_bytes
+        self._idle_s = idle_s
         self.pins = Pins(self._driver, memory)
         self._change = threading.Condition()  # guards the next two
         self._gpus: dict[str, Gpu] = {}
@@ -161,23 +182,28 @@ class Gpus:
         """Add a registration. Meanwhile other threads can enter and leave other GPUs."""
         with self._change:
             self._change.wait_for(lambda: uuid not in self._turning)
-            if uuid in self._gpus:
-                self._gpus[uuid].registrations += 1
-                return self._gpus[uuid]
+            gpu = self._gpus.get(uuid)
+            if gpu is not None and gpu.registrations:
+                gpu.registrations += 1
+                return gpu
             self._turning.add(uuid)
         try:
-            gpu = self._enter(uuid)
+            if gpu is not None and not gpu.is_reusable():
+                self._release([gpu])
+                gpu = None
+            if gpu is None:
+                gpu = self._enter(uuid)
             with self._change:
-                gpu.registrations = 1
+                gpu.registrations, gpu.idle_since = 1, math.inf
                 self.pins.attach(gpu.context)
                 self._gpus[uuid] = gpu
         finally:
             self._turned(uuid)
         return gpu
 
-    def _turned(self, uuid: str) -> None:
+    def _turned(self, *uuids: str) -> None:
         with self._change:
-            self._turning.discard(uuid)
+            self._turning.difference_update(uuids)
             self._change.notify_all()
 
     def _enter(self, uuid: str) -> Gpu:
@@ -209,25 +235,47 @@ class Gpus:
         return gpu
 
     def leave(self, gpu: Gpu) -> None:
-        """Remove a registration; with the last one, everything on the GPU is released."""
+        """Remove a registration. After the last one the GPU is kept for `idle_s`, or released if it is not reusable."""
         with self._change:
             gpu.registrations -= 1
             if gpu.registrations:
                 return
-            del self._gpus[gpu.uuid]
             self._turning.add(gpu.uuid)
-            other = next(iter(self._gpus.values()), None)
-            self.pins.pass_on(gpu.context, other.context if other is not None else None)
         try:
-            self._give_back(gpu)
+            if self._idle_s and gpu.is_reusable():
+                gpu.idle_since = time.monotonic()
+            else:
+                self._release([gpu])
         finally:
             self._turned(gpu.uuid)
 
-    def _give_back(self, gpu: Gpu) -> None:
-        self.pins.give_up(gpu.context)
-        gpu.close()
-        self.pins.resume()
-        log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
+    def overdue(self, now: float) -> list[Gpu]:
+        """The GPUs that have been without workers for `idle_s`. Never blocks."""
+        return [gpu for gpu in tuple(self._gpus.values()) if now - gpu.idle_since >= self._idle_s]
+
+    def release_idle(self, now: float) -> None:
+        """Release the GPUs that are overdue. Blocks."""
+        with self._change:
+            gone = [gpu for gpu in self.overdue(now) if gpu.uuid not in self._turning]
+            self._turning.update(gpu.uuid for gpu in gone)
+        try:
+            self._release(gone)
+        finally:
+            self._turned(*(gpu.uuid for gpu in gone))
+
+    def _release(self, gone: Sequence[Gpu]) -> None:
+        """Release everything on these GPUs, and pass the arena's registrations on to one that stays."""
+        with self._change:
+            for gpu in gone:
+                del self._gpus[gpu.uuid]
+            other = max(self._gpus.values(), key=lambda gpu: gpu.registrations, default=None)
+            for gpu in gone:
+                self.pins.pass_on(gpu.context, other.context if other is not None else None)
+        for gpu in gone:
+            self.pins.give_up(gpu.context)
+            gpu.close()
+            self.pins.resume()
+            log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
 
     def status(self) -> list[Device]:
         """The GPUs in use. Never blocks."""
@@ -247,10 +295,4 @@ class Gpus:
 
     def close(self) -> None:
         """Release everything. No copy may be in progress. May be called twice."""
-        with self._change:
-            left = list(self._gpus.values())
-            self._gpus.clear()
-            for gpu in left:  # not to another GPU, because those are left too
-                self.pins.pass_on(gpu.context, None)
-        for gpu in left:
-            self._give_back(gpu)
+        self._release(list(self._gpus.values()))
