@@ -24,7 +24,7 @@ from tests.devices.conformance import TIMEOUT_S, Case, DeviceConformance, arena_
 from tests.devices.copy_paths import SMALL_PIECES, STAGING, prepare
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
-from tests.standin.machine import Machine
+from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 
