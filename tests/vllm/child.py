@@ -10,7 +10,8 @@ abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, f
 server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
 folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count
 of tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those
-that were accepted), failed_chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
+that were accepted), failed_chunks (retrieved in vain so far), record (note the worker's calls from now on), calls
+(those that were noted), adapter (the file of the connector's adapter), stop.
 
 The engine core and its workers have processes of their own, as by default. Between add and finish, the core makes no
 step but by command.
@@ -125,7 +126,7 @@ class Child:
                 return self.add(command["request"])
             case "abort":
                 return self.engine.abort_request([command["id"]])
-            case "step" | "link" | "meet" | "failed_chunks" | "adapter" as inside:
+            case "step" | "link" | "meet" | "failed_chunks" | "record" | "calls" | "adapter" as inside:
                 return self.inside(inside)
             case "finish":
                 return self.finish()
@@ -280,6 +281,10 @@ def end(run: Callable[..., None], *arguments: Any) -> NoReturn:
 
 def import_vllm() -> None:
     """All that an engine imports but kvdepot, which notes when it was imported: an engine's start, to it."""
+    if os.environ.get("TRITON_INTERPRET"):  # see engines.V2
+        from triton.backends import backends
+
+        backends["cpu"] = backends["nvidia"]  # vLLM looks whether there is one, and the interpreter for none
     import vllm
 
     assert vllm.LLM

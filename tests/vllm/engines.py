@@ -40,6 +40,8 @@ ENVIRON = {
 """One thread each, on any core: threads of several engines that wait for each other on two cores take four times as
 long.
 """
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""For vLLM's runner V2, which is written in Triton: its kernels are interpreted, as Triton cannot compile for CPUs."""
 BLOCKS = 512
 """Of 128 tokens, or of 16 with MLA: prompts have less than 2,048 tokens here, and mostly run one at a time."""
 
@@ -217,7 +219,8 @@ def prompt(seed: int, tokens: int) -> list[int]:
 class Nursery:
     """The process that has imported vLLM, of the environment with this Python, and forks engines (see child.py)."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, runner: str) -> None:
+        self._runner = V2 if runner == "V2" else {}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(START_S)
         self._lock = threading.Lock()
@@ -232,7 +235,7 @@ class Nursery:
 
     def _environ(self) -> dict[str, str]:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return os.environ | ENVIRON | {"PYTHONPATH": path}
+        return os.environ | ENVIRON | {"PYTHONPATH": path} | self._runner
 
     def fork(self, arguments: dict[str, Any], channel: socket.socket, log: int) -> int:
         """Fork an engine with vLLM's `arguments` and this process's environment. Returns its process id."""
@@ -257,9 +260,9 @@ class Nursery:
 
 
 @functools.cache
-def nursery(python: str = sys.executable) -> Nursery:
-    """This process's one for an environment."""
-    made = Nursery(python)
+def nursery(python: str = sys.executable, runner: str = "V1") -> Nursery:
+    """This process's one for an environment, and one of vLLM's runners."""
+    made = Nursery(python, runner)
     atexit.register(made.close)
     return made
 
@@ -274,10 +277,12 @@ class Engine:
         role: str = "kv_both",
         extra: dict[str, Any] | None = None,
         python: str = sys.executable,
+        runner: str = "V1",
         **arguments: Any,
     ) -> None:
-        """python: of the environment with vLLM. arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each
-        a new interpreter, which takes 20 s of CPU time; else they are forked from one that has imported vLLM.
+        """python: of the environment with vLLM. runner: V1, or V2, which GPUs have by default. arguments: vLLM's, and
+        `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of CPU time; else they are
+        forked from one that has imported vLLM.
         """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
@@ -291,7 +296,7 @@ class Engine:
         eventually(lambda: time.time() > _written + _OLDER_S)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
-        self._nursery = nursery(python)
+        self._nursery = nursery(python, runner)
         with theirs, Path(f"/proc/self/fd/{self.log.fileno()}").open("ab", buffering=0) as log:
             fcntl.flock(log, fcntl.LOCK_SH)  # until the last of the engine's processes has ended
             self.pid = self._nursery.fork(options, theirs, log.fileno())

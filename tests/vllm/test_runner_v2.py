@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.vllm import drafters, engines
-from tests.vllm.by_hand import BATCH, CHUNK, VOCABULARY, Engine, check
+from tests.vllm import drafters, engines, insides
+from tests.vllm.by_hand import BATCH, CHUNK, DRAFTS, VOCABULARY, Engine, check
+from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import nothing_is_held
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -172,3 +173,68 @@ def test_an_engine_that_is_paused_lets_go_of_the_blocks_that_are_held_for_stores
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.finish()
     check(kept)
+
+
+def by_step(calls: list[str]) -> set[tuple[str, ...]]:
+    """The sequences of calls that steps consist of; each begins with the same one."""
+    steps: list[list[str]] = []
+    for call in calls:
+        if call == "handle_preemptions":
+            steps.append([])
+        steps[-1].append(call)
+    return {tuple(step) for step in steps}
+
+
+@with_and_without
+@steps
+def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
+    drafter: bool, steps: int, depot: Depot, start: StartByHand
+) -> None:
+    """Runner V2 takes the connector away while it runs a dummy batch, and tells it once it has captured graphs."""
+    from vllm.v1.request import RequestStatus
+
+    tokens = prompt(7, 4 * CHUNK + 9)
+    engine = start("V2", drafter, steps=steps)
+    engine.add("whole", tokens)
+    engine.add("aborted", prompt(8, 4 * CHUNK + 9))
+    while engine.scheduler.has_requests():
+        engine.step()
+        engine.worker.v2.set_disabled(True)
+        engine.worker.v2.set_disabled(False)
+        engine.worker.v2.reset_capture_state()
+        if "aborted" in engine.worker.rows:  # its first chunks are being stored
+            engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.finish()
+    engine = start("V2", drafter, steps=steps)
+    assert engine.run("whole", tokens) == 4 * CHUNK
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@runners
+@with_and_without
+def test_a_real_engine_gets_what_it_stored_and_its_runner_makes_the_calls_of_these_tests(
+    runner: str, drafter: bool, depot: Depot, paths: dict[str, Path], start: StartByHand, start_engine: StartEngine
+) -> None:
+    speculation = {"method": "eagle", "model": str(paths["drafter"]), "num_speculative_tokens": DRAFTS}
+    options = {"speculative_config": speculation} if drafter else {}
+    engine = start_engine(
+        paths["target"], depot.url, runner=runner, dtype="float32", block_size=32, max_num_batched_tokens=BATCH,
+        **options,
+    ).wait_started()  # fmt: skip
+    engine.tell("record")
+    tokens = prompt(6, 4 * CHUNK + 9)
+    computed = engine.run(tokens, max_tokens=30)
+    from_depot = engine.run_fresh(tokens, max_tokens=30)
+    assert (computed["cached"], from_depot["cached"]) == (0, 4 * CHUNK)
+    assert computed["tokens"] == from_depot["tokens"] == engine.run(tokens, max_tokens=30)["tokens"]
+    calls = engine.tell("calls")
+    engine.stop()
+    assert ("Using V2 Model Runner" in engine.logged()) == (runner == "V2")
+
+    by_hand, noted = start(runner, drafter), []
+    for name in insides.HOOKS:
+        insides.note_calls(by_hand.worker.connector, name, noted)
+    insides.note_calls(by_hand.worker, "_forward", noted, "forward")
+    insides.note_calls(by_hand.worker, "_draft", noted, "draft")
+    by_hand.run("any", tokens)
+    assert by_step(calls) == by_step(noted)
