@@ -60,16 +60,20 @@ def main(argv: list[str] | None = None) -> int:
         print("tiny       sizes far below those the names say: the numbers mean nothing")
     figures: list[Figure] = []
     notes: list[str] = []
-    for name in names:
-        figures += importlib.import_module(name).run(scale, notes)
-    print()
-    print(table(figures))
-    print()
-    for note in notes:
-        print(note)
-    missed = sum(not figure.holds for figure in figures)
-    print(f"{len(figures)} figures, {missed} missed, {time.monotonic() - begun:.0f} s")
-    write(figures, args.out)
+    try:
+        for name in names:
+            for figure in importlib.import_module(name).run(scale, notes):
+                figures.append(figure)
+                write(figures, args.out)  # a time limit or an error costs only what has not been measured yet
+    finally:
+        print()
+        print(table(figures))
+        print()
+        for note in notes:
+            print(note)
+        missed = sum(not figure.holds for figure in figures)
+        print(f"{len(figures)} figures, {missed} missed, {time.monotonic() - begun:.0f} s")
+        write(figures, args.out)
     return 0
 
 

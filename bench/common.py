@@ -66,7 +66,12 @@ class Scale:
     recovered_chunks: int = 100_000
     recovery_runs: int = 5
     mla_layers: int = 61
+    sharded_layers: int = 80
     peak_mib: int = 256
+    peer_device: str = "cuda"
+    """What torch uses in processes beside stores and retrieves; another one than the GPU only to test the benchmark."""
+    peer_width: int = 8192
+    load_bytes: int = 10 * 10**9
     registrations: int = 100
     engine_layers: int = 4
     engine_tokens: int = 8192
@@ -123,7 +128,11 @@ TINY = Scale(
     recovered_chunks=256,
     recovery_runs=1,
     mla_layers=2,
+    sharded_layers=2,
     peak_mib=4,
+    peer_device="cpu",
+    peer_width=64,
+    load_bytes=1 << 20,
     registrations=3,
     engine_layers=2,
     engine_tokens=1024,

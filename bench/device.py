@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +18,10 @@ import numpy.typing as npt
 from kvdepot.devices.cuda.driver import Driver
 from kvdepot.errors import DeviceError
 
-__all__ = ["Gpu", "Kind"]
+__all__ = ["PINNED", "Gpu", "Kind"]
 
+PINNED = ("cuMemHostAlloc", "registered tmpfs")
+"""Kinds of pinned memory: the driver's own, and shared memory as the arena is."""
 _ITEM_BYTES = 2  # bf16
 
 
@@ -31,6 +35,8 @@ class Kind:
     block_tokens: int
     bar: float
     both_bar: float = 0.0
+    is_beside: bool = False
+    """Whether an engine's kernels are measured beside copies of this layout, too."""
 
     @property
     def block_bytes(self) -> int:
@@ -59,7 +65,11 @@ class Gpu:
             flags = self._driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._streams = [int(call("cuStreamCreate", int(flags))) for _ in range(2)]
             self._memory = [int(call("cuMemAlloc", self._bytes)) for _ in range(2)]
-            self._pinned = [int(call("cuMemHostAlloc", self._bytes, 0)) for _ in range(2)]
+            allocated = [int(call("cuMemHostAlloc", self._bytes, 0)) for _ in range(2)]
+            shared = [_shared(self._bytes) for _ in range(2)]
+            for area in shared:
+                call("cuMemHostRegister", area.ctypes.data, self._bytes, self._driver.cu.CU_MEMHOSTREGISTER_PORTABLE)
+            self._pinned = dict(zip(PINNED, (allocated, [int(area.ctypes.data) for area in shared]), strict=True))
             try:
                 yield
             finally:
@@ -67,35 +77,37 @@ class Gpu:
                     call("cuStreamDestroy", stream)
                 for address in self._memory:
                     call("cuMemFree", address)
-                for address in self._pinned:
+                for address in allocated:
                     call("cuMemFreeHost", address)
+                for area in shared:
+                    call("cuMemHostUnregister", area.ctypes.data)
         self._driver.release(self._device)
 
-    def peak(self, is_store: bool) -> float:
-        """GB/s of one large copy of pinned memory."""
+    def peak(self, *directions: bool, pinned: str = PINNED[0]) -> float:
+        """GB/s of one large copy of pinned memory in each of these directions (is_store), at once."""
         begun = time.perf_counter()
-        self._copy(is_store)
-        self._wait(is_store)
-        return self._bytes / (time.perf_counter() - begun) / 1e9
+        for is_store in directions:
+            self._copy(is_store, self._pinned[pinned][is_store])
+        for is_store in directions:
+            self._driver.call("cuStreamSynchronize", self._streams[is_store])
+        return len(directions) * self._bytes / (time.perf_counter() - begun) / 1e9
 
-    def peak_both(self) -> float:
-        """GB/s of two copies at once, one in each direction."""
-        begun = time.perf_counter()
-        for is_store in (True, False):
-            self._copy(is_store)
-        for is_store in (True, False):
-            self._wait(is_store)
-        return 2 * self._bytes / (time.perf_counter() - begun) / 1e9
-
-    def _copy(self, is_store: bool) -> None:
-        device, pinned, stream = self._memory[is_store], self._pinned[is_store], self._streams[is_store]
+    def _copy(self, is_store: bool, pinned: int) -> None:
+        device, stream = self._memory[is_store], self._streams[is_store]
         if is_store:
             self._driver.call("cuMemcpyDtoHAsync", pinned, device, self._bytes, stream)
         else:
             self._driver.call("cuMemcpyHtoDAsync", device, pinned, self._bytes, stream)
 
-    def _wait(self, is_store: bool) -> None:
-        self._driver.call("cuStreamSynchronize", self._streams[is_store])
+    def refuses_torch(self, device: str) -> str:
+        """Why torch cannot use `device`, which is this GPU if it is "cuda"; empty if it can."""
+        try:
+            import torch
+        except ImportError:
+            return "torch is not installed"
+        if device == "cuda" and not (torch.cuda.is_available() and self.name == torch.cuda.get_device_name(0)):
+            return f"torch cannot use {self.name}"
+        return ""
 
     def used_bytes(self) -> int:
         """GPU memory in use by all processes together."""
@@ -123,6 +135,16 @@ class Gpu:
         data = np.empty(tensor.nbytes(), np.uint8)
         self._driver.call("cuMemcpyDtoH", data.ctypes.data, tensor.data_ptr(), tensor.nbytes())
         return data
+
+
+def _shared(size: int) -> npt.NDArray[np.uint8]:
+    """Shared memory of its own, with all pages there."""
+    fd = os.memfd_create("kvdepot-bench")
+    os.ftruncate(fd, size)
+    area = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    os.close(fd)
+    area[:] = 1
+    return area
 
 
 class Tensor:

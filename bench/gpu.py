@@ -2,13 +2,12 @@
 
 The time is that from `submit_*` until `get_finished` reports it, as an engine sees it, through a server process. The
 lower bound is one copy of pinned memory in each direction, or one in each direction at once, measured right before its
-pair. The tensors are allocated with the driver alone; torch is needed for the matrix products that stores must not slow
-down.
+pair. The tensors are allocated with the driver alone; torch is needed for the matrix products and the decoding steps
+that copies must not slow down.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from common import Peer, Scale, Serve, say
-from device import Gpu, Kind
+from device import PINNED, Gpu, Kind
 from report import Figure, at_least, at_most
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
 from kvdepot.devices.cuda.driver import load
-from kvdepot.errors import DeviceError
+from kvdepot.errors import DeviceError, KVDepotError
 from kvdepot.protocol import wire
 
 __all__ = ["run", "tensor_bytes"]
@@ -37,10 +36,12 @@ _SLACK_MB = 8.0
 
 
 def _kinds(scale: Scale) -> list[Kind]:
+    """Layouts by what is adjacent in a block: 64, 16 and 72 KiB of a layer, and 2 MiB of all layers together."""
     return [
-        Kind("Llama-8B", scale.layers, (2, 16, 8, 128), 16, 0.85, 0.75),
-        Kind("cross-layer", 1, (scale.layers, 2, 16, 8, 128), 16, 0.95),
-        Kind("MLA", scale.mla_layers, (64, 576), 64, 0.85),
+        Kind("Llama-8B", scale.layers, (2, 16, 8, 128), 16, 0.85, 0.75, is_beside=True),
+        Kind("Llama-70B TP 4", scale.sharded_layers, (2, 16, 2, 128), 16, 0.7, 0.6, is_beside=True),
+        Kind("MLA", scale.mla_layers, (64, 576), 64, 0.85, 0.75),
+        Kind("cross-layer", 1, (scale.layers, 2, 16, 8, 128), 16, 0.95, 0.85),
     ]
 
 
@@ -55,29 +56,50 @@ def tensor_bytes(scale: Scale) -> int:
     return largest + 2 * (scale.peak_mib << 20)
 
 
-def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """All figures of the first GPU; without a GPU none, and a line that says so."""
+def run(scale: Scale, notes: list[str]) -> Iterator[Figure]:
+    """All figures of the first GPU, as they are measured; without a GPU none, and a line that says so.
+
+    A layout that fails costs only its own figures: the others are measured, then RuntimeError is raised.
+    """
     try:
         gpu = Gpu(load(), scale.peak_mib << 20)
     except DeviceError as exc:
         say(f"gpu: left out: {exc}")
-        return []
+        return
     context: zmq.Context[Any] = zmq.Context()
-    figures: list[Figure] = []
+    failed = []
     with gpu.opened():
-        notes.append(f"gpu: {gpu.name}; a floor is one copy of {scale.peak_mib} MiB of pinned memory")
+        _note(notes, f"gpu: {gpu.name}; a floor is one copy of {scale.peak_mib} MiB of pinned memory ({PINNED[0]})")
+        yield from _peaks(scale, gpu)
         for kind in _kinds(scale):
-            figures += _measure(scale, gpu, kind, context, notes)
-        figures += _register_often(scale, gpu, context)
+            try:
+                yield from _measure(scale, gpu, kind, context, notes)
+            except (KVDepotError, RuntimeError, OSError) as exc:
+                failed.append(f"{kind.name}: {exc}")
+                say(f"gpu: {failed[-1]}")
+        yield from _register_often(scale, gpu, context)
     context.term()
-    return figures
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
-def _measure(scale: Scale, gpu: Gpu, kind: Kind, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
+def _peaks(scale: Scale, gpu: Gpu) -> Iterator[Figure]:
+    """Memory that is registered, as the arena is, beside memory that the driver has allocated."""
+    for what, directions in (("store", (True,)), ("retrieve", (False,)), ("both at once", (True, False))):
+        speeds: dict[str, list[float]] = {pinned: [] for pinned in PINNED}
+        for number in range(-1, scale.copy_runs):
+            for pinned, values in speeds.items():
+                speed = gpu.peak(*directions, pinned=pinned)
+                if number >= 0:
+                    values.append(speed)
+        allocated, registered = speeds.values()
+        yield at_least(f"gpu peak of {PINNED[1]}, {what}", "GB/s", registered, allocated, 0.95)
+
+
+def _measure(scale: Scale, gpu: Gpu, kind: Kind, context: zmq.Context[Any], notes: list[str]) -> Iterator[Figure]:
     """All figures of one layout."""
     say(f"gpu: {kind.name}, filling the engine's KV")
     blocks = _blocks(scale, kind)
-    figures: list[Figure] = []
     with gpu.tensors(kind, blocks) as caches, _serving(gpu, context, scale.copy_arena_gib) as server:
         worker = LMCacheMPWorkerAdapter(server.url, context, kind.name, 1, 0, kind.block_tokens)
         try:
@@ -86,14 +108,17 @@ def _measure(scale: Scale, gpu: Gpu, kind: Kind, context: zmq.Context[Any], note
             engine = _Engine(scale, gpu, kind, blocks, caches, worker)
             engine.wait_pinned()
             say(f"gpu: {kind.name}, measuring")
-            figures += engine.copies()
-            if kind.both_bar:
-                figures += engine.both_ways()
-                figures += engine.one_chunk()
-                figures += engine.slowdown(notes)
+            yield from engine.copies(notes)
+            yield from engine.both_ways()
+            if kind.is_beside:
+                yield from engine.one_chunk()
+                if reason := gpu.refuses_torch(scale.peer_device):
+                    _note(notes, f"gpu: matrix products and decoding steps beside {kind.name} are left out: {reason}")
+                else:
+                    yield from engine.slowdown(notes)
+                    yield from engine.steps(notes)
         finally:
             worker.shutdown()
-    return figures
 
 
 @contextmanager
@@ -137,32 +162,38 @@ class _Engine:
 
     # -- the figures
 
-    def copies(self) -> list[Figure]:
+    def copies(self, notes: list[str]) -> list[Figure]:
         """Each direction by itself, with shuffled blocks."""
         speeds: dict[tuple[str, int], list[float]] = {}
-        floors: dict[str, list[float]] = {"store": [], "retrieve": []}
+        peaks: dict[tuple[str, str], list[float]] = {}
         for number in range(-1, self._scale.copy_runs):  # the first warms everything up
             for tokens in self._scale.copy_tokens:
                 source, target = self._shuffled(tokens, tokens)
                 prompt = self._prompt(tokens)
-                store_peak, retrieve_peak = self._gpu.peak(True), self._gpu.peak(False)
-                store_s = self._timed(("store", prompt, source))
-                retrieve_s = self._timed(("retrieve", prompt, target))
+                for what, blocks in (("store", source), ("retrieve", target)):
+                    of_kind = {pinned: self._gpu.peak(what == "store", pinned=pinned) for pinned in PINNED}
+                    seconds = self._timed((what, prompt, blocks))
+                    if number >= 0:
+                        speeds.setdefault((what, tokens), []).append(self._size(blocks) / seconds / 1e9)
+                        for pinned, peak in of_kind.items():
+                            peaks.setdefault((what, pinned), []).append(peak)
                 if number < 0:
                     self._compare(source, target)
-                else:
-                    floors["store"].append(store_peak)
-                    floors["retrieve"].append(retrieve_peak)
-                    speeds.setdefault(("store", tokens), []).append(self._size(source) / store_s / 1e9)
-                    speeds.setdefault(("retrieve", tokens), []).append(self._size(target) / retrieve_s / 1e9)
                 self._clear()
+        names = dict(zip(self._scale.copy_tokens, ("2k", "8k"), strict=True))
+        shares = ", ".join(
+            f"{what} {names[tokens]} {np.median(values) / np.median(peaks[what, PINNED[1]]):.2f}"
+            for (what, tokens), values in speeds.items()
+        )
+        pieces = f"{self._kind.name}, pieces of {self._kind.block_bytes >> 10} KiB"
+        _note(notes, f"gpu: {pieces}: of the peak of {PINNED[1]}: {shares}")
         return [
             at_least(
-                f"gpu {what} {name} tokens, {self._kind.name}", "GB/s", speeds[what, tokens], floors[what],
+                f"gpu {what} {name} tokens, {self._kind.name}", "GB/s", speeds[what, tokens], peaks[what, PINNED[0]],
                 self._kind.bar,
             )
             for what in ("store", "retrieve")
-            for tokens, name in zip(self._scale.copy_tokens, ("2k", "8k"), strict=True)
+            for tokens, name in names.items()
         ]  # fmt: skip
 
     def both_ways(self) -> list[Figure]:
@@ -174,7 +205,7 @@ class _Engine:
                 source, target = self._shuffled(tokens, tokens)
                 stored, prompt = self._prompt(tokens), self._prompt(tokens)
                 self._timed(("store", stored, source))
-                floor = self._gpu.peak_both()
+                floor = self._gpu.peak(True, False)
                 seconds = self._timed(("retrieve", stored, target), ("store", prompt, source))
                 if number < 0:
                     self._compare(source, target)
@@ -202,17 +233,14 @@ class _Engine:
         return [at_most(f"gpu retrieve of one 256-token chunk, {self._kind.name}", "ms", times, floors, 1, 0.5)]
 
     def slowdown(self, notes: list[str]) -> list[Figure]:
-        """Matrix products per second in another process, alternately with and without stores."""
-        if not _torch_has(self._gpu):
-            say("gpu: no torch for this GPU: the slowdown of matrix products is left out")
-            return []
+        """Matrix products per second in another process, alternately with and without stores or retrieves."""
         say("gpu: matrix products beside stores")
         tokens = max(self._scale.copy_tokens)
         source, target = self._shuffled(tokens, tokens)
         seconds = self._scale.rate_seconds
         rates: dict[str, list[float]] = {"nothing": [], "stores": [], "retrieves": []}
         moved: dict[str, list[float]] = {"stores": [], "retrieves": []}
-        products = Peer("matmul")
+        products = self._peer("matmul")
         try:
             products.hear()
             for _ in range(2 * self._scale.rate_runs):
@@ -238,10 +266,64 @@ class _Engine:
             products.close()
         for beside, speeds in moved.items():
             share = np.median(rates[beside]) / np.median(rates["nothing"])
-            notes.append(
-                f"gpu: beside {beside} of {np.median(speeds):.1f} GB/s, {share:.3f} of the matrix products a second"
+            _note(
+                notes,
+                f"gpu: beside {beside} of {np.median(speeds):.1f} GB/s, {self._kind.name}, {share:.3f} of the matrix "
+                "products a second",
             )
-        return [at_least("gpu matrix products while stores run", "1/s", rates["stores"], rates["nothing"], 0.95)]
+        return [
+            at_least(
+                f"gpu matrix products while {beside} run, {self._kind.name}", "1/s", rates[beside], rates["nothing"],
+                0.95,
+            )
+            for beside in moved
+        ]  # fmt: skip
+
+    def steps(self, notes: list[str]) -> list[Figure]:
+        """The time of a decoding step in another process, alternately alone and beside retrieves of 10 GB."""
+        say("gpu: decoding steps beside retrieves")
+        tokens = max(self._scale.copy_tokens)
+        source, target = self._shuffled(tokens, tokens)
+        prompt = self._prompt(tokens)
+        self._timed(("store", prompt, source))
+        alone: list[float] = []
+        beside: list[float] = []
+        load_s = []
+        decoding = self._peer("decode")
+        try:
+            decoding.hear()
+            for _ in range(2 * self._scale.rate_runs):
+                decoding.tell("")
+                begun, size = time.perf_counter(), 0
+                while size < self._scale.load_bytes:
+                    self._timed(("retrieve", prompt, target))
+                    size += self._size(target)
+                load_s.append(time.perf_counter() - begun)
+                decoding.tell("")
+                beside += decoding.hear()
+                decoding.tell("")
+                time.sleep(load_s[-1])
+                decoding.tell("")
+                alone += decoding.hear()
+        finally:
+            decoding.close()
+        self._clear()
+        gb = self._scale.load_bytes / 1e9
+        _note(
+            notes,
+            f"gpu: {gb:g} GB of {self._kind.name} took {np.median(load_s):.3f} s beside decoding; {len(beside)} steps "
+            f"beside it, {len(alone)} alone, longest {max(beside) * 1e3:.2f} and {max(alone) * 1e3:.2f} ms",
+        )
+        return [
+            at_most(
+                f"gpu decoding step beside a 10 GB load, {part}, {self._kind.name}", "ms",
+                [float(np.percentile(beside, percent)) * 1e3], [float(np.percentile(alone, percent)) * 1e3], 1.1,
+            )
+            for part, percent in (("p50", 50), ("p99", 99))
+        ]  # fmt: skip
+
+    def _peer(self, kind: str) -> Peer:
+        return Peer(kind, self._scale.peer_device, str(self._scale.peer_width))
 
     # -- steps
 
@@ -323,10 +405,7 @@ def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[F
     ]
 
 
-def _torch_has(gpu: Gpu) -> bool:
-    """Whether torch can use this GPU; it cannot use the fake driver of the tests."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available() and gpu.name == torch.cuda.get_device_name(0)
+def _note(notes: list[str], text: str) -> None:
+    """Print a line at once, too, so that a time limit does not cost it."""
+    notes.append(text)
+    say(text)

@@ -99,7 +99,9 @@ def table(figures: Sequence[Figure]) -> str:
 
 def write(figures: Sequence[Figure], path: Path) -> None:
     """Write bench.json: an array with one object per figure."""
-    path.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    fresh.replace(path)
 
 
 def _number(value: float) -> str:

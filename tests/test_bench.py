@@ -9,7 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,19 +127,21 @@ EXPECTED = (
     + ["1,000 hosts, 1M requests, a tier, the slowest routing"]
 )
 
-EXPECTED_OF_GPUS = [
-    *(f"gpu {what} {tokens} tokens, Llama-8B" for what in ("store", "retrieve") for tokens in ("2k", "8k")),
-    *(f"gpu store and retrieve at once {tokens} tokens, Llama-8B" for tokens in ("2k", "8k")),
-    "gpu retrieve of one 256-token chunk, Llama-8B",
-    *(
-        f"gpu {what} {tokens} tokens, {kind}"
-        for kind in ("cross-layer", "MLA")
-        for what in ("store", "retrieve")
-        for tokens in ("2k", "8k")
-    ),
-    "gpu memory in use after 100 registrations",
-    "gpu server, resident after 100 registrations",
-]
+PEAKS_OF_GPUS = [f"gpu peak of registered tmpfs, {what}" for what in ("store", "retrieve", "both at once")]
+LAYOUTS_OF_GPUS = {
+    kind: [
+        *(f"gpu {what} {tokens} tokens, {kind}" for what in ("store", "retrieve") for tokens in ("2k", "8k")),
+        *(f"gpu store and retrieve at once {tokens} tokens, {kind}" for tokens in ("2k", "8k")),
+    ]
+    for kind in ("Llama-8B", "Llama-70B TP 4", "MLA", "cross-layer")
+}
+for _kind in ("Llama-8B", "Llama-70B TP 4"):
+    LAYOUTS_OF_GPUS[_kind] += [
+        f"gpu retrieve of one 256-token chunk, {_kind}",
+        *(f"gpu matrix products while {what} run, {_kind}" for what in ("stores", "retrieves")),
+        *(f"gpu decoding step beside a 10 GB load, {part}, {_kind}" for part in ("p50", "p99")),
+    ]
+REGISTRATIONS_OF_GPUS = ["gpu memory in use after 100 registrations", "gpu server, resident after 100 registrations"]
 
 
 @pytest.mark.faults
@@ -153,26 +159,66 @@ def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path
 
 
 @pytest.mark.faults
-def test_the_tiny_benchmark_of_gpus_reports_every_figure_but_those_that_need_torch_on_one(tmp_path: Path) -> None:
-    """In an environment that lacks most of kvdepot's dependencies, like that of `make bench-gpu`."""
-    machine = Machine()
+def test_the_tiny_benchmark_of_gpus_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     out = tmp_path / "bench.json"
-    environment = machine.environment()
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [hidden(tmp_path / "hidden", *BEYOND_GPU_TESTS), environment.get("PYTHONPATH")])
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, str(BENCH), "--tiny", "--only", "gpu", "--out", str(out)],
-            env=environment, capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
+    with closing(Machine()) as machine:
+        done = run_on(machine, out)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "matrix products is left out" in done.stderr
-        check(done.stdout, out, EXPECTED_OF_GPUS)
+        check(done.stdout, out, [*PEAKS_OF_GPUS, *chain(*LAYOUTS_OF_GPUS.values()), *REGISTRATIONS_OF_GPUS])
+        pieces = re.findall(r"gpu: (.+), pieces of (\d+) KiB: of the peak of registered tmpfs: store 2k ", done.stdout)
+        assert pieces == [("Llama-8B", "64"), ("Llama-70B TP 4", "16"), ("MLA", "72"), ("cross-layer", "128")]
         assert machine.failures() == []
         assert machine.used_bytes(0) == machine.used_bytes(1) == 0
-    finally:
-        machine.close()
+
+
+@pytest.mark.faults
+def test_a_layout_that_fails_and_a_missing_torch_cost_only_their_own_figures(tmp_path: Path) -> None:
+    """In an environment that lacks most of kvdepot's dependencies, like that of `make bench-gpu`."""
+    lacking = Path(hidden(tmp_path / "hidden", *BEYOND_GPU_TESTS))
+    (tmp_path / "torch.py").write_text("raise ImportError('not installed')")
+    out = tmp_path / "bench.json"
+    with closing(Machine()) as machine:
+        machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=3)  # of the benchmark: the first layout's
+        done = run_on(machine, out, lacking, tmp_path)
+        assert done.returncode == 1 and "Llama-8B: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY" in done.stderr
+        reason = "matrix products and decoding steps beside Llama-70B TP 4 are left out: torch is not installed"
+        assert reason in done.stdout
+        others = [row for kind, rows in LAYOUTS_OF_GPUS.items() if kind != "Llama-8B" for row in rows]
+        without = [row for row in others if "matrix" not in row and "decoding" not in row]
+        check(done.stdout, out, PEAKS_OF_GPUS + without + REGISTRATIONS_OF_GPUS)
+        assert machine.used_bytes(0) == machine.used_bytes(1) == 0
+
+
+def run_on(machine: Machine, out: Path, *before: Path) -> subprocess.CompletedProcess[str]:
+    """The tiny benchmark of GPUs; before: folders that come first on the import path."""
+    environ = machine.environment()
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, before), environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, str(BENCH), "--tiny", "--only", "gpu", "--out", str(out)],
+        env=environ, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
+def test_figures_are_written_as_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import bench
+    import report
+
+    out = tmp_path / "bench.json"
+
+    def run(scale: object, notes: list[str]) -> Iterator[object]:
+        yield report.at_least("first", "GB/s", [1.0], [1.0], 1)
+        assert [row["figure"] for row in json.loads(out.read_text())] == ["first"]
+        raise RuntimeError("no more")
+
+    monkeypatch.setitem(sys.modules, "gpu", SimpleNamespace(run=run))
+    with pytest.raises(RuntimeError, match="no more"):
+        bench.main(["--tiny", "--only", "gpu", "--out", str(out)])
+    assert [row["figure"] for row in json.loads(out.read_text())] == ["first"]
+    assert "1 figures, 0 missed" in capsys.readouterr().out
 
 
 def check(printed: str, out: Path, expected: list[str]) -> None:
