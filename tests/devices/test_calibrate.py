@@ -412,7 +412,7 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
     from kvdepot.devices.cuda import driver
 
     monkeypatch.setenv("LD_LIBRARY_PATH", machine.environment()["LD_LIBRARY_PATH"])
-    depot = start_depot("--gpu-staging-mib", "16", "--gpu-idle-s", "0", arena_mib=8)
+    depot = start_depot("--gpu-staging-mib", "16", "--gpu-idle-s", "0", "--gpu-dma-from-kib", "0", arena_mib=8)
     assert depot.status()["devices"] == []
     cuda = driver.load()
     uuid, device = list(cuda.devices().items())[1]
@@ -428,10 +428,11 @@ def test_the_status_tells_what_is_held_of_each_gpu_in_use_and_of_no_other(
         finally:
             worker.shutdown()
         assert (told["uuid"], told["registrations"]) == (uuid, 1)
+        assert {way for steps in told["ways"].values() for _, way in steps} <= {"dma", "overlap"}
         assert 0 < told["staging_bytes"] <= 16 * MIB and told["context_bytes"] > 0
         assert told["staging_bytes"] + told["context_bytes"] == held
         for what in ("stores", "retrieves"):
-            line = re.compile(rf"INFO {uuid}: {what} use (dma|overlap|staged|kernel) .*GB/s")
+            line = re.compile(rf"INFO {uuid}: {what} use (dma|overlap) .*GB/s")
             eventually(lambda line=line: line.search(depot.logged()))
         assert depot.status()["devices"] == []
         assert machine.used_bytes(1) == before

@@ -244,8 +244,9 @@ def describe(figures: Sequence[Figure], choice: Choice) -> list[str]:
     return lines
 
 
-def table(figures: Sequence[Figure], choice: Choice) -> list[str]:
-    """All figures, a line per size, with the chosen copy path."""
+def table(figures: Sequence[Figure], choice: Choice | None = None) -> list[str]:
+    """All figures, a line per size, with the copy path that was chosen; by default, that of `choose`."""
+    choice = choice or choose(figures)
     ways = [way for way in _PREFERRED if any(figure.way == way for figure in figures)]
     lines = []
     for is_store in (True, False):
