@@ -22,8 +22,8 @@ ENGINES = [
     "tests/vllm/test_identity.py::test_every_field_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason",
     "tests/vllm/test_identity.py::test_every_field_of_a_real_configuration_is_reached",
     "tests/vllm/test_layouts.py",
-    "tests/vllm/test_block_major.py",
-    "tests/vllm/test_runner_v2.py",
+    "tests/vllm/test_block_major.py::test_engines_with_layers_side_by_side_share_and_never_with_others",
+    "tests/vllm/test_block_major.py::test_the_engine_chooses_its_layout_unless_blocks_are_asked_for",
     "tests/vllm/test_engine.py::test_a_fresh_engine_gets_what_an_earlier_one_stored",
     "tests/vllm/test_engine.py::test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens",
     "tests/vllm/test_engine.py::test_an_unknown_setting_is_named_at_start",
@@ -56,6 +56,7 @@ def main() -> int:
             continue
         print(f"\n== vLLM {version}: its engine", flush=True)
         run([str(python), "-n", "2", "--dist", "loadfile", *ENGINES])
+        run([str(python), *BY_HAND])
         print(f"\n== vLLM {version}: an upgrade from it keeps its cache", flush=True)
         run([sys.executable, *UPGRADE], KVDEPOT_OLDER_VLLM=str(python))
     return 0
