@@ -88,9 +88,9 @@ def test_vllm_takes_what_is_asked_for_or_the_engine_says_that_it_did_not(
     monkeypatch.setattr(layouts.log, "warning", lambda text, *values: lines.append(text % values))
     config = configured(models["gqa"], **BLOCKS)
     assert resolve_kv_cache_layout(config, [list(supported)]).name == layout
-    layouts.tell_layout("blocks", config)
+    layouts.check_layout("blocks", config)
     assert len(lines) == (layout == "LBHNC") and all(FALLEN_BACK + "LBHNC" in line for line in lines)
-    layouts.tell_layout("engine", config)
+    layouts.check_layout("engine", config)
     assert len(lines) == (layout == "LBHNC"), "what was not asked for is not missed"
 
 

@@ -64,7 +64,7 @@ from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
-from kvdepot.integrations.vllm.layouts import required_layout, tell_layout
+from kvdepot.integrations.vllm.layouts import check_layout, required_layout
 from kvdepot.integrations.vllm.link import Link
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.place import find_place
@@ -127,7 +127,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            tell_layout(settings.layout, vllm_config)
+            check_layout(settings.layout, vllm_config)
             without = UnconnectedScheduler(vllm_config, self._model)
             place = find_place(settings, self._engine_id)
             self._connector_scheduler = Link(place, without, tells=not settings.is_embedded)

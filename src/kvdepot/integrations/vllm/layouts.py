@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LAYOUTS", "required_layout", "tell_layout"]
+__all__ = ["LAYOUTS", "check_layout", "required_layout"]
 
 log = init_logger(__name__)
 
@@ -39,7 +39,7 @@ def required_layout(setting: str, vllm_config: VllmConfig) -> str | None:
     return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
 
 
-def tell_layout(setting: str, vllm_config: VllmConfig) -> None:
+def check_layout(setting: str, vllm_config: VllmConfig) -> None:
     """Warn if the layers of a block do not lie side by side although `kvdepot.layout` asks for it."""
     if setting != "blocks":
         return
