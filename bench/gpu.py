@@ -18,6 +18,7 @@ import numpy.typing as npt
 import zmq
 from common import Peer, Scale, Serve, say
 from device import PINNED, Gpu, Kind
+from peers import decode_bytes
 from report import Figure, at_least, at_most
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
@@ -51,9 +52,11 @@ def _blocks(scale: Scale, kind: Kind) -> int:
 
 
 def tensor_bytes(scale: Scale) -> int:
-    """Most bytes that are allocated on the GPU at once: tensors, and the buffers of the lower bound."""
+    """Most bytes that are allocated on the GPU at once: tensors, buffers of the lower bound, and the process
+    that decodes beside them.
+    """
     largest = max(kind.layers * _blocks(scale, kind) * kind.block_bytes for kind in _kinds(scale))
-    return largest + 2 * (scale.peak_mib << 20)
+    return largest + 2 * (scale.peak_mib << 20) + decode_bytes(scale.peer_width)
 
 
 def run(scale: Scale, notes: list[str]) -> Iterator[Figure]:

@@ -36,7 +36,7 @@ ENGINES = [
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
-BY_HAND = ["tests/vllm/test_runner_v2.py", "-k", "not real_engine"]
+BY_HAND = ["-n", "2", "tests/vllm/test_runner_v2.py", "-k", "not real_engine"]
 """Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
 INTERFACE = ["tests/vllm/test_versions.py", "-k", "method or name or classes or fields"]
 UPGRADE = ["tests/vllm/test_upgrade.py"]

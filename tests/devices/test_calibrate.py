@@ -136,8 +136,9 @@ def test_the_advice_is_the_size_from_which_both_directions_use_the_copy_engines(
     mixed = [(0, "kernel"), (8 * KIB, "overlap"), (16 * KIB, "staged"), (64 * KIB, "dma"), (MIB, "overlap")]
     assert dma_from({True: [(0, "dma")], False: [(0, "overlap")]}) == 0
     assert dma_from({True: [(0, "dma")], False: [(0, "staged"), (28 * KIB, "dma")]}) == 28 * KIB
-    assert dma_from({True: mixed, False: [(0, "staged"), (28 * KIB, "dma")]}) == 64 * KIB
-    assert dma_from({True: [(0, "dma"), (MIB, "kernel")], False: [(0, "dma")]}) > SIZES[-1]
+    assert dma_from({True: mixed, False: [(0, "staged"), (28 * KIB, "dma")]}) == 28 * KIB
+    assert dma_from({True: [(0, "dma"), (MIB, "kernel")], False: [(0, "dma")]}) == 0
+    assert dma_from({True: [(0, "kernel")], False: [(0, "dma")]}) > SIZES[-1]
 
 
 def test_the_setting_and_the_choice_have_the_same_default(machine: Machine) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvdepot.devices import Devices
-from kvdepot.errors import DeviceError
+from kvdepot.errors import DeviceError, KVDepotError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.copier import CopyPiece
@@ -304,3 +304,60 @@ def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
         assert devices.status()[0].pinned_bytes == SMALL_PIECES
     devices.close()
     assert (machine.counts(me)["pageable_copies"] == before["pageable_copies"]) == has_buffers
+
+
+# -- what a kept GPU does not keep
+
+
+def test_pieces_that_were_refused_are_tried_again_when_a_worker_comes(
+    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    machine.fail("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", times=10**6, pid=os.getpid())
+    with suite.case(workers[0], devices, arena, model()) as case:
+        round_trip(case)
+        assert pins_of(devices).pinned_bytes == 0
+    machine.heal()
+    assert [gpu.registrations for gpu in devices.status()] == [0], "the GPU was not kept"
+    with suite.case(workers[1], devices, arena, model()):
+        eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
+
+
+def test_a_gpu_that_could_not_be_measured_is_measured_for_the_next_worker(
+    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    gpus: Any = devices._gpus
+    gpus._choices.clear()
+    gpus._dma_from_bytes = 0
+    machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
+    with suite.case(workers[0], devices, arena, model()):
+        (gpu,) = devices.status()
+        assert gpu.ways == {"store": [(0, "dma")], "retrieve": [(0, "dma")]}, "the setting is ignored"
+    machine.heal()
+    assert devices.status() == []
+    with suite.case(workers[0], devices, arena, model()):
+        assert len(gpus._choices) == 1
+    assert [gpu.registrations for gpu in devices.status()] == [0]
+
+
+def test_a_gpu_on_which_no_registration_succeeded_is_not_kept(devices: Devices, workers: list[WorkerProcess]) -> None:
+    views = [view._replace(handle=b"\3" + bytes(64)) for view in workers[0].make(model())]
+    with pytest.raises(KVDepotError):
+        devices.map(build_layout(views, model().axes))
+    assert devices.status() == []
+
+
+def test_the_arena_is_not_passed_on_to_a_gpu_without_workers(
+    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
+) -> None:
+    with suite.case(workers[0], devices, arena, model()), suite.case(workers[2], devices, arena, model()):
+        eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
+    before = made(machine)
+    gpus: Any = devices._gpus
+    first = next(gpu for gpu in gpus._gpus.values() if gpu.context == pins_of(devices)._context)
+    first.idle_since -= 1.0
+    devices.release_idle(first.idle_since + IDLE_S)
+    assert [gpu.registrations for gpu in devices.status()] == [0]
+    assert pins_of(devices).pinned_bytes == 0 and made(machine) == before
+    with suite.case(workers[0], devices, arena, model()) as case:
+        eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
+        round_trip(case)

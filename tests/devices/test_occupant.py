@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -85,7 +86,10 @@ def test_calibrate_busy_prints_speed_and_share_of_each_path_and_the_setting(
 
 def test_an_interrupt_ends_calibrate_and_the_process_beside_it(machine: Machine) -> None:
     command = [sys.executable, "-m", "kvdepot.cli", "calibrate", "--busy"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # it is ignored in a shell's background
+    )  # fmt: skip
     eventually(lambda: len(machine.contexts(0)) == 2)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=HANG_S)

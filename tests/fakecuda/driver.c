@@ -1403,7 +1403,7 @@ int cuModuleUnload(uint64_t handle) {
         module = module->next;
     if (!module || !handle)
         return end(INVALID_HANDLE);
-    module->handle = 0; /* its functions are refused from now on */
+    module->handle = module->context = 0; /* its functions are refused from now on */
     add_to("held", "modules", -1);
     return end(OK);
 }

@@ -16,10 +16,13 @@ from tests.devices.copy_paths import CopyPathsConformance
 from tests.devices.footprints import assert_settles, host_bytes
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
+from tests.gpu.conftest import IS_FAKE
 
 MIB = 1 << 20
 HOST_SLACK = 4 * MIB
 WITH_CONTEXTS = 10
+
+runs_elsewhere = pytest.mark.skipif(IS_FAKE, reason="tests/devices/test_cuda.py runs it on the fake driver")
 
 
 class OnGpu(CopyPathsConformance):
@@ -47,6 +50,7 @@ class OnGpu(CopyPathsConformance):
 class TestDma(OnGpu): ...
 
 
+@runs_elsewhere
 class TestKernel(OnGpu):
     ways = ("kernel", "kernel")
 
@@ -55,16 +59,19 @@ class TestStaged(OnGpu):
     ways = ("staged", "staged")
 
 
+@runs_elsewhere
 class TestUnregisteredMemory(OnGpu):
     ways = ("dma", "staged")
     is_registered = False
 
 
+@runs_elsewhere
 class TestVirtualMemory(OnGpu):
     how = "virtual"
     ways = ("dma", "staged")
 
 
+@runs_elsewhere
 class TestAllocationsApart(OnGpu):
     how = "each"
     ways = ("staged", "kernel")

@@ -216,8 +216,15 @@ def test_a_single_block_can_be_described_whatever_its_stride_says() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "strides"),
-    [((4, 8), (8, 2)), ((4, 8), (0, 2)), ((4, 8), (-16, 2)), ((4, 8), (16, 0)), ((4, 2, 4), (16, 4, 2))],
-    ids=["blocks overlap", "blocks are one", "backwards", "items are one", "rows overlap"],
+    [
+        ((4, 8), (8, 2)),
+        ((4, 8), (0, 2)),
+        ((4, 8), (-16, 2)),
+        ((4, 8), (16, 0)),
+        ((4, 2, 4), (16, 4, 2)),
+        ((4, 3, 2, 20), (1000, 100, 150, 2)),  # with (1000, 50, 150, 2), values would lie in another order
+    ],
+    ids=["blocks overlap", "blocks are one", "backwards", "items are one", "rows overlap", "rows interleave"],
 )
 def test_tensors_whose_blocks_overlap_or_run_backwards_are_refused(
     shape: tuple[int, ...], strides: tuple[int, ...]

@@ -423,6 +423,7 @@ def test_arguments_bound_to_functions_of_vllms_own_separate_engines_unless_they_
     assert named(functools.partial(override, extra=None)) == plain
     others = [functools.partial(override, extra={"a": 1}), functools.partial(override, extra={"a": 2})]
     assert len({plain, *map(named, others), named(functools.partial(override, None))}) == 4
+    assert named(functools.partial(dict, a=1)) != named(functools.partial(dict, a=2)), "without a signature"
 
 
 @pytest.mark.parametrize(

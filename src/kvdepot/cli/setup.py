@@ -45,7 +45,7 @@ def calibrate(gpu: str, busy: bool, as_json: bool) -> int:
     Prints the speed of each and which one is used. Neither needs nor affects a server.
 
     With --busy, measures how copies and an engine's kernels slow each other down, and prints the setting
-    gpu_dma_from_kib that follows. Takes some 10 s and 130 MiB of GPU memory more; needs Triton."""
+    gpu_dma_from_kib that follows. Takes some 10 s more; needs Triton and 1 GiB of GPU memory."""
     config = load()
     from kvdepot.devices.cuda import calibrate as measuring
     from kvdepot.devices.cuda.driver import load as load_driver

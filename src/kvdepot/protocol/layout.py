@@ -228,6 +228,9 @@ def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:
     )
     if any(stride <= 0 for stride, _ in inner) or view.strides[axis] < 0:
         raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap or run backwards")
+    for (stride, size), (outer, _) in itertools.pairwise(inner):
+        if outer < stride * size:  # their order would not say in which order the values lie
+            raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap or interleave")
     run = view.item_bytes
     while inner and inner[0][0] == run:
         run *= inner.pop(0)[1]

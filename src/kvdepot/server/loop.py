@@ -77,6 +77,7 @@ class Server:
         self._serves = False
         self._stopping = False
         self._ticks = 0
+        self._is_releasing = False  # idle GPUs are being released, or are about to be
         self._outcomes: deque[tuple[object, object]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
@@ -277,10 +278,17 @@ class Server:
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
             self._copier.submit(Call(None, shm.sweep_liveness_files))
-        now = time.monotonic()
-        if self._devices.is_overdue(now):
-            self._copier.submit(Call(None, lambda: self._devices.release_idle(now), "devices"))
+        if not self._is_releasing and self._devices.is_overdue(time.monotonic()):
+            self._is_releasing = True
+            self._copier.submit(Call(None, self._release_idle, "devices"))
         gc.collect(1)
+
+    def _release_idle(self) -> None:
+        """On the lane of mappings."""
+        try:
+            self._devices.release_idle(time.monotonic())
+        finally:
+            self._is_releasing = False
 
     def _tick_feed(self, feed: Feed) -> None:
         feed.tick(self.depot.index, self.depot.topics() if self._config.wants_tokens else frozenset())

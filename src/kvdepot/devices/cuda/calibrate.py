@@ -79,9 +79,10 @@ class Figure:
 
 
 def measure(gpu: Gpu, occupant: Occupant | None = None, clock: Clock = time.perf_counter) -> list[Figure]:
-    """Measure each size on each available copy path, in both directions. Blocks for a second at most.
+    """Measure each size on each available copy path, in both directions. Blocks for a second at most, or
+    for some 10 s beside an occupant.
 
-    occupant: a process that keeps this GPU busy; takes some 10 s. Raises DeviceError, and then keeps nothing allocated.
+    occupant: a process that keeps this GPU busy. Raises DeviceError, and then keeps nothing allocated.
     """
     begun = clock()
     figures: list[Figure] = []
@@ -201,12 +202,13 @@ def choose(figures: Sequence[Figure], dma_from_bytes: int = DMA_FROM_BYTES) -> C
 
 
 def dma_from(choice: Choice) -> int:
-    """Bytes from which on the copy engines are chosen in both directions; above all measured sizes if they are not."""
-    found = 0
-    for steps in choice.values():
-        ends = [*(size for size, _ in steps[1:]), 2 * SIZES[-1]]
-        found = max([found, *(end for end, (_, way) in zip(ends, steps, strict=True) if way not in _BY_ENGINE)])
-    return found
+    """Bytes from which on the copy engines are chosen in both directions; above all measured sizes if they never are.
+
+    Larger sizes for which something else was chosen do not count: one figure that is off would leave all of them to an
+    idle GPU's figures.
+    """
+    starts = (next((size for size, way in steps if way in _BY_ENGINE), 2 * SIZES[-1]) for steps in choice.values())
+    return max(starts)
 
 
 def _by_size(figures: Sequence[Figure], is_store: bool) -> dict[int, _Row]:
@@ -255,7 +257,11 @@ def table(figures: Sequence[Figure], choice: Choice | None = None) -> list[str]:
         what = "stores (GPU to host)" if is_store else "retrieves (host to GPU)"
         unit = "GB/s" if is_idle else "GB/s and the share of its speed that the other process kept"
         lines.append(f"{what}, {unit}; one large copy of pinned memory {_peak(figures, is_store):.1f}")
-        lines.append("  bytes a copy" + "".join(f"{way:>{9 if is_idle else 14}}" for way in ways) + "  taken")
+        lines.append(
+            "  bytes a copy"
+            + "".join(f"{way:>{9 if is_idle else 14}}" for way in ways)
+            + ("  taken" if is_idle else "  best")
+        )
         for size, row in rows.items():
             taken = next(way for least, way in reversed(choice[is_store]) if size >= least)
             lines.append(f"  {_bytes(size):>12}" + "".join(_cell(row[way]) for way in ways) + f"  {taken}")

@@ -27,7 +27,7 @@ from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.devices.cuda.plan import Plan, merge
 from kvdepot.errors import DeviceError
 
-__all__ = ["Choice", "CopyPaths", "Slot"]
+__all__ = ["Choice", "CopyPaths", "Slot", "unmeasured"]
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,10 @@ _TABLE_ROWS = 1 << 15
 _ROW_BYTES = 24
 _ALIGNED = 16
 
-UNMEASURED: Choice = {True: [(0, "dma")], False: [(0, "staged"), (DMA_FROM_BYTES, "dma")]}
-"""Used if measuring failed: copies to the host are fast even if small, those to the device are not."""
+
+def unmeasured(dma_from_bytes: int) -> Choice:
+    """The choice if measuring failed: copies to the host are fast even if small, those to the device are not."""
+    return {True: [(0, "dma")], False: [(0, "staged"), (dma_from_bytes, "dma")] if dma_from_bytes else [(0, "dma")]}
 
 
 class Slot:
@@ -55,6 +57,7 @@ class Slot:
         self._driver = driver
         self.stream = 0
         self.staging = self.table = self.host_table = self.bounce = 0
+        self.is_bounce_refused = False
         self.staging_bytes = staging_bytes
         self.rows = 0  # rows of the table that copies in progress use
         try:
@@ -79,9 +82,14 @@ class Slot:
 
     def take_bounce(self) -> bool:
         """Allocate pinned memory to copy through, if there is none yet; False if the driver refuses."""
-        if not self.bounce:
-            with contextlib.suppress(DriverError):
+        if not self.bounce and not self.is_bounce_refused:
+            try:
                 self.bounce = int(self._driver.call("cuMemHostAlloc", _BOUNCE_BYTES, 0))
+            except DriverError as exc:
+                self.is_bounce_refused = True
+                log.warning(
+                    "no pinned memory to copy through; copies of memory that is not registered go one by one: %s", exc
+                )
         return bool(self.bounce)
 
     @property
@@ -108,7 +116,7 @@ class CopyPaths:
 
     def __init__(self, driver: Driver, device: int, staging_bytes: int) -> None:
         """staging_bytes: GPU memory for the buffers and tables of all slots together."""
-        self.choice = UNMEASURED
+        self.choice = unmeasured(DMA_FROM_BYTES)
         self.without = ""
         self._driver = driver
         self._kernel: CopyKernel | None = None
@@ -193,7 +201,7 @@ class CopyPaths:
         """Like `run`, for host memory that is not registered: through a pinned buffer, which costs another copy."""
         if not len(plan):
             return
-        if not slot.take_bounce():
+        if not self._same_addresses or not slot.take_bounce():
             self._one_by_one(plan, is_store, slot)
             return
         host, device, sizes = _tiles(plan.host, plan.device, plan.sizes, _BOUNCE_BYTES)

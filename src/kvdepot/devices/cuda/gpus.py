@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kvdepot.devices.cuda import DMA_FROM_BYTES, calibrate
-from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths
+from kvdepot.devices.cuda import calibrate
+from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths, unmeasured
 from kvdepot.devices.cuda.driver import Driver, DriverError, load
 from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
 from kvdepot.devices.cuda.plan import Planner
@@ -49,6 +49,8 @@ class Gpu:
         self.registrations = 0
         self.idle_since = math.inf  # time.monotonic() when the last worker left; inf while there are workers
         self.failure = ""  # the driver's error of the last copy
+        self.is_measured = False
+        self.has_served = False  # a worker's memory has been mapped
         self.leaks = False  # memory of a worker could not be unmapped, so only the end of the context frees it
         self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
         try:
@@ -62,8 +64,11 @@ class Gpu:
         return f"<Gpu {self.uuid} {self.name}, {self.registrations} registrations>"
 
     def is_reusable(self) -> bool:
-        """Whether another worker can use this GPU as it is: its copies succeed and have buffers. Waits for the GPU."""
-        if self.failure or self.leaks or self.copy_paths.lacks_memory:
+        """Whether another worker can use this GPU as it is. Waits for the GPU.
+
+        Not if only a new context heals it: copies fail or have no buffers, or its copy paths could not be measured.
+        """
+        if self.failure or self.leaks or self.copy_paths.lacks_memory or not (self.is_measured and self.has_served):
             return False
         try:
             with self.driver.current(self.context):
@@ -153,7 +158,7 @@ class DeviceTensors(Mapped):
 class Gpus:
     """The GPUs in use. Any thread."""
 
-    def __init__(self, memory: Memory, staging_bytes: int, idle_s: float, dma_from_bytes: int = DMA_FROM_BYTES) -> None:
+    def __init__(self, memory: Memory, staging_bytes: int, idle_s: float, dma_from_bytes: int) -> None:
         """Raises DeviceError if there is no driver."""
         self._driver = load()
         self._dma_from_bytes = dma_from_bytes
@@ -173,10 +178,12 @@ class Gpus:
         """Map registered tensors. Blocks; for a GPU's first tensors also to create its context and to measure it."""
         gpu = self._join(layout.device)
         try:
-            return DeviceTensors(self, gpu, layout)
+            mapped = DeviceTensors(self, gpu, layout)
         except BaseException:
             self.leave(gpu)
             raise
+        gpu.has_served = True
+        return mapped
 
     def _join(self, uuid: str) -> Gpu:
         """Add a registration. Meanwhile other threads can enter and leave other GPUs."""
@@ -226,9 +233,10 @@ class Gpus:
                 self._choices[uuid] = calibrate.choose(figures, self._dma_from_bytes)
                 for line in calibrate.describe(figures, self._choices[uuid]):
                     log.info("%s: %s", uuid, line)
-            gpu.copy_paths.choice = self._choices[uuid]
+            gpu.copy_paths.choice, gpu.is_measured = self._choices[uuid], True
         except DeviceError as exc:
             log.warning("could not measure the copy paths of %s: %s", uuid, exc)
+            gpu.copy_paths.choice = unmeasured(self._dma_from_bytes)
         except BaseException:
             gpu.close()
             raise
@@ -268,7 +276,7 @@ class Gpus:
         with self._change:
             for gpu in gone:
                 del self._gpus[gpu.uuid]
-            other = max(self._gpus.values(), key=lambda gpu: gpu.registrations, default=None)
+            other = next((gpu for gpu in self._gpus.values() if gpu.registrations), None)
             for gpu in gone:
                 self.pins.pass_on(gpu.context, other.context if other is not None else None)
         for gpu in gone:
@@ -276,6 +284,7 @@ class Gpus:
             gpu.close()
             self.pins.resume()
             log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
+            self._turned(gpu.uuid)
 
     def status(self) -> list[Device]:
         """The GPUs in use. Never blocks."""

@@ -5,8 +5,8 @@ pieces that copies needed. No copy waits for a registration: what is not registe
 Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is unregistered while a copy
 uses it.
 
-A registration belongs to the context in which it was made, but all contexts may use it. When the last worker of that
-context's GPU leaves while other GPUs are in use, its pieces are registered again through another context, one by one:
+A registration belongs to the context in which it was made, but all contexts may use it. When that context's GPU is
+released while other GPUs are in use, its pieces are registered again through another context, one by one:
 a copy waits at most for the pieces that it touches, not for a terabyte.
 """
 
@@ -71,10 +71,14 @@ class Pins:
     # -- contexts
 
     def attach(self, context: Any) -> None:
-        """A GPU has come into use: register through its context if there is none yet. Never blocks."""
+        """A worker has come to a GPU without workers: register through its context if there is none yet. Never blocks.
+
+        Pieces that were refused are tried again.
+        """
         with self._change:
-            if self._context is None:
-                self._context = context
+            if self._context is None or self._refused:
+                self._context = self._context or context
+                self._refused.clear()
                 self._begin()
 
     def _begin(self) -> None:

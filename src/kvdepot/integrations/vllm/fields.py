@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cached_property, partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -309,7 +310,9 @@ def describe_config(config: object, vouched: bool) -> object:
 def _describe_bound(bound: partial[Any], inner: Callable[[object, object], object]) -> object:
     """A function with arguments that are bound to it; as itself, where those are its own defaults."""
     function = inner("func", bound.func)
-    own = {name: each.default for name, each in signature(bound.func).parameters.items()}
+    own: dict[str, object] = {}
+    with suppress(ValueError, TypeError):  # of a function that is built in
+        own = {name: each.default for name, each in signature(bound.func).parameters.items()}
     keywords = {name: item for name, item in bound.keywords.items() if item != own.get(name, Parameter.empty)}
     if not bound.args and not keywords:
         return function

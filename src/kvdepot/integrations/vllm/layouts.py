@@ -27,16 +27,16 @@ LAYOUTS = ("engine", "blocks")
 def required_layout(setting: str, vllm_config: VllmConfig) -> str | None:
     """vLLM's name for the layout of `kvdepot.layout`; None: the engine chooses.
 
-    Tokens come before heads within a layer's block, as in vLLM's default, except where kernels read heads first (on
-    CPUs; FlashInfer on GPUs with compute capability 10). MLA on CPUs declares no layouts, and fails at its first step
-    if a layer's blocks are apart.
+    Tokens come before heads within a layer's block, as in vLLM's default, except where kernels read heads first: on
+    CPUs, FlashInfer on GPUs with compute capability 10, b12x on 12. MLA on CPUs declares no layouts, and fails at its
+    first step if a layer's blocks are apart.
     """
     if setting != "blocks":
         return None
     if current_platform.is_cpu():
         return None if vllm_config.model_config.use_mla else "BLHNC"
     capability = current_platform.get_device_capability()
-    return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
+    return "BLHNC" if capability is not None and capability.major in (10, 12) else "BLNHC"
 
 
 def check_layout(setting: str, vllm_config: VllmConfig) -> None:
