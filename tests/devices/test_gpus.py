@@ -312,7 +312,7 @@ def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
 def test_pieces_that_were_refused_are_tried_again_when_a_worker_comes(
     machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
 ) -> None:
-    machine.fail("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", times=10**6, pid=os.getpid())
+    machine.fail("cuMemHostRegister", "CUDA_ERROR_NOT_PERMITTED", times=10**6, pid=os.getpid())
     with suite.case(workers[0], devices, arena, model()) as case:
         round_trip(case)
         assert pins_of(devices).pinned_bytes == 0
