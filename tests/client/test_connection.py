@@ -97,6 +97,26 @@ def test_a_client_that_waits_for_nothing_says_hello_again_until_a_new_server_wel
     assert talk.connection.welcomed
 
 
+@pytest.mark.parametrize("answered", [0, 1], ids=["hello under way", "proof under way"])
+def test_an_idle_client_that_finds_its_server_dead_in_a_handshake_meets_the_next(
+    start_server: Callable[..., Server], answered: int
+) -> None:
+    talk = Talk()
+    talk.server = start_server()
+    talk.ask(wire.Noop(), lambda _: None)
+    talk.server.kill()
+    talk.break_off()
+    talk.server = start_server(boot=b"boot-two")
+    talk.connection.connected()
+    for _ in range(answered):
+        talk.connection.take(talk.replies.pop(0))
+    talk.now += 0.1
+    talk.connection.expire()  # sees that the first server is gone, and expects nothing from it any more
+    talk.hear()
+    talk.wait(2.0)
+    assert talk.connection.welcomed
+
+
 # Starts owners of arenas: servers as far as their locks tell. They are forked, so that the imports are made once.
 OWNERS = """
 import os, signal, sys

@@ -258,12 +258,13 @@ class Connection:
 
     def _on_proof(self, value: object) -> None:
         """The answer to our hello, which is not trusted before it is checked against the arena."""
-        self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
+            self._owes_hello = True
             return  # the server is slow to answer: `expire` says hello again while callers wait
         if isinstance(value, KVDepotError):
             self._refused(value)
             return
+        self._owes_hello = self._met  # until the welcome: what comes between must not end the handshake for good
         try:
             prove, seal = self._handshake.check(value, self._answered)
         except Unavailable as exc:
