@@ -219,8 +219,8 @@ def prompt(seed: int, tokens: int) -> list[int]:
 class Nursery:
     """The process that has imported vLLM, of the environment with this Python, and forks engines (see child.py)."""
 
-    def __init__(self, python: str, runner: str) -> None:
-        self._runner = V2 if runner == "V2" else {}
+    def __init__(self, python: str, model_runner: str) -> None:
+        self._runner = V2 if model_runner == "V2" else {}
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(START_S)
         self._lock = threading.Lock()
@@ -260,9 +260,9 @@ class Nursery:
 
 
 @functools.cache
-def nursery(python: str = sys.executable, runner: str = "V1") -> Nursery:
+def nursery(python: str = sys.executable, model_runner: str = "V1") -> Nursery:
     """This process's one for an environment, and one of vLLM's runners."""
-    made = Nursery(python, runner)
+    made = Nursery(python, model_runner)
     atexit.register(made.close)
     return made
 
@@ -277,11 +277,12 @@ class Engine:
         role: str = "kv_both",
         extra: dict[str, Any] | None = None,
         python: str = sys.executable,
-        runner: str = "V1",
+        model_runner: str = "V1",
         **arguments: Any,
     ) -> None:
-        """python: of the environment with vLLM. runner: V1, or V2, which GPUs have by default. arguments: vLLM's, and
-        `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of CPU time; else they are
+        """python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
+
+        arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of CPU time; else they are
         forked from one that has imported vLLM.
         """
         options = {
@@ -296,7 +297,7 @@ class Engine:
         eventually(lambda: time.time() > _written + _OLDER_S)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
-        self._nursery = nursery(python, runner)
+        self._nursery = nursery(python, model_runner)
         with theirs, Path(f"/proc/self/fd/{self.log.fileno()}").open("ab", buffering=0) as log:
             fcntl.flock(log, fcntl.LOCK_SH)  # until the last of the engine's processes has ended
             self.pid = self._nursery.fork(options, theirs, log.fileno())

@@ -48,7 +48,7 @@ def test_the_engine_chooses_its_layout_unless_blocks_are_asked_for(models: dict[
     )
 
 
-@pytest.mark.parametrize(("capability", "name"), [((9, 0), "BLNHC"), ((10, 0), "BLHNC"), ((12, 0), "BLNHC")], ids=str)
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "BLNHC"), ((10, 0), "BLHNC"), ((12, 0), "BLHNC")], ids=str)
 def test_on_gpus_tokens_come_before_heads_unless_kernels_want_heads_first(
     capability: tuple[int, int], name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,7 +218,7 @@ def test_a_real_engine_gets_what_it_stored_and_its_runner_makes_the_calls_of_the
     speculation = {"method": "eagle", "model": str(paths["drafter"]), "num_speculative_tokens": DRAFTS}
     options = {"speculative_config": speculation} if drafter else {}
     engine = start_engine(
-        paths["target"], depot.url, runner=runner, dtype="float32", block_size=32, max_num_batched_tokens=BATCH,
+        paths["target"], depot.url, model_runner=runner, dtype="float32", block_size=32, max_num_batched_tokens=BATCH,
         **options,
     ).wait_started()  # fmt: skip
     engine.tell("record")
