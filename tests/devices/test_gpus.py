@@ -361,3 +361,24 @@ def test_the_arena_is_not_passed_on_to_a_gpu_without_workers(
     with suite.case(workers[0], devices, arena, model()) as case:
         eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
         round_trip(case)
+
+
+def test_a_gpu_that_is_made_anew_for_one_worker_is_not_made_twice_for_two(
+    machine: Machine, left: Devices, workers: list[WorkerProcess]
+) -> None:
+    (gpu,) = left._gpus._gpus.values()  # type: ignore[union-attr]
+    gpu.failure = "broken since"
+    layouts = [build_layout(worker.make(model()), model().axes) for worker in workers[:2]]
+    retained = made(machine)["cuDevicePrimaryCtxRetain"]
+    machine.slow("cuDevicePrimaryCtxRetain", SLOW_S, pid=os.getpid())
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(left.map, layouts[0])
+        eventually(lambda: made(machine)["cuDevicePrimaryCtxRetain"] == retained + 1)  # its context is being made
+        second = pool.submit(left.map, layouts[1])
+        eventually(second.running)
+        machine.heal()
+        mapped = [one.result(TIMEOUT_S) for one in (first, second)]
+    assert made(machine)["cuDevicePrimaryCtxRetain"] == retained + 1
+    assert [each.registrations for each in left.status()] == [2]
+    for each in mapped:
+        each.close()

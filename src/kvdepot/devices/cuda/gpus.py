@@ -208,9 +208,9 @@ class Gpus:
             self._turned(uuid)
         return gpu
 
-    def _turned(self, *uuids: str) -> None:
+    def _turned(self, uuid: str) -> None:
         with self._change:
-            self._turning.difference_update(uuids)
+            self._turning.discard(uuid)
             self._change.notify_all()
 
     def _enter(self, uuid: str) -> Gpu:
@@ -262,14 +262,20 @@ class Gpus:
         return [gpu for gpu in tuple(self._gpus.values()) if now - gpu.idle_since >= self._idle_s]
 
     def release_idle(self, now: float) -> None:
-        """Release the GPUs that are overdue. Blocks."""
+        """Release the GPUs that are overdue, one by one. Blocks."""
+        while (gpu := self._take_overdue(now)) is not None:
+            try:
+                self._release([gpu])
+            finally:
+                self._turned(gpu.uuid)
+
+    def _take_overdue(self, now: float) -> Gpu | None:
+        """A GPU that is overdue; until `_turned`, no worker can join it."""
         with self._change:
-            gone = [gpu for gpu in self.overdue(now) if gpu.uuid not in self._turning]
-            self._turning.update(gpu.uuid for gpu in gone)
-        try:
-            self._release(gone)
-        finally:
-            self._turned(*(gpu.uuid for gpu in gone))
+            gpu = next((gpu for gpu in self.overdue(now) if gpu.uuid not in self._turning), None)
+            if gpu is not None:
+                self._turning.add(gpu.uuid)
+            return gpu
 
     def _release(self, gone: Sequence[Gpu]) -> None:
         """Release everything on these GPUs, and pass the arena's registrations on to one that stays."""
@@ -284,7 +290,6 @@ class Gpus:
             gpu.close()
             self.pins.resume()
             log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
-            self._turned(gpu.uuid)
 
     def status(self) -> list[Device]:
         """The GPUs in use. Never blocks."""
