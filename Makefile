@@ -88,6 +88,7 @@ site: $(VENV)/dev
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/house.py
 
 types: $(VENV)/dev
 	$(BIN)/mypy

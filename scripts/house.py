@@ -1,0 +1,119 @@
+"""Count what the house rules limit, and fail if a count is above its limit.
+
+    python scripts/house.py [--list NAME]
+
+`make lint` runs this beside ruff. Limits only fall: whoever lowers a count lowers its limit here, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS = {
+    "source lines": 46_700,
+    "test lines": 63_500,
+    "functions with more than 5 parameters": 42,
+    "boolean parameters": 139,
+    "Any": 176,
+    "docstrings that are fragments": 245,
+    "classes that share a name": 103,
+    "test names above 80 characters": 199,
+}
+FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
+"""First words of docstrings that lack their noun."""
+CONTRACT = {"client/contract.py", "integrations/lmcache"}
+"""Modules whose signatures others have fixed."""
+
+
+class Finding(NamedTuple):
+    """One place that counts."""
+
+    count: str
+    file: str
+    line: int
+    text: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="house.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--list", metavar="NAME", help="show each place that a count consists of, by part of its name")
+    wanted = parser.parse_args().list
+    found = list(findings())
+    if wanted:
+        for each in found:
+            if wanted in each.count:
+                print(f"{each.file}:{each.line}: {each.text}")
+        return 0
+    counts = Counter(each.count for each in found)
+    counts["source lines"], counts["test lines"] = lines("src"), lines("tests")
+    failed = False
+    for name, limit in LIMITS.items():
+        is_above = counts[name] > limit
+        failed |= is_above
+        print(f"{counts[name]:7,} of {limit:7,}  {name}{': above its limit' * is_above}")
+    return int(failed)
+
+
+def lines(folder: str) -> int:
+    """The number of lines of Python below a folder."""
+    return sum(len(path.read_bytes().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+
+
+def findings() -> Iterator[Finding]:
+    """Every place that one of the counts consists of."""
+    names: dict[str, list[Finding]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        file, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            yield from docstrings(node, file)
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield from signature(node, file)
+                case ast.ClassDef():
+                    names.setdefault(node.name, []).append(
+                        Finding("classes that share a name", file, node.lineno, node.name)
+                    )
+                case ast.Name(id="Any"):
+                    yield Finding("Any", file, node.lineno, "Any")
+    for same in names.values():
+        yield from same[1:] and same
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 80:
+                yield Finding("test names above 80 characters", str(path.relative_to(ROOT)), node.lineno, node.name)
+
+
+def docstrings(node: ast.AST, file: str) -> Iterator[Finding]:
+    """Docstrings in a body, also below attributes, that begin as a fragment."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    for child in node.body:
+        match child:
+            case ast.Expr(value=ast.Constant(value=str() as text)) if text.split()[:1]:
+                if text.split()[0].strip(":,") in FRAGMENT:
+                    yield Finding("docstrings that are fragments", file, child.lineno, text.splitlines()[0])
+
+
+def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -> Iterator[Finding]:
+    """What counts of a function's parameters; the contract's and those of click's commands do not."""
+    is_command = any("command" in ast.unparse(each) for each in node.decorator_list)
+    if is_command or any(part in file for part in CONTRACT):
+        return
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    arguments = [each for each in arguments if each.arg not in ("self", "cls")]
+    if len(arguments) > 5:
+        yield Finding("functions with more than 5 parameters", file, node.lineno, f"{node.name}: {len(arguments)}")
+    for each in arguments:
+        if each.annotation is not None and "bool" in ast.unparse(each.annotation).split(" | "):
+            yield Finding("boolean parameters", file, node.lineno, f"{node.name}: {each.arg}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
