@@ -521,7 +521,7 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
     for _ in range(50):
         house.index.set_quota("a", pages(), TAGS[1])
         house.index.set_quota("a", None, TAGS[1])
-    assert len(house.index.accounts.rest.ages) <= 2 * 20 + 64
+    assert len(house.index.accounts.ages) <= 2 * 20 + 64
 
 
 def test_a_salt_without_chunks_gets_a_quota_beside_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvdepot.core.index import families
 from kvdepot.core.index.accounts import Account, Accounts
-from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
@@ -38,7 +37,7 @@ from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, 
 from kvdepot.core.index.lifetimes import SAMPLED, Lifetimes
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
-from kvdepot.core.index.quotas import Quotas
+from kvdepot.core.index.quotas import queue, set_quota
 from kvdepot.core.index.scope import Scope
 from kvdepot.core.index.spared import Holder
 from kvdepot.eviction import Policy
@@ -77,12 +76,9 @@ class Index:
         """
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
-        self.accounts = Accounts(allocator.capacity, policy, ttl_s)
-        self.salt_ttls = dict(salt_ttls or {})
-        self._by_ttl = {limit_s: Ages(limit_s) for limit_s in self.salt_ttls.values()}  # of chunks with such salts
+        self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
         self._spared = self.accounts.spared
         self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
-        self._quotas = Quotas(self.accounts, self.namespaces, self._note_age)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
@@ -453,7 +449,7 @@ class Index:
         """
         chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.born = wall
-        self._note_age(chunk)
+        self.accounts.ages.record(chunk)
         if chunk.sealed == chunk.namespace.world_size:
             chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
             self._is_whole(chunk)
@@ -520,7 +516,7 @@ class Index:
         shard.checksum = checksum
         if not chunk.sealed or born < chunk.born:
             chunk.born = born
-            self._note_age(chunk)
+            self.accounts.ages.record(chunk)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -531,16 +527,6 @@ class Index:
         if is_last:
             self._is_whole(chunk)
         self.release([chunk])
-
-    def _note_age(self, chunk: Chunk) -> None:
-        """Record the age of a chunk, or its new age, for each limit that it has."""
-        account, tenants = chunk.account, chunk.namespace.account
-        if account.ages.ttl_s:
-            account.ages.note(chunk)
-        if tenants is not account and tenants.quota.ttl_s:
-            tenants.ages.note(chunk)
-        if chunk.salt in self.salt_ttls:
-            self._by_ttl[self.salt_ttls[chunk.salt]].note(chunk)
 
     def _is_whole(self, chunk: Chunk) -> None:
         """A chunk has just been sealed on every rank."""
@@ -719,8 +705,7 @@ class Index:
 
     def is_too_old(self, chunk: Chunk, born: int) -> bool:
         """Whether a chunk, if it was computed then, had expired when `expire` was last called."""
-        limits = chunk.account.ages.ttl_s, chunk.namespace.account.quota.ttl_s, self.salt_ttls.get(chunk.salt, 0)
-        return any(0 < ttl_s <= self._wall - born for ttl_s in limits)
+        return 0 < self.accounts.ttl_of(chunk) <= self._wall - born
 
     def expire(self, wall: int, most: int = 1 << 62) -> int:
         """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than a limit of theirs: the
@@ -730,13 +715,12 @@ class Index:
         """
         self._wall = wall
         expired = 0
-        for ages in (*(account.ages for account in self.accounts.all()), *self._by_ttl.values()):
-            for chunk in ages.due(wall):
-                if chunk.state is not _PENDING_REMOVAL:
-                    expired += 1
-                    self.hide(chunk, at_once=False)
-                    if expired >= most:
-                        return expired
+        for chunk in self.accounts.ages.due(wall):
+            if chunk.state is not _PENDING_REMOVAL:
+                expired += 1
+                self.hide(chunk, at_once=False)
+                if expired >= most:
+                    return expired
         return expired
 
     # -- quotas
@@ -750,7 +734,7 @@ class Index:
         more than quotas.MOST_MOVED chunks would have to change their account, or have their age noted,
         and then changes nothing.
         """
-        self._quotas.set(tenant, quota, tag)
+        set_quota(self.accounts, self.namespaces, (tenant, tag), quota)
 
     # -- the whole index
 
@@ -769,7 +753,8 @@ class Index:
             chunk.account.chunks += 1
             if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
-        self._quotas.queue(found)
+            self.accounts.ages.record(chunk)
+        queue(self.accounts, found)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""

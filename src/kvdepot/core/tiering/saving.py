@@ -168,7 +168,7 @@ class Saves:
                 continue
             demotion = Demotion(chunk, chunk.bytes, chunk.used, chunk.account, by)
             self._hold([chunk])
-            demotion.account.lets_go(demotion.bytes)
+            demotion.account.mark_leaving(demotion.bytes)
             for tier in missing:
                 for rank, shard in chunk.shards.items():
                     tier.queue.append(Queued(chunk, rank, demotion))
@@ -185,7 +185,7 @@ class Saves:
         demotion.saves -= 1
         if not demotion.saves:
             chunk = demotion.chunk
-            demotion.account.lets_go(-demotion.bytes)
+            demotion.account.mark_leaving(-demotion.bytes)
             self._release(chunk)
             if self._is_needed(demotion) and chunk.used == demotion.used and is_evictable(chunk):
                 self._index.remove(chunk, Reason.EVICTED)

@@ -114,7 +114,7 @@ class Tiering:
         """Quotas have changed; local tiers are told at the next tick."""
         accounts = self._index.accounts
         quotas = {(each.tenant, each.salt): each.quota for each in accounts.all() if each is not accounts.rest}
-        self._rules = Rules.of(quotas, self._index.salt_ttls, accounts.ttl_s)
+        self._rules = Rules.of(quotas, accounts.salt_ttls, accounts.ttl_s)
 
     def fault(self, tenant: str, salt: bytes, quota: Quota) -> str:
         """Why local tiers cannot give a tenant or a salt (as chunks are stored under) this quota beside the others';

@@ -1,0 +1,121 @@
+"""Shares of a bounded space: how much of it each account has, and whose entry is evicted when space is needed. Pure.
+
+The arena (core/index/accounts.py) and each disk tier (tiers/disk/ledger.py) divide their bytes like this. Each tenant
+with a quota has a share, and so has each cache salt of a tenant with a quota; the salt's entries do not count for its
+tenant then. All others have one share together, "the rest". A share has a policy of its own, so that a victim is found
+among its entries alone.
+
+Invariants: a reservation for one share takes no other below its floor. No share is above its cap, except after its
+quota was lowered or a restart, until its owner has evicted the excess.
+
+**Who gives up space.** A share that would exceed its cap evicts its own entries. Otherwise the one with the highest
+level does: the bytes above its floor, divided by its weight, where the share that reserves counts the bytes that it
+asks for. So what is above the floors is divided in proportion to the weights among those that want it, and what some
+do not use (because they are idle, or at their caps) goes to the others in the same proportion. This is weighted max-min
+fairness (Bertsekas and Gallager, "Data Networks", 1992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvdepot.eviction.policy import Policy, Victim
+
+__all__ = ["FairShare", "ShareBounds", "victim_for"]
+
+
+class ShareBounds(NamedTuple):
+    """The part of a quota that holds in one space. floor, cap: bytes; a cap of 0 is none."""
+
+    floor: int = 0
+    cap: int = 0
+    weight: float = 1.0
+
+
+class FairShare:
+    """The bytes of one account in a space of `capacity` bytes."""
+
+    __slots__ = ("_capacity", "_evictable", "cap", "floor", "is_capped", "leaving", "policy", "spare", "used", "weight")
+
+    def __init__(self, policy: Policy, evictable: Callable[[Victim], bool], capacity: int, bounds: ShareBounds) -> None:
+        """evictable: whether an entry may be evicted now."""
+        self.policy = policy
+        self.used = 0  # bytes that count for the cap, including reserved ones
+        self.leaving = 0  # those of them that no eviction would free: they are being written, saved or removed
+        self.spare = 0  # bytes above the floor, without those leaving; negative below it
+        self._evictable = evictable
+        self._capacity = capacity
+        self.set_bounds(bounds)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.used} bytes, floor {self.floor}, cap {self.cap}, weight {self.weight:g}>"
+
+    def set_bounds(self, bounds: ShareBounds) -> None:
+        self.floor, cap, self.weight = bounds
+        self.spare = self.used - self.leaving - self.floor
+        self.is_capped = 0 < cap < self._capacity
+        self.cap = cap if self.is_capped else self._capacity
+
+    def is_over_cap_with(self, size: int) -> bool:
+        """Whether `size` bytes more would exceed its cap; without a cap, never."""
+        return self.is_capped and self.used + size > self.cap
+
+    def charge(self, size: int) -> None:
+        """Add `size` bytes, or subtract them if negative."""
+        self.used += size
+        self.spare += size
+
+    def mark_leaving(self, size: int) -> None:
+        """Count `size` bytes more as leaving; fewer if negative."""
+        self.leaving += size
+        self.spare -= size
+
+    def victim(self) -> Victim | None:
+        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`."""
+        return self.policy.victim(self._evictable)
+
+
+ShareT = TypeVar("ShareT", bound=FairShare)
+
+
+def victim_for(
+    by: ShareT | None, size: int, shares: Sequence[ShareT], charge_of: Callable[[Victim], int]
+) -> Victim | None:
+    """The entry to evict next for a reservation of `size` bytes by a share, taken out of its policy's queue.
+
+    None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
+    bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
+    """
+    if len(shares) == 1:
+        return shares[0].victim()
+    highest, level = by, 0.0
+    if by is not None:
+        if by.used + size > by.cap:
+            return by.victim()
+        above = by.spare + size
+        if above > 0:
+            level = above / by.weight
+    for each in shares:  # this loop is most of what quotas cost
+        if each.spare > level * each.weight:
+            highest, level = each, each.spare / each.weight
+    if highest is not None and (victim := _victim_above_floor(highest, by, charge_of)) is not None:
+        return victim
+    levels = [
+        ((each.spare + (size if each is by else 0)) / each.weight, number)
+        for number, each in enumerate(shares)
+        if each is not highest and (each is by or each.spare > 0)
+    ]
+    for _, number in sorted(levels, reverse=True):
+        if (victim := _victim_above_floor(shares[number], by, charge_of)) is not None:
+            return victim
+    return None
+
+
+def _victim_above_floor(share: ShareT, by: ShareT | None, charge_of: Callable[[Victim], int]) -> Victim | None:
+    """The next victim of a share, unless that would take it below its floor for another one."""
+    victim = share.victim()
+    if victim is None or share is by or share.spare >= charge_of(victim):
+        return victim
+    share.policy.add(victim)
+    return None
