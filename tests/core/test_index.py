@@ -40,6 +40,7 @@ class Stored:
     before: Stored | None
     ranks: dict[int, bool] = field(default_factory=dict)  # rank -> sealed
     pins: int = 0
+    hits: int = 0  # lookups that ended with it
     handle: Chunk | None = None
 
     def needed(self) -> bool:
@@ -82,10 +83,11 @@ class Model:
         del self.chunks[chunk.place, chunk.key]
 
     def families(self, place: int) -> dict[bytes, list[Stored]]:
-        """The chunks of all prompts that begin with the same one, by its key."""
+        """The chunks of all prompts that begin with the same one, by its key, as far as their chains are complete."""
         found: dict[bytes, list[Stored]] = {}
         for chunk in self.chunks.values():
-            if chunk.place == place and chunk.number:
+            is_whole = all(self.chunks.get((each.place, each.key)) is each for each in self.line(chunk))
+            if chunk.place == place and chunk.number and is_whole:
                 found.setdefault(self.line(chunk)[-1].key, []).append(chunk)
         return found
 
@@ -96,12 +98,10 @@ class Model:
             line.append(line[-1].before)
         return line
 
-    def shared(self, chunks: list[Stored]) -> Stored | None:
+    def shared(self, chunks: list[Stored]) -> Stored:
         """The last chunk that all prompts of a family share: the deepest that is on the way to each end."""
         ends = [self.line(chunk) for chunk in chunks if not any(each.before is chunk for each in chunks)]
-        whole = [line for line in ends if all(self.chunks.get((each.place, each.key)) is each for each in line)]
-        common = [each for each in whole[0] if all(each in line for line in whole)] if whole else []
-        return common[0] if common else None
+        return next(each for each in ends[0] if all(each in line for line in ends))
 
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
@@ -125,7 +125,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
-        self.hits: dict[tuple[int, bytes], list[int]] = {}  # by place and first chunk: lookups, chunks found
 
     def hear(self, chunk: Chunk, there: bool) -> None:
         (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
@@ -220,10 +219,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert found.matched == len(expected)
         assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
         self.index.count_hit(found)
-        if expected and expected[0].number:
-            hits = self.hits.setdefault((place, expected[0].key), [0, 0])
-            hits[0] += 1
-            hits[1] += len(expected)
+        if chained := [chunk for chunk in expected if chunk.number]:
+            chained[-1].hits += 1
         if pin:
             self.index.hold(found.chunks)
             for chunk in expected:
@@ -286,18 +283,15 @@ class IndexMachine(RuleBasedStateMachine):
             return
         expected = []
         for place, namespace in enumerate(self.namespaces):
-            families = self.model.families(place)
-            self.hits = {each: hits for each, hits in self.hits.items() if each[0] != place or each[1] in families}
-            for key, chunks in families.items():
+            for chunks in self.model.families(place).values():
                 shared = self.model.shared(chunks)
-                if shared is not None:
-                    ends = [chunk for chunk in chunks if not any(each.before is chunk for each in chunks)]
-                    size = sum(chunk.size * len(chunk.ranks) for chunk in chunks)
-                    hits = self.hits.get((place, key), [0, 0])
-                    expected.append(
-                        (namespace.model, shared.key.hex(), 16 * shared.number, 16 * len(chunks), len(ends), size,
-                         hits[0], 16 * hits[1])
-                    )  # fmt: skip
+                ends = [chunk for chunk in chunks if not any(each.before is chunk for each in chunks)]
+                size = sum(chunk.size * len(chunk.ranks) for chunk in chunks)
+                hits, tokens = sum(each.hits for each in chunks), sum(16 * each.hits * each.number for each in chunks)
+                expected.append(
+                    (namespace.model, shared.key.hex(), 16 * shared.number, 16 * len(chunks), len(ends), size, hits,
+                     tokens)
+                )  # fmt: skip
         told = [
             (each.model, each.hash, each.shared_tokens, each.tokens, each.prompts, each.bytes, each.hits,
              each.hit_tokens)
@@ -326,7 +320,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
-    """The answer of a core with this index, two families or chunks a step."""
+    """The answer of a core with this index, two chunks a step."""
     lists = Lists(index, Tiering((), index, 0.0), step=2)
     actions = lists.prefixes(Client(b"one", AlwaysAlive()), b"1", request, wall=0)
     while lists:

@@ -260,7 +260,6 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
     index.allocator.occupy(taken)
     for chunk in namespace.chunks.values():
         chunk.account = index.accounts.rest  # as recovery sets it
-    namespace.families.clear()
     index.adopt([namespace], 2000)
     after.index, after.namespace = index, namespace
     index.validate()

@@ -76,7 +76,7 @@ class Depot:
         self.usages = Usages()
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
-        self.lists = Lists(index, self.tiering)
+        self.lists = Lists(index, self.tiering, self.leases.holds)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
@@ -331,7 +331,6 @@ class Depot:
             self.counters["errors"] += 1
             return exc
         self.usages.report(client, request)
-        self.leases.token_s = self.usages.token_s
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:

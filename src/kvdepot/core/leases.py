@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -87,18 +87,6 @@ class Lease:
         """Whether its chunks are dropped when its time is over."""
         return self.request.drops or not self.holds
 
-    def spare(self, size: int) -> None:
-        """Note that a chunk would have been evicted without it."""
-        self.tally.spared_bytes += size
-        if self.total is not None:
-            self.total.spared_bytes += size
-
-    def save(self, tokens: int, seconds: float) -> None:
-        """Note what a lookup found that would have been evicted without it."""
-        self.tally.save(tokens, seconds)
-        if self.total is not None:
-            self.total.save(tokens, seconds)
-
     @property
     def held(self) -> int:
         """Bytes that it holds."""
@@ -131,7 +119,6 @@ class Leases:
 
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
-        self.token_s = 0.0  # of prefill, as engines report it; 0: none has
         self.bytes = 0  # held by all
         self._index = index
         self._counters = counters
@@ -250,8 +237,8 @@ class Leases:
     def _hold(self, lease: Lease, tops: list[tuple[Chunk, int]], matched: int) -> None:
         """Hold these instead of what it holds."""
         before = lease.tops
-        self._index.lease([chunk for chunk, _ in tops], lease, use=not before)
-        self._index.end_lease([chunk for chunk, _ in before], lease)
+        self._index.hold([chunk for chunk, _ in tops], use=not before)
+        self._index.release([chunk for chunk, _ in before])
         lease.tops, lease.chunks = tops, matched
         self._charge(lease, sum(size for _, size in tops) - sum(size for _, size in before))
 
@@ -376,16 +363,6 @@ class Leases:
             self._hashes -= len(lease.hashes) // HASH_BYTES
             lease.hashes = b""
 
-    # -- savings
-
-    def used(self, namespaces: list[Namespace], pins: list[Pin], tokens: int) -> None:
-        """A request has pinned what it found: note what leases have saved of it. tokens: per chunk."""
-        for namespace, pin in zip(namespaces, pins, strict=True):
-            for lease, chunks in self._index.saved(namespace, pin.chunks).items():
-                assert isinstance(lease, Lease)
-                if namespace is namespaces[0]:
-                    lease.save(chunks * tokens, chunks * tokens * self.token_s)
-
     # -- end
 
     def end(self, tenant: str, name: str, now: float) -> Lease | None:
@@ -396,7 +373,6 @@ class Leases:
 
     def _end(self, lease: Lease, why: str) -> Lease:
         """End a lease. Returns it with nothing held, and with the hashes of its prompt if it was released."""
-        self._index.count_spared()
         names = self._by_tenant[lease.tenant]
         del names[lease.request.name]
         if not names:
@@ -459,6 +435,10 @@ class Leases:
 
     # -- what people see
 
+    def holds(self) -> Counter[int]:
+        """The holds of all leases, by id() of the chunk."""
+        return Counter(id(chunk) for lease in self._all() for chunk, _ in lease.tops)
+
     def totals(self, tenant: str) -> tuple[int, int]:
         """The number of leases and the bytes that they hold. tenant: whose; empty: everybody's."""
         if not tenant:
@@ -472,10 +452,9 @@ class Leases:
         return [self._receipt(lease) for lease in itertools.islice(self._all(tenant), _MOST_SHOWN)]
 
     def receipts(self, tenant: str, now: float) -> list[Receipt]:
-        """Those of leases that there are, those that saved most first, then of those that ended last."""
+        """Those of leases that there are, those that hold most first, then of those that ended last."""
         self.now = now
-        self._index.count_spared()
-        best = heapq.nlargest(_MOST_LISTED, self._all(tenant), key=lambda lease: lease.tally.saved_tokens)
+        best = heapq.nlargest(_MOST_LISTED, self._all(tenant), key=lambda lease: lease.held)
         past = [self._ended.get(tenant, ())] if tenant else self._ended.values()
         ended = [receipt for each in past for receipt in reversed(each)]
         return [*map(self._receipt, best), *ended][:_MOST_LISTED]
@@ -491,9 +470,9 @@ class Leases:
                 bytes=each.tally.bytes,
                 begun=each.begun,
                 byte_seconds=each.tally.cost(now),
-                spared_bytes=each.tally.spared_bytes,
-                saved_tokens=each.tally.saved_tokens,
-                saved_s=each.tally.saved_s,
+                spared_bytes=0,
+                saved_tokens=0,
+                saved_s=0.0,
             )
             for (whose, kind), each in heapq.nlargest(_MOST_LISTED, mine, key=lambda item: item[1].tally.bytes)
         ]
@@ -511,9 +490,9 @@ class Leases:
             age_s=max(0.0, self.now - lease.begun),
             ends_s=max(0.0, lease.ends - self.now) if lease.ends < _NEVER and not why else None,
             byte_seconds=tally.cost(self.now),
-            spared_bytes=tally.spared_bytes,
-            saved_tokens=tally.saved_tokens,
-            saved_s=tally.saved_s,
+            spared_bytes=0,
+            saved_tokens=0,
+            saved_s=0.0,
             ended=why,
         )
 

@@ -1,91 +1,105 @@
-"""Requests that list what is in memory: answered in steps, of one client after the other.
+"""Lists of what is in memory: prefix families (Prefixes) and the chunks of one prompt (Inspect), made on request.
 
-Called by core/depot.py on the deciding thread, which serves other requests between steps. No I/O or clock. Changes
-nothing; an answer mixes what was there in its steps. Invariant: each request is answered once, or its client has died.
+Called by core/depot.py on the deciding thread, which serves other requests between steps. A list is a generator that
+yields the number of chunks it has passed, and `Lists` runs one of each client in turn, some thousand chunks at a time.
+Changes nothing; an answer mixes what was there in its steps. Invariant: each request is answered once, or its client
+has died.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, State
 from kvdepot.core.index.index import Index
-from kvdepot.core.inspecting import inspect
-from kvdepot.core.prefixes import prefixes
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.prefixes import LEAST_HASH, MOST_CHUNKS, MOST_PREFIXES, SORTS
+from kvdepot.protocol.prefixes import LEAST_HASH, MOST_CHUNKS, MOST_PREFIXES, SORTS, ChunkStatus, Prefix
+from kvdepot.protocol.status import MOST_NAME
 
-__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "Lists"]
+__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "MOST_SEARCHED", "Lists"]
 
 _STEP = 2048
-"""Families, or chunks, that one step examines, in less than a millisecond."""
+"""Chunks that one step passes, in one or two milliseconds."""
 MOST_LISTS = 16
 """Requests at a time."""
 MOST_OF_CLIENT = 2
-"""Of those, of one client."""
-_ITEMS_OF_ONE = 128
-"""Families, or chunks, that count as one more request against `max_rate`."""
+"""Requests of one client at a time."""
+MOST_SEARCHED = 1 << 16
+"""Chunks of a namespace among which the beginning of a hash is searched."""
+_CHUNKS_OF_ONE = 128
+"""Chunks that count as one more request against `max_rate`."""
+_DESCRIBED = 16
+"""A chunk that is described takes as long as this many that are only passed."""
+
+_T = TypeVar("_T")
+_Walk: TypeAlias = Generator[int, None, _T]
+"""Yields the number of chunks passed since it last did, and returns the answer."""
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A request that is being answered. `answer` pauses after each step, and returns the value of the reply."""
+class _List:
+    """A request whose answer is being made."""
 
     number: bytes
-    answer: Generator[None, None, object]
+    answer: _Walk[object]
 
 
 class Lists:
     """The lists that one depot is making."""
 
-    def __init__(self, index: Index, tiering: Tiering, step: int = _STEP) -> None:
-        """step: how many families or chunks one step examines."""
+    def __init__(
+        self, index: Index, tiering: Tiering, leased: Callable[[], dict[int, int]] = dict, step: int = _STEP
+    ) -> None:
+        """leased: the number of leases that hold a chunk, by its id(). step: how many chunks one step passes."""
         self._index = index
         self._tiering = tiering
+        self._leased = leased
         self._step = step
-        self._asked: dict[Client, deque[_Asked]] = {}  # the client whose turn it is first
+        self._lists: dict[Client, deque[_List]] = {}  # the client whose turn it is first
 
     def __repr__(self) -> str:
-        return f"<Lists of {len(self._asked)} clients>"
+        return f"<Lists of {len(self._lists)} clients>"
 
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._asked)
+        return bool(self._lists)
 
     def cost(self, request: wire.Prefixes | wire.Inspect, tenant: str = "") -> int:
-        """What a request of a tenant's client counts as against `max_rate`. Empty: it sees what all tenants have."""
+        """As how many requests this one counts against `max_rate`, for a tenant's client; empty: it sees all."""
         namespaces = self._visible(tenant, request.model)
         match request:
             case wire.Prefixes():
-                items = sum(len(each.families) for each in namespaces if each.is_lead)
+                passed = sum(len(each.chunks) for each in namespaces if each.is_lead)
             case wire.Inspect():
                 stored = sum(len(each.chunks) for each in namespaces)
                 most = max(0, request.most) or MOST_CHUNKS
                 hashes = min(stored, most) if request.end else len(request.hashes) // HASH_BYTES
                 searched = stored if len(request.end) < HASH_BYTES and request.end else 0
-                items = hashes * len(namespaces) + searched
-        return 4 + items // _ITEMS_OF_ONE
+                passed = hashes * len(namespaces) + searched
+        return 4 + passed // _CHUNKS_OF_ONE
 
     def prefixes(self, client: Client, number: bytes, request: wire.Prefixes, wall: int) -> list[Action]:
         """Answer with the families that the client may see. wall: seconds since 1970. Raises BadRequest or Busy."""
-        namespaces = [each for each in self._named(client, request.model) if each.is_lead]
+        namespaces = [each for each in self._admit(client, request.model) if each.is_lead]
         if request.sort not in SORTS:
             raise BadRequest(f"sort is {request.sort[:80]!r}, not one of {', '.join(SORTS)}")
         if not 1 <= request.most <= MOST_PREFIXES:
             raise BadRequest(f"most is {request.most}, not between 1 and {MOST_PREFIXES}")
-        return self._begin(client, number, prefixes(self._index, namespaces, request, wall, self._step))
+        return self._begin(client, number, _prefixes(self._index, namespaces, request, wall))
 
     def inspect(self, client: Client, number: bytes, request: wire.Inspect, wall: int) -> list[Action]:
         """Answer with the chunks that the client may see. wall: seconds since 1970. Raises BadRequest or Busy."""
-        namespaces = self._named(client, request.model)
+        namespaces = self._admit(client, request.model)
         hashes, end = request.hashes, request.end
         if bool(hashes) == bool(end) or len(hashes) % HASH_BYTES:
             raise BadRequest(f"give either `end`, or `hashes` of {HASH_BYTES} bytes each")
@@ -93,16 +107,15 @@ class Lists:
             raise BadRequest("`most` is a number of chunks up to `end`, or 0")
         if end and not LEAST_HASH <= len(end) <= HASH_BYTES:
             raise BadRequest(f"{len(end)} bytes of a hash were given; {LEAST_HASH} to {HASH_BYTES} are needed")
-        answer = inspect(self._index, namespaces, request, self._tiering.names, wall, self._step)
-        return self._begin(client, number, answer)
+        return self._begin(client, number, self._inspect(namespaces, request, wall))
 
-    def _named(self, client: Client, model: str) -> list[Namespace]:
+    def _admit(self, client: Client, model: str) -> list[Namespace]:
         """The namespaces that a client may see, of models whose name has this prefix. Raises BadRequest or Busy."""
         check_names("", model)
         self._drop_dead()
-        if len(self._asked.get(client, ())) >= MOST_OF_CLIENT:
+        if len(self._lists.get(client, ())) >= MOST_OF_CLIENT:
             raise Busy(f"{MOST_OF_CLIENT} lists are being made for this client: retry later")
-        if sum(map(len, self._asked.values())) >= MOST_LISTS:
+        if sum(map(len, self._lists.values())) >= MOST_LISTS:
             raise Busy(f"{MOST_LISTS} lists are being made: retry later")
         return self._visible(client.tenant, model)
 
@@ -113,43 +126,236 @@ class Lists:
             if tenant in ("", each.tenant) and each.model.startswith(model)
         ]
 
-    def _begin(self, client: Client, number: bytes, answer: Generator[None, None, object]) -> list[Action]:
-        self._asked.setdefault(client, deque()).append(_Asked(number, answer))
+    def _begin(self, client: Client, number: bytes, answer: _Walk[object]) -> list[Action]:
+        self._lists.setdefault(client, deque()).append(_List(number, answer))
         return self.step()
 
     def _drop_dead(self) -> None:
-        for client in [client for client in self._asked if client.dead]:
-            del self._asked[client]
+        for client in [client for client in self._lists if client.dead]:
+            del self._lists[client]
 
     def step(self) -> list[Action]:
         """Continue with the first request of the client whose turn it is; its reply, if it is complete."""
         self._drop_dead()
-        if not self._asked:
+        if not self._lists:
             return []
-        client = next(iter(self._asked))
-        asked = self._asked.pop(client)
-        actions = self._continue(client, asked)
-        if asked:
-            self._asked[client] = asked  # behind the others
-        return actions
+        client = next(iter(self._lists))
+        lists = self._lists.pop(client)
+        answer = self._advance(lists[0])
+        replies: list[Action] = []
+        if answer is not None:
+            replies.append(Reply(client.identity, lists.popleft().number, answer))
+        if lists:
+            self._lists[client] = lists  # behind the others
+        return replies
 
-    @staticmethod
-    def _continue(client: Client, asked: deque[_Asked]) -> list[Action]:
-        first = asked[0]
+    def _advance(self, made: _List) -> object | None:
+        """Continue one list by a step; its answer, if it is complete."""
+        passed = 0
         try:
-            next(first.answer)
-        except StopIteration as done:
-            value = done.value
+            while passed < self._step:
+                passed += next(made.answer)
+        except StopIteration as end:
+            answer: object = end.value
+            return answer
         except KVDepotError as exc:
-            value = exc
-        else:
-            return []
-        asked.popleft()
-        return [Reply(client.identity, first.number, value)]
+            return exc
+        return None
 
     def stop(self) -> list[Action]:
         """Before shutdown: answer all."""
         actions: list[Action] = []
-        while self._asked:
+        while self._lists:
             actions += self.step()
         return actions
+
+    def _inspect(self, namespaces: list[Namespace], request: wire.Inspect, wall: int) -> _Walk[list[ChunkStatus]]:
+        """The chunks in these namespaces that the request names.
+
+        Raises BadRequest if `request.end` begins the hashes of several chunks, or of one among more than
+        `MOST_SEARCHED`, or if more than `MOST_CHUNKS` would be listed.
+        """
+        if request.end:
+            hashes = yield from _chain_to(namespaces, request.end, request.most)
+        else:
+            given = (request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES))
+            hashes = list(dict.fromkeys(given))
+        leased, found = self._leased(), list[ChunkStatus]()
+        for namespace in namespaces:
+            for key in hashes:
+                chunk = namespace.chunks.get(key)
+                if chunk is not None:
+                    _check_number(len(found) + 1)
+                    found.append(self._describe(chunk, leased.get(id(chunk), 0), wall))
+                yield 1 if chunk is None else 1 + _DESCRIBED
+        return found
+
+    def _describe(self, chunk: Chunk, leased: int, wall: int) -> ChunkStatus:
+        namespace, saved = chunk.namespace, -1
+        for shard in chunk.shards.values():
+            saved &= shard.tiers
+        return ChunkStatus(
+            tenant=namespace.tenant,
+            model=namespace.model[:MOST_NAME],
+            world_size=namespace.world_size,
+            group=namespace.group,
+            reach=namespace.reach,
+            chunk_tokens=namespace.chunk_tokens,
+            hash=chunk.key.hex(),
+            position=chunk.position,
+            state=self._state(chunk),
+            bytes=chunk.bytes,
+            held=max(0, chunk.holds - leased),  # a lease may have ended since they were counted
+            leased=leased,
+            tiers=[name for number, name in enumerate(self._tiering.names) if saved >> number & 1],
+            age_s=float(max(0, wall - chunk.born)) if chunk.born else None,
+        )
+
+    def _state(self, chunk: Chunk) -> str:
+        if self._index.is_hidden(chunk):
+            return "leaving"
+        if self._index.is_there(chunk):
+            return "ready"
+        is_corrupt = any(shard.state is State.CORRUPT for shard in chunk.shards.values())
+        return "corrupt" if is_corrupt else "storing"
+
+
+def _check_number(chunks: int) -> None:
+    if chunks > MOST_CHUNKS:
+        raise BadRequest(f"the answer would list more than {MOST_CHUNKS} chunks: give a model or fewer hashes")
+
+
+def _chain_to(namespaces: Iterable[Namespace], end: bytes, most: int) -> _Walk[list[bytes]]:
+    """The hashes of the one chunk whose hash begins with `end` and of those before it; none if there is none.
+
+    most: return at most this many, the latest ones; 0 returns all.
+    """
+    last: Chunk | None = None
+    for namespace in namespaces:
+        if len(end) == HASH_BYTES:
+            chunks = [namespace.chunks[end]] if end in namespace.chunks else []
+        elif len(namespace.chunks) > MOST_SEARCHED:
+            raise BadRequest(
+                f"model {namespace.model[:MOST_NAME]} has {len(namespace.chunks)} chunks in memory, and the beginning "
+                f"of a hash is not looked for among more than {MOST_SEARCHED}: give the whole hash, as `kvdepot ls "
+                "--long` shows it, or another model"
+            )
+        else:
+            chunks = list(namespace.chunks.values())
+        for chunk in chunks:
+            if chunk.key.startswith(end) and not chunk.gone:
+                if last is not None and last.key != chunk.key:
+                    raise BadRequest(f"the hashes of several chunks begin with {end.hex()}: give more of it")
+                if last is None or chunk.position:  # a bounded group's part knows nothing of its chain
+                    last = chunk
+            yield 1
+    hashes: list[bytes] = []
+    while last is not None and not last.gone and (not most or len(hashes) < most):
+        _check_number(len(hashes) + 1)
+        hashes.append(last.key)
+        before = last.parent
+        last = before.parent if before is not None and before.key == last.key else before
+        yield 1
+    return hashes[::-1]
+
+
+# -- prefix families
+
+
+@dataclass(slots=True, eq=False)
+class _Family:
+    """What is in memory of all prompts that begin with the chunk `first`. shared: the last chunk of all of them."""
+
+    first: Chunk
+    shared: Chunk | None = None
+    chunks: int = 0  # in the first unbounded group
+    prompts: int = 0
+    bytes: int = 0
+    hits: int = 0
+    hit_chunks: int = 0
+    used_s: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk of the first unbounded group, with its parts in the other groups."""
+        behind = _followers(chunk)
+        self.chunks += 1
+        self.prompts += not behind
+        self.hits += chunk.hits
+        self.hit_chunks += chunk.hits * chunk.position
+        self.used_s = max(self.used_s, chunk.used_s)
+        parts = (group.chunks.get(chunk.key) for group in chunk.namespace.groups)
+        self.bytes += sum(part.bytes for part in parts if part is not None)
+        if behind != 1 and (self.shared is None or chunk.position < self.shared.position):
+            self.shared = chunk  # the first chunk of a chain that has not exactly one behind it
+
+    def prefix(self, wall: int) -> Prefix:
+        first, shared = self.first, self.shared or self.first
+        namespace, tokens = first.namespace, first.namespace.chunk_tokens
+        return Prefix(
+            tenant=namespace.tenant,
+            model=namespace.model[:MOST_NAME],
+            id=first.key.hex(),
+            hash=shared.key.hex(),
+            shared_tokens=shared.position * tokens,
+            tokens=self.chunks * tokens,
+            prompts=self.prompts,
+            bytes=self.bytes,
+            hits=self.hits,
+            hit_tokens=self.hit_chunks * tokens,
+            age_s=float(max(0, wall - first.born)) if first.born else 0.0,
+            idle_s=float(max(0, wall - (self.used_s or first.born or wall))),
+        )
+
+
+_RANKS: dict[str, Callable[[_Family], int]] = {
+    "hits": lambda family: family.hits,
+    "bytes": lambda family: family.bytes,
+    "tokens": lambda family: family.chunks * family.first.namespace.chunk_tokens,
+    "idle": lambda family: -(family.used_s or family.first.born),
+}
+"""The value that families are sorted by, the highest first, for each of SORTS."""
+
+
+def _prefixes(index: Index, namespaces: list[Namespace], request: wire.Prefixes, wall: int) -> _Walk[list[Prefix]]:
+    """The families of these namespaces (first unbounded groups) that come first in the order that is asked for."""
+    families: list[_Family] = []
+    for namespace in namespaces:
+        families += yield from _families(namespace)
+    best: list[_Family] = []
+    for at in range(0, len(families), MOST_PREFIXES):
+        some = [each for each in families[at : at + MOST_PREFIXES] if not index.is_hidden(each.first)]
+        best = heapq.nlargest(request.most, [*best, *some], key=_RANKS[request.sort])
+        yield len(some) + len(best)
+    return [each.prefix(wall) for each in best if not each.first.gone and not index.is_hidden(each.first)]
+
+
+def _families(namespace: Namespace) -> _Walk[list[_Family]]:
+    """All families of a model, given its first unbounded group, without chunks whose chain is not complete."""
+    families: list[_Family] = []
+    known: dict[int, _Family | None] = {}  # by id() of a chunk
+    chunks = list(namespace.chunks.values())  # some ten milliseconds for a million
+    for chunk in chunks:
+        passed: list[Chunk] = []
+        top = chunk
+        while id(top) not in known and top.parent is not None:
+            passed.append(top)
+            top = top.parent
+        family = known.get(id(top))
+        if family is None and top.position == 1 and not top.gone:
+            family = _Family(top)
+            families.append(family)
+        known[id(top)] = family
+        known.update((id(each), family) for each in passed)
+        if family is not None and not chunk.gone:
+            family.add(chunk)
+        yield 1 + len(passed)
+    return families
+
+
+def _followers(chunk: Chunk) -> int:
+    """How many chunks of the same KV cache group are behind a chunk; its bounded parts count as its children, too."""
+    groups = chunk.namespace.groups
+    if len(groups) == 1 or not chunk.children:
+        return chunk.children
+    parts = (group.chunks.get(chunk.key) for group in groups if group.reach)
+    return chunk.children - sum(part is not None and part.parent is chunk for part in parts)

@@ -1,7 +1,6 @@
-"""What leases cost and saved: one tally per lease, and one per tenant and kind. Plain data on the deciding thread.
+"""What leases cost: one tally per lease, and one per tenant and kind. Plain data on the deciding thread.
 
-Used by core/leases.py. A cost is bytes held, times seconds; a saving is what engines loaded of chunks that would have
-been evicted without the lease (core/index/spared.py).
+Used by core/leases.py. A cost is bytes held, times seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ __all__ = ["Tally"]
 
 @dataclass(slots=True)
 class Tally:
-    """Costs and savings so far."""
+    """Costs so far."""
 
     since: float
     """Until when `byte_seconds` is complete."""
     bytes: int = 0
     """Held now."""
     byte_seconds: float = 0.0
-    spared_bytes: int = 0
-    saved_tokens: int = 0
-    saved_s: float = 0.0
 
     def hold(self, size: int, now: float) -> None:
         """Hold `size` bytes more from now on, or less if negative."""
@@ -33,7 +29,3 @@ class Tally:
     def cost(self, now: float) -> float:
         """Bytes held, times seconds, until now."""
         return self.byte_seconds + self.bytes * max(0.0, now - self.since)
-
-    def save(self, tokens: int, seconds: float) -> None:
-        self.saved_tokens += tokens
-        self.saved_s += seconds

@@ -52,7 +52,6 @@ class Sessions:
         self._counters = counters
         self._usages = usages
         self._leases = leases
-        self._spared = index.accounts.spared
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._waiting = WaitingLookups()  # for stores
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
@@ -233,13 +232,7 @@ class Sessions:
         """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
         if pending.lease is not None:
             return self._leases.begin(pending.lease, namespaces, pins, matched)
-        if not self._spared.out:
-            return self._pin(pending, pins, matched)
-        is_first = pending.lookup.request not in pending.owner.sessions
-        found = self._pin(pending, pins, matched)
-        if is_first and matched and not pending.by_hand:
-            self._leases.used(namespaces, pins, self._tokens(pending.lookup))
-        return found
+        return self._pin(pending, pins, matched)
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""

@@ -11,8 +11,7 @@ An engine knows only after a lookup how much of the prompt it has itself. vLLM's
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
 the upper bound. The lookups of clients that report nothing count at once, in full. What an engine reports as saved is
 believed: it may come from a lookup that another run of the server answered. A false report makes the figures of its own
-tenant and model wrong, the totals, and the prefill time per token that receipts use; it changes nothing about which
-chunks are kept or found.
+tenant and model and the totals wrong; it changes nothing about which chunks are kept or found.
 
 Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
 where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
@@ -91,7 +90,6 @@ class Usages:
         self.total = _Sum()
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
-        self._saved_tokens = 0  # as engines report, unlike those of `total`
         self._infinite_cache = InfiniteCache(0.0)
         self._most_models, self._most_tenants = models, tenants
         self._by_tenant = _Sums((OTHERS, ""))
@@ -107,11 +105,6 @@ class Usages:
         total, missed = self.total, self._infinite_cache.missed
         bound = None if missed is None else total.found + missed
         return TokenCounts(total.asked, total.found, total.reused, bound)
-
-    @property
-    def token_s(self) -> float:
-        """Prefill time per token that engines report to have saved; 0.0: none has reported any."""
-        return self.saved_s.sum / self._saved_tokens if self._saved_tokens else 0.0
 
     def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
         """Count a lookup together with what it found, in chunks, so that both fall into the same window.
@@ -138,7 +131,6 @@ class Usages:
         if asked.tokens or request.saved_tokens:
             model = request.model or client.model
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
-        self._saved_tokens += request.saved_tokens
         if request.saved_s:
             self.saved_s.count(request.saved_s)
 

@@ -23,9 +23,9 @@ class Prefix(msgspec.Struct, frozen=True):
     hash: of the last chunk that all of its prompts share; shared_tokens: tokens up to the end of that chunk.
     tokens, bytes: of all its chunks, each counted once; bytes are those of all KV cache groups and ranks.
     prompts: ends of chains, so a prompt that is the beginning of another is not counted.
-    hits, hit_tokens: lookups of engines that found some of it since it is in memory, and the tokens that they found.
-    age_s: seconds since its first chunk was computed. idle_s: seconds since a lookup found some of it, or since it came
-    into memory; after a restart of the server, since its first chunk was computed.
+    hits, hit_tokens: lookups of engines that ended at a chunk that is still there, and the tokens that they found.
+    age_s: seconds since its first chunk was computed. idle_s: seconds since the last store or request that used some of
+    it; after a restart of the server, since its first chunk was computed.
     """
 
     tenant: str

@@ -6,11 +6,9 @@ bytes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from kvdepot.core.index.chunk import Chunk, is_evictable
-from kvdepot.core.index.spared import Out, Spared
 from kvdepot.eviction import Policy, Victim
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
@@ -26,22 +24,16 @@ class Account(FairShare):
     tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored.
     """
 
-    __slots__ = (
-        "capped", "chunks", "evicted", "evicted_bytes", "out", "out_bytes", "quota", "salt", "spared", "tag", "tenant",
-    )  # fmt: skip
+    __slots__ = ("capped", "chunks", "evicted", "quota", "salt", "tag", "tenant")
 
-    def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int, spared: Spared) -> None:
+    def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int) -> None:
         super().__init__(policy, is_evictable, capacity, _bounds(quota))
         self.tenant, self.tag = owner
         self.salt = tenant_salt(*owner)
         self.quota = quota
         self.chunks = 0
         self.evicted = 0  # chunks
-        self.evicted_bytes = 0
         self.capped = 0  # shards not stored because of the cap
-        self.out: deque[Out] = deque()  # what would have been evicted first without leases; spared.py
-        self.out_bytes = 0
-        self.spared = spared
 
     @property
     def name(self) -> str:
@@ -58,7 +50,7 @@ class Account(FairShare):
         return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
 
     def victim(self) -> Chunk | None:
-        victim = self.spared.victim(self) if self.spared.held else super().victim()
+        victim = super().victim()
         assert victim is None or isinstance(victim, Chunk)
         return victim
 
@@ -77,7 +69,6 @@ class Accounts:
         self.salt_ttls = dict(salt_ttls or {})
         self.ages: Ages[Chunk] = Ages(self.ttl_of)
         self._has_ttls = bool(ttl_s or self.salt_ttls)
-        self.spared = Spared()
         self.rest = self._new(("", b""), Quota())
         self._all = [self.rest]
         self._by_tenant: dict[str, Account] = {}
@@ -175,7 +166,7 @@ class Accounts:
 
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
         self._has_ttls |= quota.ttl_s > 0
-        return Account(owner, quota, self._policy(), self._capacity, self.spared)
+        return Account(owner, quota, self._policy(), self._capacity)
 
 
 def _bounds(quota: Quota) -> ShareBounds:

@@ -26,7 +26,6 @@ from kvdepot.tiers.format import Facts
 
 if TYPE_CHECKING:
     from kvdepot.core.index.accounts import Account
-    from kvdepot.core.index.families import Family
 
 __all__ = [
     "TRANSITIONS",
@@ -192,8 +191,6 @@ class Chunk(Victim, gc=False, kw_only=True):
     account: Account
     """Of its tenant or its salt, which its bytes count for and whose policy knows it."""
     parent: Chunk | None = None
-    family: Family | None = None
-    """All prompts that begin with the same chunk as its own; None: it is in no chain, or is not in the index."""
     salt: bytes = b""
     """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
     born: int = 0
@@ -214,8 +211,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     """Chunks that name this one as parent."""
     holds: int = 0
     """Pins of requests and leases, and copies in progress."""
-    leased: int = 0
-    """Of those, of leases."""
+    hits: int = 0
+    """Lookups of engines whose prefix ended with it."""
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""
@@ -247,9 +244,9 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached", "facts", "families", "gone",
-        "group", "groups", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
-        "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
+        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached", "facts", "gone", "group", "groups",
+        "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach",
+        "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
 
     account: Account
@@ -283,7 +280,6 @@ class Namespace:
         self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
         self.facts: dict[int, Facts] = {}  # rank -> its identity in tiers, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
-        self.families: dict[bytes, Family] = {}  # of the model, by the key of the first chunk
         self.live = 0  # registered instances that use it
         self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
@@ -311,7 +307,6 @@ def join_groups(groups: list[Namespace]) -> None:
         each.group, each.groups = number, groups
         each.trunk = trunk if each.reach else None
         each.is_lead = each is trunk
-        each.families = groups[0].families
         each.is_simple = len(groups) == 1 and not each.reach
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from kvdepot.core.index import families
 from kvdepot.core.index.accounts import Account, Accounts
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
@@ -39,7 +38,6 @@ from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
 from kvdepot.core.index.quotas import queue, set_quota
 from kvdepot.core.index.scope import Scope
-from kvdepot.core.index.spared import Holder
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records
@@ -77,7 +75,6 @@ class Index:
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
-        self._spared = self.accounts.spared
         self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
@@ -235,46 +232,14 @@ class Index:
                     self.remove(chunk, Reason.DROPPED)
                 else:
                     chunk.account.policy.add(chunk)
-            elif self._spared.held:
-                self._spared.offer(chunk)
         self.held -= len(chunks)
 
-    def lease(self, chunks: list[Chunk], holder: Holder, use: bool) -> None:
-        """As `hold`, on behalf of a lease, until `end_lease`."""
-        self.hold(chunks, use)
-        for chunk in chunks:
-            self._spared.join(chunk, holder)
-
-    def end_lease(self, chunks: list[Chunk], holder: Holder) -> None:
-        """Undo one `lease`."""
-        for chunk in chunks:
-            self._spared.leave(chunk, holder)
-        self.release(chunks)
-
     def count_hit(self, pin: Pin) -> None:
-        """A lookup of an engine has found this prefix: count it for its family."""
+        """Count a lookup of an engine at the last chunk of the prefix that it found, in the first unbounded group."""
         for chunk in pin.chunks:
-            if (family := chunk.family) is not None:
-                family.hits += 1
-                family.hit_chunks += pin.matched
-                family.used = self._wall
+            if chunk.position and chunk.namespace.is_lead:
+                chunk.hits += 1
                 return
-
-    def saved(self, namespace: Namespace, chunks: list[Chunk]) -> dict[Holder, int]:
-        """A request uses the chunks of a `Pin` for the first time: how many chunks of its prompt each lease has saved.
-
-        namespace: the model's first group. Those are chunks that would have been evicted without the lease.
-        """
-        out = self._spared.out
-        if not any(id(chunk) in out for chunk in chunks):
-            return {}
-        counted = next((group for group in namespace.groups if not group.reach), namespace)
-        return self._spared.hit(chunks, counted)
-
-    def count_spared(self) -> None:
-        """Tell leases of all chunks that would have been evicted without them by now."""
-        for account in self.accounts.all() if self._spared.held else ():
-            self._spared.settle(account)
 
     # -- reserve
 
@@ -374,12 +339,9 @@ class Index:
                 before.children += 1
             account.chunks += 1
             account.policy.insert(chunk)
-            families.join(chunk, self._wall)
         chunk.shards[rank] = Shard(extents, size, _LOADING if is_load else _RESERVED)
         taken = self.allocator.rounded(size)
         chunk.bytes += taken
-        if chunk.family is not None:
-            chunk.family.bytes += taken
         namespace.bytes += taken
         account.used += taken  # as `Account.charge`, without the cost of a call
         account.spare += taken
@@ -595,7 +557,6 @@ class Index:
             if self.evicted % SAMPLED == 0:
                 self.lifetimes.evicted(chunk, self._wall)
             account.evicted += 1
-            account.evicted_bytes += chunk.bytes
             tiers = -1
             for shard in chunk.shards.values():
                 tiers &= shard.tiers
@@ -609,8 +570,6 @@ class Index:
             last.namespace.bytes -= last.bytes
             account.used -= last.bytes
             account.spare -= last.bytes
-            if last.family is not None:
-                last.family.bytes -= last.bytes
             last.bytes = 0
             last = self._unlink(last, is_evicted)
             is_evicted = False  # its ancestors were pending removal, and nothing is behind them any more
@@ -622,8 +581,6 @@ class Index:
         del chunk.shards[rank]
         taken = self.allocator.rounded(shard.size)
         chunk.bytes -= taken
-        if chunk.family is not None:
-            chunk.family.bytes -= taken
         chunk.namespace.bytes -= taken
         chunk.account.charge(-taken)
         self.reserved -= 1
@@ -659,8 +616,6 @@ class Index:
         account.policy.remove(chunk, is_evicted)
         chunk.parent = None
         pending = None
-        if self._spared.held:
-            self._spared.gone(chunk, before)
         if before is not None:
             before.children -= 1
             if before.used_s < chunk.used_s:
@@ -670,10 +625,7 @@ class Index:
                     pending = before
                 else:
                     account.policy.add(before)
-            elif self._spared.held:
-                self._spared.offer(before)
         self._chains.leave(chunk, before)
-        families.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
 
@@ -745,7 +697,6 @@ class Index:
         """
         self.namespaces.adopt(namespaces)
         self._serial = self._uses = serial
-        families.adopt(namespaces)
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
         for chunk in found:
@@ -754,13 +705,12 @@ class Index:
             if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
             self.accounts.ages.record(chunk)
-        queue(self.accounts, found)
+        queue(found)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
-        families.check(self.namespaces.all())
 
 
 def _is_only_written(chunk: Chunk) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdepot.core.index.accounts import Account, Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol.keys import tenant_salt
@@ -48,7 +48,6 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
             known = namespaces.all() if old is accounts.rest else of_tenant
             left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
         size = sum(chunk.bytes for chunk in moved) + _detached(of_tenant, old, salt if tag else None)
-        accounts.spared.put_all_back()
         new = _replace(accounts, old, owner, quota)
         for namespace in of_tenant:
             namespace.account = accounts.of(tenant)
@@ -59,7 +58,7 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
             account.chunks += sign * len(moved)
         if quota is not None and moved:
             accounts.renew(old)
-        queue(accounts, moved + left)
+        queue(moved + left)
         assert quota is not None or (not old.used and not old.chunks), old
     for chunk in aging:
         accounts.ages.record(chunk)
@@ -73,7 +72,7 @@ def _replace(accounts: Accounts, old: Account, owner: tuple[str, bytes], quota: 
     return accounts.of(owner[0])
 
 
-def queue(accounts: Accounts, chunks: list[Chunk]) -> None:
+def queue(chunks: list[Chunk]) -> None:
     """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
     chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
     for chunk in chunks:
@@ -81,7 +80,7 @@ def queue(accounts: Accounts, chunks: list[Chunk]) -> None:
     for chunk in chunks:
         chunk.account.policy.insert(chunk)
     for chunk in chunks:
-        if accounts.spared.could_go(chunk):
+        if is_evictable(chunk):
             chunk.account.policy.add(chunk)
 
 
