@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvdepot.client.connection import GRACE_S, LINGER_S, Connection
-from kvdepot.client.servers import Watch
+from kvdepot.client.servers import Introduction, LifeWatch
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
@@ -31,10 +31,10 @@ def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() ->
         frames.append(frame)
         return True
 
-    def watch(arena: str, boot: bytes) -> Watch:
+    def watch(arena: str, boot: bytes) -> LifeWatch:
         raise Busy("too many open files")
 
-    connection = Connection("ipc:///nowhere", "card", send, watch, time.monotonic)
+    connection = Connection("ipc:///nowhere", Introduction("card"), send, watch, time.monotonic)
     answers: list[Any] = []
     connection.ask(wire.Store(1, 1, []), answers.append)
     (hello,) = frames
@@ -63,7 +63,7 @@ def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdu
             return True
 
         talk.connection._send = refuse
-        talk.connection.welcomed = False  # as where its answer may be lost
+        talk.connection._leave()  # as where its answer may be lost
         talk.connection.connected()
         for _ in range(100):
             talk.hear()
@@ -186,7 +186,11 @@ class Talk:
         self.between = False
         self.seal: handshake.Seal | None = None
         self.connection = Connection(
-            "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, LEASE, lambda: self.between
+            "ipc:///nowhere",
+            Introduction("card", LEASE, others_between=lambda: self.between),
+            self.send,
+            header.Watch,
+            lambda: self.now,
         )
         self.is_deaf = False  # what reaches the server now is not answered
         self.refuses: dict[type, KVDepotError] = {}  # kinds of requests that get an error
@@ -421,19 +425,6 @@ def test_a_killed_servers_copies_are_asked_of_the_next_once_when_nothing_of_them
     assert not any(boot == b"boot-3rd" for boot, _ in talk.copies), "it could be they that end servers"
 
 
-def test_a_copy_that_is_asked_of_the_next_server_has_its_answer(
-    talk: Talk, start_server: Callable[..., Server]
-) -> None:
-    server = talk.server = start_server()
-    told = begin_copies(talk, "")
-    server.kill()
-    talk.server = start_server(server.name, b"boot-two")
-    talk.break_off()
-    talk.connect()
-    talk.answer_copies(b"boot-two")
-    assert told == {"store": True, "retrieve": True}
-
-
 def test_what_a_living_server_was_asked_is_asked_again_at_once_when_its_connection_breaks(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
@@ -494,24 +485,6 @@ def test_a_lookup_is_not_asked_again_when_its_session_has_ended(
     assert isinstance(told["lookup"], Unavailable)
     talk.connect()
     assert talk.reached(server.boot, wire.Lookup) == 1
-
-
-def test_a_lookup_that_no_server_answers_ends_at_its_deadline_however_often_servers_come_and_go(
-    talk: Talk, start_server: Callable[..., Server]
-) -> None:
-    server = talk.server = start_server()
-    told: dict[str, Any] = {}
-    talk.ask(wire.Noop(), lambda value: told.update(first=value))
-    talk.is_deaf = True
-    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
-    for _ in range(9):
-        talk.break_off()
-        talk.connect()
-        talk.wait(0.1)
-    assert "lookup" not in told
-    talk.wait(0.11)
-    assert isinstance(told["lookup"], DeadlineExceeded)
-    assert server.boot
 
 
 def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(

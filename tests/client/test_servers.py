@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvdepot.client.servers import Server, Servers
+from kvdepot.client.servers import ServerRun, ServerRuns
 
 
 class Life:
-    """A Watch of a server that ends when the test says so."""
+    """A LifeWatch of a server that ends when the test says so."""
 
     secret = b""
 
@@ -21,16 +21,16 @@ class Life:
         self.is_closed = True
 
 
-def make() -> tuple[Servers, list[float]]:
+def make() -> tuple[ServerRuns, list[float]]:
     now = [0.0]
-    return Servers(lambda: now[0]), now
+    return ServerRuns(lambda: now[0]), now
 
 
 def test_a_former_server_holds_its_copies_until_it_is_gone() -> None:
     servers, _ = make()
     first, second = Life(), Life()
-    servers.succeed(Server(b"one", first), [])
-    servers.succeed(Server(b"two", second), [3, 7])
+    servers.succeed(ServerRun(b"one", first), [])
+    servers.succeed(ServerRun(b"two", second), [3, 7])
     assert servers.held_copies() == {3, 7} and servers.release_copies() == []
     servers.forget_current()
     assert second.is_closed and servers.may_touch_blocks() and servers.may_run()
@@ -42,10 +42,10 @@ def test_a_former_server_holds_its_copies_until_it_is_gone() -> None:
 def test_a_server_that_is_gone_or_welcomes_us_again_holds_nothing() -> None:
     servers, _ = make()
     lives = [Life() for _ in range(3)]
-    servers.succeed(Server(b"one", lives[0]), [])
-    servers.succeed(Server(b"one", lives[1]), [3])
+    servers.succeed(ServerRun(b"one", lives[0]), [])
+    servers.succeed(ServerRun(b"one", lives[1]), [3])
     lives[1].has_ended = True
-    servers.succeed(Server(b"two", lives[2]), [3])
+    servers.succeed(ServerRun(b"two", lives[2]), [3])
     assert [life.is_closed for life in lives] == [True, True, False]
     assert not servers.held_copies()
 
@@ -54,7 +54,7 @@ def test_a_dead_servers_gpus_may_copy_for_a_moment() -> None:
     servers, now = make()
     life = Life()
     servers.linger_s = 1.0
-    servers.succeed(Server(b"one", life), [])
+    servers.succeed(ServerRun(b"one", life), [])
     life.has_ended = True
     assert not servers.may_run() and servers.may_touch_blocks()
     now[0] = 0.9
@@ -67,6 +67,6 @@ def test_closing_closes_every_watch() -> None:
     servers, _ = make()
     lives = [Life() for _ in range(3)]
     for number, life in enumerate(lives):
-        servers.succeed(Server(bytes([number]), life), [])
+        servers.succeed(ServerRun(bytes([number]), life), [])
     servers.close()
     assert all(life.is_closed for life in lives)

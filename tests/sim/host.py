@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from kvdepot.client import MessageQueueClient, MessagingFuture, contract
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, Connection
+from kvdepot.client.servers import Introduction
 from kvdepot.config import Config
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.errors import LayoutError, Unavailable
@@ -117,12 +118,10 @@ class Client(MessageQueueClient):
         self.link = Link(host.network, name, name.encode(), self._arrived, self._changed)
         self._connection = Connection(
             self.server_url,
-            page.name,
+            Introduction(page.name, page.secret, others_between=lambda: sum(name.encode()) % 2 == 0),
             self.link.send,
             lambda arena, boot: Watch(host, arena, boot),
             self._now,
-            page.secret,
-            lambda: sum(name.encode()) % 2 == 0,
         )
         host.clients.append(self)
 
@@ -138,7 +137,7 @@ class Client(MessageQueueClient):
         copies = isinstance(request, wire.Store | wire.Retrieve)
         due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
         if isinstance(request, wire.Lookup):
-            due += self._connection.lookup_s
+            due += self._connection.welcome.lookup_s
 
         def hear(value: Any) -> Any:
             if isinstance(request, wire.Lease):
@@ -179,7 +178,7 @@ class Client(MessageQueueClient):
                 (self._connection.connected if frame else self._connection.disconnected)()
                 continue
             self._boot_heard = frame[wire.ID_BYTES : wire.ID_BYTES + wire.BOOT_BYTES]
-            met, waiting = self._connection._met, bool(self._connection._parked)
+            met, waiting = self._connection.has_met, bool(self._connection._parked)
             self._connection.take(frame)
             if met and waiting and not self._connection._parked:
                 self.host.world.counters["recovered_with_repeats"] += 1
@@ -205,7 +204,7 @@ class Client(MessageQueueClient):
         for asked in self._asked:
             # Connection.expire looks every CHECK_S.
             assert now < asked.deadline + CHECK_S + 1e-6, f"{self.name}: {asked.what} is not done at its deadline"
-            assert not forlorn or not self._connection._met or asked.server is server is not None, (
+            assert not forlorn or not self._connection.has_met or asked.server is server is not None, (
                 f"{self.name}: {asked.what} is not done {now - self._state_since:.1f} s after its server's end"
             )
 

@@ -236,7 +236,7 @@ def tells_no_failed_blocks(patch: Patch) -> None:
 @breaks(30)
 def takes_a_broken_connection_for_a_dead_server(patch: Patch) -> None:
     def lose(self: Any, error: Any) -> None:
-        self.welcomed = False
+        self._leave()
         self._fail_all(error)
 
     patch.setattr(Connection, "lose", lose)

@@ -1,7 +1,9 @@
-"""Which runs of a server may still touch a client's blocks: the current one, and former ones that are not gone.
+"""The servers that a client has met: which proves that it belongs to our user, and which may still touch our blocks.
 
-Used by client/connection.py. A server that hangs, or whose address another server took over, may still carry out the
-copies that it was sent. Invariant: a former server is forgotten only once it is gone.
+Used by client/connection.py, which sends the messages. protocol/handshake.py describes the handshake and its threat
+model. A server that hangs, or that lost its address to another server, may still carry out the copies that it was sent.
+Invariants: nothing that a server says has an effect before it has proved that it can read its own arena; a former
+server is forgotten only once it is gone.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Server", "Servers", "Watch"]
+import msgspec
+
+from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer, Seal
+
+__all__ = ["Handshake", "Introduction", "LifeWatch", "ServerRun", "ServerRuns"]
 
 
-class Watch(Protocol):
-    """Tells whether one run of a server is still alive (memory.arena_header.Watch).
+class LifeWatch(Protocol):
+    """Shows whether one run of a server is still alive (memory.arena_header.Watch).
 
     secret: the arena's, which only its own user can read.
     """
@@ -26,29 +34,110 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Introduction:
+    """A client's part in a handshake.
+
+    liveness, secret: name and secret of its liveness file (memory/shm.py). engine: as in wire.Hello. others_between:
+    called at each hello: whether another user's process could be between client and server.
+    """
+
+    liveness: str
+    secret: bytes = b""
+    engine: str = ""
+    others_between: Callable[[], bool] = bool
+
+
 @dataclass(slots=True)
-class Server:
+class ServerRun:
     """A run of a server that has proved itself to us."""
 
     incarnation: bytes
-    watch: Watch
+    watch: LifeWatch
     gone_at: float | None = None  # when its process was first seen to be gone
     copies: list[int] = field(default_factory=list)  # sent to it, and unanswered when its successor welcomed us
 
 
-class Servers:
+class Handshake:
+    """Hello, Proof, Prove and Welcome with the server at one address; each hello begins another."""
+
+    def __init__(self, url: str, introduction: Introduction, watch: Callable[[str, bytes], LifeWatch]) -> None:
+        """watch: as in Connection."""
+        self.proved: ServerRun | None = None  # has proved itself, but has not welcomed us yet
+        self._url = url
+        self._introduction = introduction
+        self._open_watch = watch
+        self._offer = Offer(introduction.liveness, introduction.secret, False)  # our last hello
+        self._seals: list[Seal] = []  # the first seals what we send; replies may still carry the one before
+
+    def hello(self) -> wire.Hello:
+        """Begin a handshake: its first message."""
+        ours = self._introduction
+        self._offer = Offer(ours.liveness, ours.secret, ours.others_between(), ours.engine)
+        return self._offer.hello
+
+    def check(self, answer: object, incarnation: bytes) -> tuple[wire.Prove, Seal | None]:
+        """Check the answer to our hello. Returns our own proof, and the seal to `use` once that is sent.
+
+        incarnation: as the reply states it. Raises Unavailable for a server that does not prove itself, or whose arena
+        cannot be opened.
+        """
+        self.close()
+        try:
+            proof = msgspec.convert(answer, wire.Proof)
+            self.proved = ServerRun(incarnation, self._open_watch(proof.arena, incarnation))
+            return self._offer.accept(proof, incarnation, self.proved.watch.secret)
+        except (Unavailable, msgspec.ValidationError) as exc:
+            self.close()
+            raise Unavailable(f"the process at {self._url} is not a kvdepot server of this user ({exc})") from exc
+        except KVDepotError as exc:
+            # Without the arena, no client could know whether a server that falls silent still touches blocks.
+            raise Unavailable(f"the server's arena is not visible here ({exc}): do both share /dev/shm?") from exc
+
+    def use(self, seal: Seal | None) -> None:
+        """Our proof is sent: use this seal from now on. None: no seals."""
+        self._seals = [seal, *self._seals[:1]] if seal is not None else []
+
+    def finish(self) -> ServerRun:
+        """The server that has proved itself has welcomed us. Returns it."""
+        server, self.proved = self.proved, None
+        assert server is not None
+        del self._seals[1:]
+        return server
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether replies must carry a seal."""
+        return bool(self._seals) or self._offer.hello.sealed
+
+    def seal(self, frame: bytes) -> bytes:
+        """A frame with its seal, if messages are sealed."""
+        return self._seals[0].close(frame) if self._seals else frame
+
+    def open(self, frame: bytes) -> bytes | None:
+        """A reply without its seal; None where the seal is missing or wrong."""
+        return next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
+
+    def close(self) -> None:
+        """Forget a server that has proved itself but not welcomed us."""
+        if self.proved is not None:
+            self.proved.watch.close()
+            self.proved = None
+
+
+class ServerRuns:
     """The server that serves us, and former ones that are not gone."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.current: Server | None = None
+        self.current: ServerRun | None = None
         self.linger_s = 0.0  # how long after its process's end a server may touch blocks: its GPUs may
         self._clock = clock
-        self._former: list[Server] = []
+        self._former: list[ServerRun] = []
 
     def __repr__(self) -> str:
-        return f"<Servers current {self.current is not None}, {len(self._former)} former>"
+        return f"<ServerRuns current {self.current is not None}, {len(self._former)} former>"
 
-    def is_gone(self, server: Server) -> bool:
+    def is_gone(self, server: ServerRun) -> bool:
         """Whether a server can no longer touch a block, not even through its GPUs."""
         if server.gone_at is None and server.watch.is_gone():
             server.gone_at = self._clock()
@@ -64,7 +153,7 @@ class Servers:
         """Whether the process of any server may still run."""
         return bool(self._former) or (self.current is not None and not self.current.watch.is_gone())
 
-    def succeed(self, server: Server, copies: list[int]) -> None:
+    def succeed(self, server: ServerRun, copies: list[int]) -> None:
         """A server has welcomed us. copies: numbers of copies that its predecessor was sent and has not answered."""
         before, self.current = self.current, server
         if before is None:

@@ -22,6 +22,8 @@ from typing import Any, Generic, TypeVar, cast, overload
 import zmq
 
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
+from kvdepot.client.phases import Phase
+from kvdepot.client.servers import Introduction
 from kvdepot.config import default_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
@@ -41,9 +43,9 @@ T = TypeVar("T")
 
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 CONNECT_S = 5.0
-"""How long requests wait for the first connection to a server."""
+"""Requests wait this long for the first connection to a server."""
 RETURN_S = 5.0
-"""How long lookups wait for a lost server in whose place another is starting: on a busy machine it takes seconds."""
+"""Lookups wait this long for the successor of a lost server: on a busy machine, its start takes seconds."""
 
 
 def _check_owner(url: str) -> None:
@@ -171,7 +173,6 @@ class Client:
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
         self.liveness = LivenessFile()
         self._lock = threading.RLock()
-        self._closed = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -201,13 +202,15 @@ class Client:
             raise Unavailable(f"cannot connect to {server_url!r}: {exc.strerror}{most}") from exc
         # CURVE authenticates each message itself.
         between = partial(_others_between, server_url) if keys is None else bool
-        self._connection = Connection(
-            server_url, self.liveness.name, self._send, Watch, time.monotonic, self.liveness.secret, between, engine
-        )
+        introduction = Introduction(self.liveness.name, self.liveness.secret, engine, between)
+        self._connection = Connection(server_url, introduction, self._send, Watch, time.monotonic)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
-        return f"<Client {self.server_url} {state}, {len(self._connection)} in flight>"
+        return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._connection.phase is Phase.CLOSED
 
     def _send(self, frame: bytes) -> bool:
         try:
@@ -246,17 +249,18 @@ class Client:
     @property
     def chunk_size(self) -> int:
         """The server's tokens per chunk; 0 before the first welcome."""
-        return self._connection.chunk_size
+        return self._connection.welcome.chunk_size
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
-        return self._connection.wants_tokens
+        return self._connection.welcome.wants_tokens
 
     @property
     def hint_limits(self) -> tuple[int, int]:
         """The longest time, in seconds, and the highest priority that the server grants to requests' leases."""
-        return self._connection.max_hint_s, self._connection.max_hint_priority
+        welcome = self._connection.welcome
+        return welcome.max_hint_s, welcome.max_hint_priority
 
     def is_returning(self) -> bool:
         """Whether the server was lost a moment ago, and another holds its unix socket already, or is being started."""
@@ -310,7 +314,7 @@ class Client:
         if not self._lock.acquire(blocking=False):
             return  # another thread does it now
         try:
-            if not self._closed:
+            if not self._is_closed:
                 self._receive()
                 self._take_events()
                 self._connection.expire()
@@ -325,7 +329,7 @@ class Client:
             poller.register(fd, select.POLLIN)
         while not done():
             left = deadline - time.monotonic()
-            if left <= 0 or self._closed:
+            if left <= 0 or self._is_closed:
                 return done()
             # In slices: the descriptors are edge-triggered, and another thread may read our answer.
             if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
@@ -340,7 +344,7 @@ class Client:
                 return
             except zmq.ZMQError as exc:
                 error = Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}")
-                self._connection.lose(error, for_good=True)
+                self._connection.lose_for_good(error)
                 return
             self._connection.take(frame)
 
@@ -364,9 +368,8 @@ class Client:
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice. Blocks 0.2 s at most."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
             self._connection.close()
             self._close_sockets()
             self.liveness.close()

@@ -1,6 +1,6 @@
 """The handshake: client and server prove to each other that they belong to the same user.
 
-Used by client/handshake.py and core/connections.py. It only computes; it does no I/O.
+Used by client/servers.py and core/connections.py. It only computes; it does no I/O.
 
 The threat: any user of a host can listen on, and connect to, an abstract unix socket (`ipc://@name`) or a free loopback
 port. An impostor as the server could make an engine decode anything; an impostor as a client could read and write the

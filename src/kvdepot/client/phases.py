@@ -1,0 +1,55 @@
+"""The phases of a client's connection, and the one table of what changes them.
+
+Used by client/connection.py, in the manner of h11: a change that the table lacks is a bug of ours. Each phase has one
+deadline:
+
+    APART       no server serves us                   the earliest time of the next hello
+    GREETING    our hello is sent                     when its answer is overdue
+    PROVING     our own proof is sent                 when its answer is overdue
+    RECOVERING  our registrations are being renewed   when their answers are overdue
+    SERVING     requests go out as they come          when the server has been silent, so its lock is checked
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["TRANSITIONS", "Change", "Phase"]
+
+
+class Phase(enum.Enum):
+    """How far a connection is with its server."""
+
+    APART = enum.auto()
+    GREETING = enum.auto()
+    PROVING = enum.auto()
+    RECOVERING = enum.auto()
+    SERVING = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Change(enum.Enum):
+    """An event that changes the phase."""
+
+    GREET = enum.auto()
+    """Our hello was sent."""
+    PROVE = enum.auto()
+    """The server has proved itself, and our own proof was sent."""
+    WELCOME = enum.auto()
+    """The server has admitted us."""
+    RECOVER = enum.auto()
+    """The server has answered our withdrawals and registrations."""
+    LOSE = enum.auto()
+    """The server is gone, silent, or does not know us, or the connection broke."""
+    CLOSE = enum.auto()
+    """The user has closed the client."""
+
+
+TRANSITIONS: dict[Phase, dict[Change, Phase]] = {
+    Phase.APART: {Change.GREET: Phase.GREETING, Change.CLOSE: Phase.CLOSED},
+    Phase.GREETING: {Change.PROVE: Phase.PROVING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
+    Phase.PROVING: {Change.WELCOME: Phase.RECOVERING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
+    Phase.RECOVERING: {Change.RECOVER: Phase.SERVING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
+    Phase.SERVING: {Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
+    Phase.CLOSED: {},
+}

@@ -1,0 +1,226 @@
+"""A client's connection under any sequence of events: every request ends once, with a value or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvdepot.client.connection import DEADLINE_S, GRACE_S, Connection
+from kvdepot.client.phases import TRANSITIONS, Change, Phase
+from kvdepot.client.servers import Introduction
+from kvdepot.errors import Busy, KVDepotError, Unavailable, UnknownClient, UnknownInstance
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import SECRET_BYTES, Challenge, Seal
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+
+SECRET, LIVENESS = b"a" * SECRET_BYTES, b"secret of a liveness file"
+LAYOUTS = [Layout([Mapping("kv", 1 << 16, gpu)], [Segment(0, 0, 4096, 4096)], 16, b"f" * 32) for gpu in ("", "GPU-0")]
+COPY = wire.Store | wire.Retrieve
+
+
+class Server:
+    """A run of a server, which answers when the machine says so, and the watch of its life."""
+
+    def __init__(self, number: int) -> None:
+        self.boot = number.to_bytes(wire.BOOT_BYTES, "little")
+        self.secret = SECRET
+        self.is_dead = False
+        self.inbox: list[tuple[bytes, wire.Request]] = []
+        self.copying: set[bytes] = set()  # numbers of copies that it was sent and has not ended
+        self.knows_us = False
+        self.instances: set[int] = set()
+        self.seal: Seal | None = None
+        self.challenge: Challenge | None = None
+
+    def is_gone(self) -> bool:
+        return self.is_dead
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, request: wire.Request) -> object:
+        """The outcome of a request, as a real server's."""
+        if isinstance(request, wire.Hello):
+            self.knows_us, self.seal, self.instances = False, None, set()
+            self.challenge = Challenge(request, self.boot, "arena", SECRET)
+            return self.challenge.proof
+        if isinstance(request, wire.Prove) and self.challenge is not None:
+            self.seal, self.knows_us = self.challenge.check(request, LIVENESS), True
+            return wire.Welcome(wire.VERSION, 256)
+        if not self.knows_us:
+            return UnknownClient("say hello")
+        match request:
+            case wire.Register():
+                self.instances.add(request.instance)
+            case wire.Unregister():
+                self.instances.discard(request.instance)
+            case wire.Store() | wire.Retrieve() if request.instance not in self.instances:
+                return UnknownInstance("it is not registered")
+        return None
+
+
+class Connections(RuleBasedStateMachine):
+    """One connection, its network, and the servers at its address, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.server: Server | None = None
+        self.servers: list[Server] = []
+        self.sealed = False
+        self.coming: list[bytes] = []
+        self.outcomes: list[tuple[wire.Request, list[object]]] = []
+        self.connection = Connection(
+            "ipc:///nowhere",
+            Introduction("liveness", LIVENESS, others_between=lambda: self.sealed),
+            self.send,
+            self.watch,
+            lambda: self.now,
+        )
+
+    def watch(self, arena: str, boot: bytes) -> Server:
+        for server in self.servers:
+            if server.boot == boot and not server.is_dead:
+                return server
+        raise Unavailable("another server owns the arena, or none")
+
+    def send(self, frame: bytes) -> bool:
+        server = self.server
+        if server is None:
+            return False
+        number = frame[: wire.ID_BYTES]
+        if server.seal is not None and frame[wire.ID_BYTES :][:1] == b"\xc1":
+            opened = server.seal.open(frame)
+            assert opened is not None, "it has sealed a message with a wrong key"
+            frame = opened
+        request = wire.decode_request(frame)[1]
+        assert not isinstance(request, KVDepotError)
+        server.inbox.append((number, request))
+        return True
+
+    # -- what the machine does
+
+    @rule(kind=st.sampled_from(["lookup", "end", "store", "retrieve", "noop", "gone"]), instance=st.integers(0, 1))
+    def ask(self, kind: str, instance: int) -> None:
+        kinds: dict[str, Callable[[], wire.Request]] = {
+            "lookup": lambda: wire.Lookup("model", 1, 4, f"r{instance}", 1, b"h" * 32, True),
+            "end": lambda: wire.EndSession(f"r{instance}"),
+            "store": lambda: wire.Store(instance, 1, []),
+            "retrieve": lambda: wire.Retrieve(instance, []),
+            "noop": wire.Noop,
+            "gone": lambda: wire.Unregister(instance),
+        }
+        request, ended = kinds[kind](), list[object]()
+        self.outcomes.append((request, ended))
+        self.connection.ask(request, ended.append, None if kind == "end" else 1.0)
+
+    @rule(instance=st.integers(0, 1))
+    def register(self, instance: int) -> None:
+        ended: list[object] = []
+        self.outcomes.append((wire.Register(instance, LAYOUTS[instance]), ended))
+        self.connection.ask(wire.Register(instance, LAYOUTS[instance]), ended.append)
+
+    @precondition(lambda self: self.server is None)
+    @rule(sealed=st.booleans())
+    def start(self, sealed: bool) -> None:
+        self.sealed = sealed
+        self.server = Server(len(self.servers) + 1)
+        self.servers.append(self.server)
+        self.connection.connected()
+
+    @precondition(lambda self: self.server is not None)
+    @rule(dies=st.booleans(), is_reported=st.booleans())
+    def end(self, dies: bool, is_reported: bool) -> None:
+        """The server dies, or loses its address while it hangs."""
+        assert self.server is not None
+        self.server.is_dead = dies
+        self.server = None
+        self.coming.clear()
+        if is_reported:
+            self.connection.disconnected()
+
+    @precondition(lambda self: self.server is not None)
+    @rule()
+    def cut(self) -> None:
+        assert self.server is not None
+        self.server.inbox.clear()
+        self.coming.clear()
+        self.connection.disconnected()
+        self.connection.connected()
+
+    @precondition(lambda self: self.server is not None and self.server.inbox)
+    @rule(refusal=st.sampled_from([None] * 6 + [Busy("full"), UnknownClient("who?"), Unavailable("stopping")]))
+    def answer(self, refusal: KVDepotError | None) -> None:
+        server = self.server
+        assert server is not None
+        number, request = server.inbox.pop(0)
+        value = server.answer(request) if refusal is None else refusal
+        if isinstance(value, KVDepotError):
+            frame = wire.encode_failure(number, server.boot, value)
+        else:
+            frame = wire.encode_answer(number, server.boot, value)
+        is_plain = server.seal is None or isinstance(request, wire.Hello)
+        self.coming.append(frame if is_plain or server.seal is None else server.seal.close(frame))
+
+    @precondition(lambda self: self.coming)
+    @rule()
+    def hear(self) -> None:
+        self.connection.take(self.coming.pop(0))
+
+    @rule(seconds=st.sampled_from([0.02, 0.15, 0.6, 1.2, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.connection.expire()
+
+    # -- what must hold
+
+    @invariant()
+    def requests_end_at_most_once(self) -> None:
+        assert all(len(ended) <= 1 for _, ended in self.outcomes)
+
+    @invariant()
+    def no_copy_fails_while_a_server_may_run_it(self) -> None:
+        if all(server.is_dead for server in self.servers):
+            return
+        for request, ended in self.outcomes:
+            if isinstance(request, COPY) and ended and isinstance(ended[0], Unavailable):
+                assert "down" in str(ended[0]) or "answer" in str(ended[0]) or "stopping" in str(ended[0])
+
+    def is_settled(self) -> bool:
+        has_server = self.server is None or not self.connection.has_met or self.connection.welcomed
+        return has_server and all(ended for _, ended in self.outcomes)
+
+    def teardown(self) -> None:
+        """With a server that answers, or with none that lives, all requests end."""
+        for server in self.servers:
+            server.is_dead = True
+        if self.server is not None:
+            self.server = None
+            self.coming.clear()
+            self.connection.disconnected()
+        if len(self.outcomes) % 2:
+            self.start(False)
+        end = self.now + 2 * DEADLINE_S + 2 * GRACE_S
+        while self.now < end and not self.is_settled():
+            self.wait(0.1)
+            while self.coming or (self.server is not None and self.server.inbox):
+                self.hear() if self.coming else self.answer(None)
+        left = [request for request, ended in self.outcomes if not ended]
+        assert not left or not self.connection.has_met, left  # without any server, some wait until the end
+        assert self.server is None or not self.connection.has_met or self.connection.welcomed
+        self.connection.close()
+        assert all(len(ended) == 1 for _, ended in self.outcomes)
+
+
+TestConnections = Connections.TestCase
+TestConnections.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
+    assert TRANSITIONS.keys() == set(Phase)
+    for phase, changes in TRANSITIONS.items():
+        assert (Change.CLOSE in changes) == (phase is not Phase.CLOSED)
+        assert (Change.LOSE in changes) == (phase not in (Phase.APART, Phase.CLOSED))
