@@ -584,13 +584,6 @@ def test_a_depot_that_uses_gpus_tolerates_the_taint_of_their_nodes(tmp_path: Pat
     assert pod_of({"gpu": {"enabled": True}, "tolerations": own}, tmp_path)["tolerations"] == [gpus, *own]
 
 
-def test_a_setting_that_has_several_values_is_a_list(tmp_path: Path) -> None:
-    pages = ["http://kvdepot-a.example:7077", "https://depots.example/b"]
-    for given in (pages, " ".join(pages)):
-        (server,) = pod_of({"settings": {"fleet": given}}, tmp_path)["containers"]
-        assert settings(environment(server)).fleet == tuple(pages)
-
-
 def test_the_notes_say_how_to_reach_the_depot_of_a_node(tmp_path: Path) -> None:
     (notes,) = [text for name, text in files({}).items() if name.endswith("NOTES.txt")]
     assert "port-forward daemonset/depot-kvdepot" in notes and "one pod" in notes
@@ -617,7 +610,6 @@ def test_the_notes_say_how_to_reach_the_depot_of_a_node(tmp_path: Path) -> None:
         ({"settings": {"polcy": "lru"}}, "settings"),
         ({"settings": {"tenants": {}}}, "settings"),
         ({"settings": {"policy": ["lru"]}}, "settings"),
-        ({"settings": {"fleet": ["kvdepot-a:7077"]}}, "fleet"),
         ({"tiers": "redis://cache"}, "tiers"),
         ({"tiers": ["cache:6379"]}, "tiers"),
         ({"shm": {"hostPath": "dev/shm"}}, "hostPath"),

@@ -109,14 +109,13 @@ _WORDS = {
 }
 
 
+REMOVED = {"fleet": "was removed: watch several depots with the Grafana dashboard (docs/metrics.md)"}
+"""Settings of earlier versions, and what to use instead."""
 ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
 
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _MOST_GIB = 1 << 30
-_MOST_DEPOTS = 64
-_MOST_LABEL = 63
-"""Characters between two dots of a host name."""
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -266,13 +265,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http_token_file: Annotated[
         str, Meta(description="file with the HTTP token (mode 0600); empty = created beside the unix socket")
     ] = ""
-    fleet: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="web pages of other depots, http://HOST:PORT, that this one's page shows beside its own; the "
-            "token of http_token_file, which all must have, is sent to them"
-        ),
-    ] = ()
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     log_format: Annotated[str, Meta(description="human, or json: one object per line")] = "human"
     kv_events: Annotated[
@@ -302,11 +294,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"url: {fault}")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither off nor HOST:PORT with a port up to {MOST_PORT}")
-        if len(self.fleet) > _MOST_DEPOTS:
-            raise ValueError(f"fleet: {len(self.fleet)} depots; the limit is {_MOST_DEPOTS}")
-        for page in self.fleet:
-            if not _is_page(page):
-                raise ValueError(f"fleet: {shown(page)!r} is not http://HOST:PORT or https://HOST:PORT")
         if self.kv_events and not _is_events_endpoint(self.kv_events):
             raise ValueError(
                 f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT with a port below {MOST_PORT}"
@@ -401,29 +388,6 @@ def _is_events_endpoint(url: str) -> bool:
     return not fault_of_endpoint(url, MOST_PORT - 1)  # replays use the next port
 
 
-def _is_page(url: str) -> bool:
-    """Whether a URL is one of a depot's web page, perhaps behind a proxy: ASCII, without user, query and fragment."""
-    scheme, _, place = url.partition("://")
-    address, _, path = place.partition("/")
-    found = _ADDRESS.fullmatch(address) or _ADDRESS.fullmatch(f"{address}:0")
-    if scheme not in ("http", "https") or not found or int(found["port"]) > MOST_PORT:
-        return False
-    return _is_host(found[1]) and bool(re.fullmatch(r"[!-~]*", path)) and not re.search(r"[?#@]", path)
-
-
-def _is_host(host: str) -> bool:
-    """Whether a resolver takes a host that `_ADDRESS` matches."""
-    if host.startswith("["):
-        import socket  # slow to import
-
-        try:
-            socket.inet_pton(socket.AF_INET6, host[1:-1])
-        except OSError:
-            return False
-        return True
-    return all(1 <= len(label) <= _MOST_LABEL for label in host.removesuffix(".").split("."))
-
-
 def load(
     file: str | None = None, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> Config:
@@ -457,9 +421,8 @@ def load_with_sources(
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
-    for name in ("tiers", "fleet"):
-        if isinstance(urls := merged.get(name), str):  # from the environment; URLs contain no spaces
-            merged[name] = urls.split()
+    if isinstance(urls := merged.get("tiers"), str):  # from the environment; URLs contain no spaces
+        merged["tiers"] = urls.split()
     _refuse_unknown(source)
     merged = in_units(merged)
     for name, kind in (("tenants", Share), ("salts", SaltShare)):
@@ -502,6 +465,8 @@ def _refuse_unknown(source: Mapping[str, str]) -> None:
     where = source[unknown[0]]
     names = []
     for name in unknown:
+        if name in REMOVED:
+            raise ConfigError(f"{source[name]}: {name} {REMOVED[name]}")
         meant = suggestion(name, Config.__struct_fields__)
         names.append(f"{name} (did you mean {meant}?)" if meant else name)
     raise ConfigError(f"{where}: unknown setting {', '.join(names)}; `kvdepot config` lists all settings")
@@ -522,6 +487,8 @@ def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _advice(name: str, known: Collection[str]) -> str:
+    if removed := REMOVED.get(name[len(_PREFIX) :].lower()):
+        return removed
     # Compared without the prefix, which would make all names similar.
     meant = suggestion(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known])
     return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"

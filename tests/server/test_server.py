@@ -78,7 +78,7 @@ def test_help_shows_every_setting_with_its_description_and_default(
         assert "--" + field.name.replace("_", "-") in text
         description = field.type.__metadata__[0].description
         assert description in text
-        if field.name not in ("url", "tiers", "fleet"):
+        if field.name not in ("url", "tiers"):
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default) or "empty"
             assert f"{description} (default: {default})" in text
     assert "--config" in text

@@ -48,7 +48,6 @@ class Site:
         self.cut_off = ""  # the next request for this path gets no answer
         self.asked: list[str] = []
         self.prefixes: list[dict[str, Any]] | None = None  # None: an older server's, without that path
-        self.fleet: dict[str, Any] = {"depots": [{"url": ""}], "total": {}}
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
         self.needed = ""  # the token that POST needs
@@ -113,7 +112,7 @@ class Site:
             elif path == "/v1/prefixes" and self.prefixes is None:
                 status, body = HTTPStatus.NOT_FOUND, b'{"code": "not_found", "message": "not found"}'
             else:
-                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/fleet": self.fleet}
+                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes}
                 body = msgspec.json.encode(self._now() if path == "/v1/status" else others[path])
         else:
             file = PAGE / (path[1:] or "index.html")
@@ -170,27 +169,6 @@ def example_prefixes() -> list[dict[str, Any]]:
             (0xe1, llama, 1_024, 40_960, 31, 1.2, 1_377, 5_400.0),
         )
     ]  # fmt: skip
-
-
-def a_depot(url: str, host: str, level: str = "good", headline: str = "Healthy") -> dict[str, Any]:
-    """A row of `GET /v1/fleet`; one that is `bad` has no figures."""
-    load = {
-        "asked_tokens_s": 5_000.0, "reused_tokens_s": 3_000.0, "asked_tokens": 10**8, "reused_tokens": 6 * 10**7,
-        "saved_s": 7_200.0, "used_bytes": 200 * GIB, "capacity_bytes": 256 * GIB, "tiers": 2, "tiers_up": 2,
-        "engines": 4,
-    }  # fmt: skip
-    said = {"url": url, "level": level, "headline": headline}
-    if level == "bad":
-        return {**said, "host": "", "version": "", "uptime_s": 0.0, "load": None}
-    return {**said, "host": host, "version": "0.1.0", "uptime_s": 7_300.0, "load": load}
-
-
-def example_fleet() -> dict[str, Any]:
-    """This depot, one that works, and one that does not answer."""
-    there = a_depot("http://gpu-node-8:7077", "gpu-node-8")
-    gone = a_depot("http://gpu-node-9:7077", "", "bad", "Not reachable: timed out")
-    total = {name: 2 * value for name, value in there["load"].items()}
-    return {"depots": [a_depot("", "gpu-node-7"), there, gone], "total": total}
 
 
 def a_lease(name: str, size: int, ends_s: float | None) -> Receipt:

@@ -388,7 +388,7 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/leases", "/v1/prefixes", "/v1/fleet", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease",
+        "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease",
         "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():

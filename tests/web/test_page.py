@@ -25,7 +25,6 @@ from tests.web.site import (
     Site,
     a_lease,
     empty_status,
-    example_fleet,
     example_history,
     example_prefixes,
     example_status,
@@ -246,28 +245,6 @@ def test_the_top_prefixes_are_listed_while_they_can_be_seen_and_not_where_the_se
     eventually(lambda: site.asked.count("/v1/status") > turns + 3)
     assert not narrow.get_attribute("#users", "open")
     assert site.asked.count("/v1/prefixes") == asked, "a part that is closed needs nothing"
-
-
-def test_the_fleet_has_a_row_per_depot_with_links_and_their_sum(site: Site, open_page: OpenPage) -> None:
-    site.fleet = example_fleet()
-    page = open_page()
-    page.locator("#fleet tbody tr").nth(2).wait_for()
-    assert text(page, "#fleet-count") == "2 of 3 depots reachable"
-    here, there, gone = rows(page, "fleet")
-    assert here[:3] == ["gpu-node-7:7077 (here)", "Healthy", "60.0%"]
-    assert there[:7] == ["gpu-node-8", "Healthy", "60.0%", "3,000", "200 GiB of 256 GiB", "2 of 2", "4"]
-    assert gone[:3] == ["gpu-node-9:7077", "Not reachable: timed out", NONE]
-    assert page.locator("#fleet a").first.get_attribute("href") == "http://gpu-node-8:7077"
-    total = " ".join(page.inner_text("#fleet tfoot").split())
-    assert total.startswith("Total (2) 60.0% 6,000 400 GiB of 512 GiB 4 of 4 8 4 h")
-
-
-def test_a_depot_alone_shows_no_fleet_and_asks_for_it_once(site: Site, open_page: OpenPage) -> None:
-    page = open_page()
-    turns = site.asked.count("/v1/status")
-    eventually(lambda: site.asked.count("/v1/status") > turns + 6)
-    assert page.is_hidden("#fleet-part")
-    assert site.asked.count("/v1/fleet") == 1
 
 
 def test_leases_are_listed_with_their_receipts_and_their_sums_by_tenant_and_kind(
@@ -798,7 +775,6 @@ def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     site.history, site.prefixes = example_history(site.status.wall_s), example_prefixes()
-    site.fleet = example_fleet()
     if look == "empty":
         site.status, site.history = empty_status(), {"times_s": [], "series": {}}
     if look == "no charts":

@@ -196,9 +196,7 @@ def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: Start
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        app = make_app(
-            poll, turns, {"keys": "", "fleet": [], "http_token_file": ""}, f"127.0.0.1:{address[1]}", "token"
-        )
+        app = make_app(poll, turns, {"keys": "", "http_token_file": ""}, f"127.0.0.1:{address[1]}", "token")
         server = Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None), ended, int, turns.end)
         serving = threading.Thread(target=server.run, args=([listener],))
         serving.start()

@@ -154,16 +154,16 @@ def _metavar(name: str, kind: type) -> str:
     return _METAVARS.get(name) or ("SIZE" if is_size(name) else "TEXT" if kind is str else "N")
 
 
-_MANY = ("tiers", "fleet")
+_MANY = ("tiers",)
 _METAVARS = {
-    "tiers": "URL...", "fleet": "URL...", "url": "URL", "kv_events": "URL", "keys": "DIR", "arena_name": "NAME",
+    "tiers": "URL...", "url": "URL", "kv_events": "URL", "keys": "DIR", "arena_name": "NAME",
     "http": "HOST:PORT", "http_token_file": "FILE",
 }  # fmt: skip
 
 TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
     "Tiers": ("tiers", "lookup_s"),
-    "Connections and security": ("url", "keys", "http", "http_token_file", "fleet", "kv_events", "kv_events_topics"),
+    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events", "kv_events_topics"),
     "Copies": ("copy_threads", "gpu_staging_mib", "gpu_dma_from_kib", "gpu_idle_s"),
     "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
     "Limits": (

@@ -33,7 +33,6 @@ from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
-from kvdepot.web.fleet import Fleet, FleetNow
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll
@@ -53,7 +52,6 @@ class State:
 
     poll: Poll
     turns: Turns
-    fleet: Fleet
     prefixes: Prefixes
     settings: dict[str, Any]
     registry: CollectorRegistry
@@ -282,12 +280,6 @@ async def events(state: State) -> list[Event]:
     return state.poll.latest().status.events
 
 
-@get("/v1/fleet", 401, 503)
-def fleet(state: State) -> FleetNow:
-    """This depot and those of the setting `fleet`: state, load and sums, some seconds old at most."""
-    return state.fleet.now(state.turns.judged)
-
-
 @get("/v1/config", 401)
 async def config(state: State) -> dict[str, Any]:
     """The server's settings; secrets are masked."""
@@ -432,7 +424,7 @@ def _read_page() -> dict[str, Encoded[bytes]]:
 
 
 _OPERATIONS = [
-    healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, fleet, config,
+    healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, config,
     warm, pin, unpin, lease, release, preview, forget, quota,
 ]  # fmt: skip
 
@@ -443,9 +435,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
-    # The token that the server made for itself is for nobody else.
-    depots = Fleet(settings["fleet"], token if settings["http_token_file"] else "")
-    state = State(poll, turns, depots, Prefixes(poll.client), settings, registry)
+    state = State(poll, turns, Prefixes(poll.client), settings, registry)
     document: Encoded[bytes] = Encoded(describe(_OPERATIONS, __version__))
     app = Dispatch(_OPERATIONS, {**pages, "/schema/openapi.json": document}, state)
     is_local = is_loopback(f"tcp://{address}")

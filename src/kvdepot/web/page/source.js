@@ -1,6 +1,6 @@
 // Requests to the server. The token comes in the URL's fragment (`kvdepot open`), which browsers do not send.
 
-/** Longer than the server's long poll, and than asking a fleet. */
+/** Longer than the server's long poll. */
 const TIMEOUT_MS = 8000;
 /** Loading a prompt from slow tiers takes minutes. */
 const CHANGE_TIMEOUT_MS = 180_000;

@@ -1,4 +1,4 @@
-// The tables of the page: fleet, models, prefixes, tenants, leases, engines, events, details.
+// The tables of the page: models, prefixes, tenants, leases, engines, events, details.
 
 import { $, child, list, make, rows, say, set } from "./dom.js";
 import * as format from "./format.js";
@@ -26,43 +26,6 @@ const pinCell = (cell, prefix) => {
   const { model, id, hash, shared_tokens } = prefix;
   if (!prefix.tenant) actionCell("pinPrefix", "Pin", () => short(id), () => JSON.stringify({ model, id, hash, shared_tokens }))(cell, prefix);
 };
-
-export function showFleet({ depots, total }, name) {
-  $("fleet-part").hidden = depots.length < 2;
-  if (depots.length < 2) return;
-  const reachable = depots.filter((depot) => depot.load).length;
-  say($("fleet-count"), `${reachable} of ${depots.length} depots reachable`);
-  const load = (text) => (depot) => (depot.load ? text(depot.load) : none);
-  const columns = [
-    ["name", null, (depot) => depot.url || "this page", (cell, depot) => depotCell(cell, depot, name)],
-    ["state", (depot) => depot.headline, (depot) => depot.headline, (cell, depot) => {
-      const tag = child(cell, () => make("span", { class: "tag" }));
-      say(tag, depot.headline);
-      set(tag, "data-level", depot.level);
-    }],
-    ["num", load((of) => share(of.asked_tokens_s ? of.reused_tokens_s / of.asked_tokens_s : null))],
-    ["num", load((of) => count(Math.round(of.reused_tokens_s)))],
-    ["num", load((of) => `${bytes(of.used_bytes)} of ${bytes(of.capacity_bytes)}`)],
-    ["num", load((of) => (of.tiers ? `${of.tiers_up} of ${of.tiers}` : none))],
-    ["num", load((of) => count(of.engines))],
-    ["num more", load((of) => (of.saved_s ? duration(of.saved_s) : none))],
-    ["more", (depot) => depot.version || none],
-    ["num more", (depot) => (depot.uptime_s ? rough(Math.floor(depot.uptime_s)) : none)],
-  ];
-  rows($("fleet"), depots, (depot) => depot.url, columns);
-  const sum = { url: "sum", headline: "", level: "wait", version: "", uptime_s: 0, load: total };
-  const ofSum = columns.map((column, i) => (i < 2 ? [column[0], () => (i ? "" : `Total (${reachable})`)] : column));
-  rows($("fleet"), [sum], () => "sum", ofSum, $("fleet").tFoot);
-}
-
-function depotCell(cell, depot, name) {
-  if (!depot.url) {
-    say(cell, `${name} (here)`);
-    return;
-  }
-  const link = child(cell, () => make("a", { href: depot.url, rel: "noreferrer" }));
-  say(link, depot.host || new URL(depot.url).host);
-}
 
 export function showUsers(status) {
   const spaces = status.namespaces;
