@@ -3,8 +3,8 @@
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
 Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, evictions, leases, policies,
-fleets, and with vLLM engine, starts, chats and pressure. The exit code is 0 if it ran to the end: a missed bar is a
-result, no failure.
+and with vLLM engine, starts, chats and pressure. The exit code is 0 if it ran to the end: a missed bar is a result, no
+failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "floods", "serve", "coding", "disk", "remote", "pool", "tiers", "evictions",
-    "leases", "policies", "fleets", "engine", "starts", "chats", "pressure",
+    "leases", "policies", "engine", "starts", "chats", "pressure",
 )  # fmt: skip
 _NEED_VLLM = {"engine", "starts", "chats", "pressure"}
 

@@ -97,9 +97,6 @@ class Scale:
     policy_requests: int = 8_000
     policy_capacities: tuple[int, ...] = (1_000, 5_000, 10_000, 20_000, 30_000)
     simulated_references: int = 1_000_000
-    fleet_hosts: int = 1000
-    fleet_requests: int = 10_000
-    fleet_copies: int = 100
     trace: str = ""
     """A file of requests to replay with the policies."""
 
@@ -156,9 +153,6 @@ TINY = Scale(
     policy_requests=150,
     policy_capacities=(100, 400),
     simulated_references=5_000,
-    fleet_hosts=10,
-    fleet_requests=150,
-    fleet_copies=4,
 )
 
 

@@ -124,7 +124,6 @@ EXPECTED = (
         if "adaptive" in POLICIES
         else []
     )
-    + ["1,000 hosts, 1M requests, a tier, the slowest routing"]
 )
 
 PEAKS_OF_GPUS = [f"gpu peak of registered tmpfs, {what}" for what in ("store", "retrieve", "both at once")]

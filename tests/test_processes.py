@@ -57,10 +57,12 @@ def test_the_clients_of_a_benchmark_import_nothing_from_the_working_directory(tr
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 gives multiprocessing no way to prevent it")
 def test_parallel_replays_import_nothing_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # as the command `kvdepot` is one: its own import path has no working directory
-    code = "import os\nfrom kvdepot.simulate.pool import results\n"
-    code += "if __name__ == '__main__':\n    with results(divmod, 7, [2, 3], 2) as each: print(list(each))"
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n')
+    code = "from kvdepot.cli import main\n"
+    code += f"if __name__ == '__main__':\n    main(['simulate', {str(trace)!r}, '--jobs', '2', '--json'])"
     script.write_text(code)
-    assert run_in(trap, [sys.executable, str(script)]) == "[(3, 1), (2, 1)]\n"
+    assert '"hit_rate": 0.0' in run_in(trap, [sys.executable, str(script)])
 
 
 def test_every_start_of_python_keeps_the_working_directory_off_the_import_path() -> None:

@@ -78,17 +78,6 @@ def test_the_same_bailian_id_behind_another_beginning_is_another_block(tmp_path:
     assert (numbers(trace), trace.block_tokens) == ([[0, 1, 2], [0, 1, 2, 3], [4, 5]], 16)
 
 
-def test_requests_have_their_sessions_and_times(tmp_path: Path) -> None:
-    continued = '{"chat_id": 12, "parent_chat_id": 8, "timestamp": 70.5, "hash_ids": [10]}\n'
-    earlier = '{"chat_id": 13, "parent_chat_id": 3, "timestamp": 71, "hash_ids": [10]}\n' * 2
-    trace = load(written(tmp_path, BAILIAN + continued + earlier))
-    assert trace.sessions.tolist() == [0, 0, 1, 0, 2, 2]
-    assert trace.times.tolist() == [61.1, 62.5, 63.0, 70.5, 71.0, 71.0]
-    assert load(written(tmp_path, json.dumps([SESSION_A, SESSION_B]))).sessions.tolist() == [0, 1, 0]
-    trace = load(written(tmp_path, MOONCAKE))
-    assert (trace.sessions.tolist(), trace.times.tolist()) == ([-1, -1, -1], [0.0, 1.5, 3.0])
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -42,7 +42,7 @@ _FAMILIES = {
     },
     "Size and measure": {
         "size": "show how many tokens, prompts and chats of a model fit into memory",
-        "simulate": "replay request traces: hit rates by cache size, policy and fleet",
+        "simulate": "replay request traces: hit rates by cache size and policy",
         "bench": "measure a running server (--url), or this machine (in a checkout)",
         "demo": "show a vLLM engine reusing stored KV (in a checkout)",
         "calibrate": "measure GPU copy paths",

@@ -1,6 +1,6 @@
 """Output of `kvdepot simulate`: JSON, tables, and a plot of hit rate over capacity.
 
-Called by simulate/replay.py; simulate/answers.py draws its charts with it. Plots need matplotlib (extra `simulate`).
+Called by simulate/sweep.py. Plots need matplotlib (extra `simulate`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,32 +19,30 @@ from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.install import advice
 from kvdepot.simulate.bounds import BOUNDS
+from kvdepot.simulate.replay import Result
 from kvdepot.simulate.traces import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
 
-    from kvdepot.simulate.replay import Sweep
-
-__all__ = ["Chart", "as_json", "check_plot", "console", "gib", "look", "plot", "print_tables", "save", "title"]
+__all__ = ["Sweep", "as_json", "check_plot", "plot", "print_tables"]
 
 _FORMATS = (".svg", ".png", ".pdf")
-_MARKERS = "osD^vPX*"
+_MARKERS = "os"
 _BOUND_COLORS = {"infinite": "0.55", "belady": "black"}
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Hit rates over capacities."""
+class Sweep:
+    """A trace, the capacities to replay it at, and the results."""
 
-    title: str
     trace: Trace
-    block_bytes: int
     capacities: list[int]
     """In blocks, ascending."""
-    lines: dict[str, tuple[list[float], dict[str, Any]]]
-    """Label -> hit rate at each capacity, and how matplotlib is to draw the line."""
+    block_bytes: int = 0
+    """Bytes of KV per block; 0 = not known."""
+    results: dict[tuple[str, int], Result] = field(default_factory=dict)
+    """By policy and capacity."""
 
 
 def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
@@ -69,10 +67,12 @@ def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
 
 def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
     """Print a table per trace: rows are capacities, columns policies; the best policy of each row is bold."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
+    # Without a terminal rich assumes 80 columns, and would cut the table.
+    out = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for sweep in sweeps:
         heads, rows = _cells(sweep, policies)
         table = Table()
@@ -84,17 +84,9 @@ def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
             table.add_row(
                 *(Text(text, "bold" if hits.get(head) == best else "") for text, head in zip(row, heads, strict=True))
             )
-        out.print(Text(title(sweep.trace.name, sweep.trace), "bold"), soft_wrap=True)
+        out.print(Text(_title(sweep.trace.name, sweep.trace), "bold"), soft_wrap=True)
         out.print(table)
         out.print(_caption(sweep), soft_wrap=True)
-
-
-def console() -> Console:
-    """Standard output, for tables."""
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns, and would cut the table.
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -102,7 +94,7 @@ def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]
     rows = [
         [
             f"{capacity:,}",
-            *([gib(capacity * sweep.block_bytes)] if sized else []),
+            *([_gib(capacity * sweep.block_bytes)] if sized else []),
             *(f"{100 * sweep.results[policy, capacity].hit_rate:.1f} %" for policy in policies),
         ]
         for capacity in sweep.capacities
@@ -110,7 +102,7 @@ def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]
     return ["blocks", *sized, *policies], rows
 
 
-def title(name: str, trace: Trace) -> str:
+def _title(name: str, trace: Trace) -> str:
     """What a trace has."""
     text = f"{name}: {len(trace):,} requests, {len(trace.blocks):,} block references, {trace.unique:,} blocks"
     return f"{text} of {trace.block_tokens} tokens" if trace.block_tokens else text
@@ -121,7 +113,7 @@ def _caption(sweep: Sweep) -> str:
     return text if sweep.block_bytes else text + "; --kv-bytes-per-token shows it in GiB"
 
 
-def gib(size_bytes: int) -> str:
+def _gib(size_bytes: int) -> str:
     """Format bytes in GiB, without the unit."""
     size = size_bytes / 2**30
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
@@ -136,38 +128,15 @@ def check_plot(path: str) -> None:
 
 
 def plot(sweeps: list[Sweep], policies: list[str], path: str) -> bool:
-    """Draw hit rate over capacity, one chart per trace; without matplotlib, say so on stderr and return False."""
-    return save([_chart(sweep, policies) for sweep in sweeps], path)
-
-
-def _chart(sweep: Sweep, policies: list[str]) -> Chart:
-    lines = {}
-    for policy in policies:
-        if policy in BOUNDS:
-            drawn: dict[str, Any] = {"color": _BOUND_COLORS[policy], "linestyle": "--", "linewidth": 1.3}
-        else:
-            drawn = look(list(POLICIES).index(policy))
-        lines[policy] = [sweep.results[policy, capacity].hit_rate for capacity in sweep.capacities], drawn
-    return Chart(
-        title(Path(sweep.trace.name).name, sweep.trace), sweep.trace, sweep.block_bytes, sweep.capacities, lines
-    )
-
-
-def look(number: int) -> dict[str, Any]:
-    """How line `number` of a chart is drawn."""
-    return {"color": f"C{number}", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5.5}
-
-
-def save(charts: list[Chart], path: str) -> bool:
-    """Draw charts, one below the other; without matplotlib, say so on stderr and return False."""
+    """Draw hit rate over capacity, one chart per trace; without matplotlib, print how to get it and return False."""
     try:
         import matplotlib.figure
     except ImportError:
         print(f"kvdepot: a plot needs matplotlib: {advice('simulate')}", file=sys.stderr)
         return False
-    figure = matplotlib.figure.Figure(figsize=(8.5, 5.2 * len(charts)), layout="constrained")
-    for number, chart in enumerate(charts):
-        _draw(figure.add_subplot(len(charts), 1, number + 1), chart)
+    figure = matplotlib.figure.Figure(figsize=(8.5, 5.2 * len(sweeps)), layout="constrained")
+    for number, sweep in enumerate(sweeps):
+        _draw(figure.add_subplot(len(sweeps), 1, number + 1), sweep, policies)
     try:
         figure.savefig(path, dpi=150)
     except OSError as exc:
@@ -175,19 +144,24 @@ def save(charts: list[Chart], path: str) -> bool:
     return True
 
 
-def _draw(axes: Axes, chart: Chart) -> None:
-    capacities, tokens = chart.capacities, chart.trace.block_tokens
-    for label, (rates, drawn) in chart.lines.items():
-        axes.plot(capacities, [100 * rate for rate in rates], label=label, **drawn)
+def _draw(axes: Axes, sweep: Sweep, policies: list[str]) -> None:
+    capacities, trace = sweep.capacities, sweep.trace
+    for policy in policies:
+        rates = [100 * sweep.results[policy, capacity].hit_rate for capacity in capacities]
+        if policy in BOUNDS:
+            axes.plot(capacities, rates, label=policy, color=_BOUND_COLORS[policy], linestyle="--", linewidth=1.3)
+        else:
+            number = list(POLICIES).index(policy)
+            axes.plot(capacities, rates, label=policy, color=f"C{number}", marker=_MARKERS[number], markersize=5.5)
     if capacities[-1] > 8 * capacities[0]:
         axes.set_xscale("log", base=2)
     shown = _apart(capacities, axes.get_xscale() != "linear")
-    axes.set_xticks(shown, [_tick(capacity, chart.block_bytes) for capacity in shown])
+    axes.set_xticks(shown, [_tick(capacity, sweep.block_bytes) for capacity in shown])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("capacity in blocks" + (f" of {tokens} tokens" if tokens else ""))
+    axes.set_xlabel("capacity in blocks" + (f" of {trace.block_tokens} tokens" if trace.block_tokens else ""))
     axes.set_ylabel("hit rate (% of block references)")
-    axes.set_title(chart.title, fontsize=10)
+    axes.set_title(_title(Path(trace.name).name, trace), fontsize=10)
     axes.grid(alpha=0.25)
     # Best on average first, like the lines themselves.
     lines = sorted(axes.get_lines(), key=lambda line: -float(np.mean(np.asarray(line.get_ydata()))))
@@ -209,4 +183,4 @@ def _tick(capacity: int, block_bytes: int) -> str:
     text = (
         f"{capacity / 1e6:.3g}M" if capacity >= 1e6 else f"{capacity / 1e3:.3g}k" if capacity >= 1e3 else f"{capacity}"
     )
-    return f"{text}\n{gib(capacity * block_bytes)} GiB" if block_bytes else text
+    return f"{text}\n{_gib(capacity * block_bytes)} GiB" if block_bytes else text

@@ -1,7 +1,6 @@
-"""`kvdepot simulate`: hit rate as a function of memory, for traces of requests and each eviction policy.
+"""One trace replayed through the server's own index, allocator and policies, so the hit rates are those of a server.
 
-Called by cli/simulate.py; tests and comparisons of policies call `replay`. It runs the server's own index, allocator
-and policies, so the hit rates are those of a server.
+Called by simulate/sweep.py, tests and benchmarks.
 
 **A request** is a lookup and a store, as an engine makes them: the longest cached prefix of its blocks is a hit and is
 pinned; the rest is reserved, evicting by the policy, and sealed in order; then the pins are released. A block that
@@ -12,11 +11,8 @@ A block is one page of an `Allocator` without memory behind it, so the capacity 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
@@ -27,15 +23,10 @@ from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
-from kvdepot.simulate.arguments import Asked, names, spread
 from kvdepot.simulate.bounds import BOUNDS
-from kvdepot.simulate.pool import Progress, processes, results
-from kvdepot.simulate.traces import Request, Trace, load
+from kvdepot.simulate.traces import Request, Trace
 
-__all__ = ["Result", "Sweep", "replay", "run"]
-
-_SMALL = 300_000
-"""Up to this many block references, starting processes costs more than it saves."""
+__all__ = ["Result", "replay"]
 
 
 @dataclass(frozen=True)
@@ -91,80 +82,3 @@ def _hits(trace: Trace, index: Index) -> int:
         index.touch(reserved)
         index.release(pin.chunks)
     return hits
-
-
-# -- the command
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A trace, the capacities to replay it at, and the results."""
-
-    trace: Trace
-    capacities: list[int]
-    """In blocks, ascending."""
-    block_bytes: int = 0
-    """Bytes of KV per block; 0 = not known."""
-    results: dict[tuple[str, int], Result] = field(default_factory=dict)
-    """By policy and capacity."""
-
-
-def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -> int:
-    """Replay traces and print the results; returns the exit code. Raises ConfigError for invalid arguments.
-
-    progress: shows the progress until the results are printed.
-    """
-    from kvdepot.simulate import plot as chart
-
-    known = (*POLICIES, *BOUNDS)
-    policies = names(args.policy, known, "policy") if args.policy is not None else [*known]
-    capacities, token_bytes, tokens, jobs = args.capacities(), args.token_bytes, args.tokens, args.processes
-    if args.plot is not None:
-        chart.check_plot(args.plot)
-
-    sweeps = []
-    with progress() as update:
-        for path in dict.fromkeys(args.traces):
-            update(f"reading {path}", 0, 0)
-            trace = load(path)
-            trace.block_tokens = tokens or trace.block_tokens
-            block_bytes = token_bytes * trace.block_tokens
-            sweeps.append(Sweep(trace, capacities.of(block_bytes, path) or spread(trace.unique), block_bytes))
-        _replay_all(sweeps, policies, jobs, update)
-
-    for sweep in sweeps:
-        if not len(sweep.trace):
-            print(f"kvdepot: {sweep.trace.name}: contains no requests", file=sys.stderr)
-    if args.as_json:
-        print(chart.as_json(sweeps, policies), flush=True)
-    else:
-        chart.print_tables(sweeps, policies)
-    return 0 if args.plot is None or chart.plot(sweeps, policies, args.plot) else 1
-
-
-def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: Progress) -> None:
-    """Fill in all results. jobs: processes; 0 = as many as are worthwhile."""
-    work = [
-        (number, policy, capacity)
-        for number, sweep in enumerate(sweeps)
-        for policy in policies
-        for capacity in sweep.capacities
-    ]
-    references = [len(sweeps[number].trace.blocks) for number, _, _ in work]
-    total, done = sum(references), 0
-    jobs = processes(jobs, total < _SMALL, len(work))
-    progress("replaying", done, total)
-    with results(_replay_one, [sweep.trace for sweep in sweeps], work, jobs) as found:
-        for (number, policy, capacity), size, result in zip(work, references, found, strict=True):
-            sweeps[number].results[policy, capacity] = result
-            done += size
-            progress(f"replayed {policy} with {capacity:,} blocks", done, total)
-
-
-Work: TypeAlias = tuple[int, str, int]
-"""Number of a trace, policy, capacity in blocks."""
-
-
-def _replay_one(traces: list[Trace], work: Work) -> Result:
-    number, policy, capacity = work
-    return replay(traces[number], policy, capacity)

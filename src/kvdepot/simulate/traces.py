@@ -1,15 +1,15 @@
 """Public traces of requests: the blocks of each prompt.
 
-Called by simulate/replay.py. Invariant: two blocks are the same exactly if they and all before them in their prompts
+Called by simulate/sweep.py. Invariant: two blocks are the same exactly if they and all before them in their prompts
 are the same, like chunks in the index. So a block is identified by its id *and* its predecessor. That makes no
 difference in formats whose ids depend on the whole prefix; in those that name each block by its own tokens (Bailian),
 the same text behind two different beginnings is two blocks, as it is for an engine.
 
-| format | a line is | ids | block | session |
-|---|---|---|---|---|
-| Mooncake | a request: `timestamp` (ms), `hash_ids` | of the whole file | 512 tokens | not named |
-| Bailian | a request: `chat_id`, `timestamp` (s), `hash_ids` | of the whole file | 16 tokens | by `parent_chat_id` |
-| WEKA | a session: `block_size`, `requests: [{t, hash_ids}]` (s) | of it (`hash_id_scope: local`) | its own | a line |
+| format | a line is | ids | block |
+|---|---|---|---|
+| Mooncake | a request: `timestamp` (ms), `hash_ids` | of the whole file | 512 tokens |
+| Bailian | a request: `chat_id`, `timestamp` (s), `hash_ids` | of the whole file | 16 tokens |
+| WEKA | a session: `block_size`, `requests: [{t, hash_ids}]` (s) | of it (`hash_id_scope: local`) | its own |
 
 A file may also be a JSON array of these or one object over several lines, and compressed with gzip; a folder is one
 trace of all files in it. Traces do not contain generated tokens until a later prompt includes them.
@@ -40,16 +40,12 @@ Request: TypeAlias = tuple[float, Sequence[Hashable]]
 MOONCAKE_TOKENS = 512
 BAILIAN_TOKENS = 16
 _ROOT = -1
-_NOT_NAMED = -1
 
 
 class Trace:
     """Requests in order of arrival; blocks are numbered from 0, each after the one before it in its prompts."""
 
-    def __init__(
-        self, requests: Iterable[Request], name: str = "", sessions: Sequence[Hashable | None] | None = None
-    ) -> None:
-        """sessions: the session of each request, None where it is not known; read after `requests` has ended."""
+    def __init__(self, requests: Iterable[Request], name: str = "") -> None:
         numbers: dict[tuple[int, Hashable], int] = {}
         blocks, ends, times = array("I"), array("q"), array("d")
         for time, ids in requests:
@@ -68,8 +64,6 @@ class Trace:
         """int64[requests]: where each request ends in `blocks`."""
         self.times: npt.NDArray[np.float64] = np.array(times, np.float64)
         """float64[requests]: when each request arrived, in seconds."""
-        self.sessions: npt.NDArray[np.int64] = _numbered(sessions or (), len(ends))
-        """int64[requests]: the number of each request's session, from 0; -1 = the trace does not name it."""
         self._sort()
 
     def _sort(self) -> None:
@@ -79,7 +73,7 @@ class Trace:
         order = np.argsort(self.times, kind="stable")
         self.blocks = np.concatenate([requests[i] for i in order])
         self.ends = np.cumsum([len(requests[i]) for i in order])
-        self.times, self.sessions = self.times[order], self.sessions[order]
+        self.times = self.times[order]
 
     def __repr__(self) -> str:
         return f"<Trace {self.name!r} {len(self)} requests, {len(self.blocks)} references to {self.unique} blocks>"
@@ -95,12 +89,6 @@ class Trace:
             start = end
 
 
-def _numbered(sessions: Sequence[Hashable | None], requests: int) -> npt.NDArray[np.int64]:
-    numbers: dict[Hashable | None, int] = {None: _NOT_NAMED}
-    found = [numbers.setdefault(session, len(numbers) - 1) for session in sessions]
-    return np.array(found or [_NOT_NAMED] * requests, np.int64)
-
-
 class _Mooncake(msgspec.Struct, gc=False):
     timestamp: float
     hash_ids: list[int | str]
@@ -110,7 +98,6 @@ class _Bailian(msgspec.Struct, gc=False):
     chat_id: int | str
     timestamp: float
     hash_ids: list[int | str]
-    parent_chat_id: int | str = -1
 
 
 class _Call(msgspec.Struct):
@@ -137,56 +124,34 @@ def load(path: str) -> Trace:
 
     Raises ConfigError, with file and line, if it cannot be read.
     """
-    source = _Source(path)
-    trace = Trace(source.requests(), path, source.sessions)
-    if len(source.sizes) > 1:
-        sizes = " and ".join(map(str, sorted(source.sizes)))
-        raise ConfigError(f"{path}: has blocks of {sizes} tokens; a trace must have one block size")
-    trace.block_tokens = max(source.sizes, default=0)
+    sizes: set[int] = set()
+    trace = Trace(_requests(path, sizes), path)
+    if len(sizes) > 1:
+        listed = " and ".join(map(str, sorted(sizes)))
+        raise ConfigError(f"{path}: has blocks of {listed} tokens; a trace must have one block size")
+    trace.block_tokens = max(sizes, default=0)
     return trace
 
 
-class _Source:
-    """The files of a trace, and what is known of them once `requests` has ended."""
-
-    def __init__(self, path: str) -> None:
-        self.sizes: set[int] = set()
-        """Tokens per block."""
-        self.sessions: list[Hashable | None] = []
-        """Of each request that `requests` has returned."""
-        self._path = path
-        self._chats: dict[int | str, int | str] = {}  # a chat's first chat
-
-    def requests(self) -> Iterator[Request]:
-        """All requests, file by file."""
-        scopes = itertools.count()  # sessions, some with ids of their own
-        for file in _files(self._path):
-            try:
-                with _open(file) as stream:
-                    for entry in _entries(file, stream):
-                        if isinstance(entry, _Session):
-                            session = next(scopes)
-                            self.sizes.add(entry.block_size)
-                            scope = session if entry.hash_id_scope == "local" else _ROOT
-                            for call in _calls(entry.requests, scope):
-                                self.sessions.append(session)
-                                yield call
-                        elif isinstance(entry, _Bailian):
-                            self.sizes.add(BAILIAN_TOKENS)
-                            self.sessions.append(f"chat {self._first_chat(entry)}")
-                            yield entry.timestamp, entry.hash_ids
-                        else:
-                            self.sizes.add(MOONCAKE_TOKENS)
-                            self.sessions.append(None)
-                            yield entry.timestamp / 1000, entry.hash_ids
-            except (OSError, EOFError, zlib.error) as exc:
-                raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-
-    def _first_chat(self, entry: _Bailian) -> int | str:
-        """The chat that this request's conversation began with, or the first one that the trace knows of."""
-        before = entry.parent_chat_id
-        first = entry.chat_id if before in (-1, "-1") else self._chats.get(before, before)
-        return self._chats.setdefault(entry.chat_id, first)
+def _requests(path: str, sizes: set[int]) -> Iterator[Request]:
+    """All requests, file by file. sizes: gets the tokens per block."""
+    sessions = itertools.count()  # some with ids of their own
+    for file in _files(path):
+        try:
+            with _open(file) as stream:
+                for entry in _entries(file, stream):
+                    if isinstance(entry, _Session):
+                        sizes.add(entry.block_size)
+                        session = next(sessions)
+                        yield from _calls(entry.requests, session if entry.hash_id_scope == "local" else _ROOT)
+                    elif isinstance(entry, _Bailian):
+                        sizes.add(BAILIAN_TOKENS)
+                        yield entry.timestamp, entry.hash_ids
+                    else:
+                        sizes.add(MOONCAKE_TOKENS)
+                        yield entry.timestamp / 1000, entry.hash_ids
+        except (OSError, EOFError, zlib.error) as exc:
+            raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 def _files(path: str) -> list[Path]:
