@@ -103,13 +103,15 @@ TableT = TypeVar("TableT", bound=msgspec.Struct)
 _WORDS = {
     "log_format": ("human", "json"),
     "log_level": ("debug", "info", "warning", "error"),
-    "kv_events_topics": ("depot", "engines"),
     "on_stop": ("remove", "keep"),
     "verify": ("off", "sampled", "always"),
 }
 
 
-REMOVED = {"fleet": "was removed: watch several depots with the Grafana dashboard (docs/metrics.md)"}
+REMOVED = {
+    "fleet": "was removed: watch several depots with the Grafana dashboard (docs/metrics.md)",
+    "kv_events_topics": "was removed: KV events always go under the topics that engines name (kvdepot.events_topic)",
+}
 """Settings of earlier versions, and what to use instead."""
 ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
@@ -270,17 +272,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_events: Annotated[
         str,
         Meta(
-            description="endpoint where routers receive vLLM's KV events (chunks stored and removed): ipc://PATH or "
-            "tcp://HOST:PORT; replays on PATH.replay or the next port; empty = off"
+            description="endpoint where routers receive vLLM's KV events (chunks stored and removed), with token ids, "
+            "under the topics that engines name: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or the next "
+            "port; empty = off"
         ),
     ] = ""
-    kv_events_topics: Annotated[
-        str,
-        Meta(
-            description="depot: one topic with kvdepot's keys; engines: the topics that engines name, with token ids, "
-            "for routers that follow vLLM engines, such as llm-d's"
-        ),
-    ] = "depot"
 
     def __post_init__(self) -> None:
         for name in ("arena_gib", "drain_s", "idle_exit", "lookup_s"):
@@ -344,7 +340,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def wants_tokens(self) -> bool:
         """Whether engines should describe their chunks to the server, which publishes their token ids."""
-        return bool(self.kv_events) and self.kv_events_topics == "engines"
+        return bool(self.kv_events)
 
     @property
     def arena(self) -> str:

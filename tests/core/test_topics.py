@@ -8,7 +8,7 @@ from kvdepot.core import depot as core
 from kvdepot.protocol import wire
 from tests.core.desk import PER_CHUNK, Desk, group_requests, layout
 
-NAMED = {"kv_events": "ipc:///nowhere.events", "kv_events_topics": "engines"}
+NAMED = {"kv_events": "ipc:///nowhere.events"}
 
 
 def register(desk: Desk, client: bytes, topic: str, model: str = "m", instance: int = 1) -> None:

@@ -1,9 +1,9 @@
-"""What the topics of engines are told, from the index to a router by llm-d's rules, without a server."""
+"""Events under the topics of engines, from the index to a router by llm-d's rules, without a server."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -13,34 +13,12 @@ from kvdepot.core.index.chunk import Chunk
 from kvdepot.kv_events import engine_view
 from kvdepot.kv_events.engine_view import EngineView
 from kvdepot.kv_events.feed import Feed
-from kvdepot.protocol.keys import HASH_BYTES, ROOT, ChunkChain, derive_root, pack_ids, split_tokens
+from kvdepot.protocol.keys import HASH_BYTES, ROOT, derive_root, pack_ids, split_tokens
 from kvdepot.protocol.wire import Describe
 from tests.conftest import clear
 from tests.core.shelf import Shelf
-from tests.kv_events.router import BLOCK, Router
-
-CHUNK = 256
-PER_CHUNK = CHUNK // BLOCK
-A, B = "kv@a@m", "kv@b@m"
-
-
-def prompt(seed: int, chunks: int) -> list[int]:
-    dice = random.Random(seed)
-    return [dice.randrange(1 << 17) for _ in range(chunks * CHUNK)]
-
-
-def keys(tokens: Sequence[int], lookahead: int = 0) -> list[bytes]:
-    chain = ChunkChain(CHUNK, lookahead=lookahead)
-    chain.extend(tokens)
-    return [chain.slice(i, i + 1) for i in range(len(chain))]
-
-
-def described(tokens: Sequence[int], first: int = 0) -> Describe:
-    """Of a prompt's chunks, from this one on."""
-    chain = [ROOT, *keys(tokens)]
-    return Describe(
-        chain[first], b"".join(chain[first + 1 :]), pack_ids(tokens[first * CHUNK :], "token ids"), CHUNK
-    )  # fmt: skip
+from tests.kv_events.desk import CHUNK, PER_CHUNK, A, B, described, keys, prompt
+from tests.kv_events.router import Router
 
 
 class Reader:
@@ -58,7 +36,7 @@ class Reader:
         """What the router believes after all changes so far."""
         namespace = self.shelf.namespace
         self.feed.tick(self.shelf.index, frozenset((topic, namespace) for topic in self.topics))
-        while changes := self.feed.take(self.view.batch):
+        while changes := self.feed.take(engine_view.BATCH):
             for topics, events in self.view.apply(changes):
                 assert sum(len(getattr(event, "block_hashes", ())) for event in events) <= engine_view.BATCH
                 for topic in topics:
@@ -169,27 +147,6 @@ def test_a_chunk_that_comes_back_without_a_new_description_is_credited_again() -
         assert reader.read().score(tokens, "m") == {}
         reader.shelf.store(keys(tokens))  # as a load from a tier
         assert reader.read().blocks(tokens, "m") == {"a": 2 * PER_CHUNK}
-
-
-def test_a_full_queue_drops_descriptions_and_its_router_forgets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reading(most=8) as reader:
-        reader.topics, tokens = {A}, prompt(1, 2)
-        reader.feed.described(described(tokens))
-        reader.shelf.store(keys(tokens))
-        assert reader.read().blocks(tokens, "m") == {"a": 2 * PER_CHUNK}
-        more = prompt(2, 20)
-        reader.shelf.store(keys(more))
-        reader.feed.described(described(more))
-        assert reader.feed.overflows == 1
-        while changes := reader.feed.take(4):  # before the next tick
-            for topics, events in reader.view.apply(changes):
-                for topic in topics:
-                    reader.take(reader.router, topic, events)
-        assert reader.router.score(tokens, "m") == {} == reader.router.score(more, "m")
-        for _ in range(12):  # a tick lists a few
-            reader.read()
-        assert reader.router.blocks(tokens, "m") == {"a": 2 * PER_CHUNK}
-        assert reader.router.score(more, "m") == {}
 
 
 @pytest.mark.parametrize("seed", range(6))

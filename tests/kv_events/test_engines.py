@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from kvdepot.client.contract import wrap_kv_caches
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
@@ -19,19 +17,16 @@ from kvdepot.client.socket import Client
 from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import BadRequest
-from kvdepot.kv_events.publisher import END, replay_endpoint
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, derive_root, pack_ids
 from kvdepot.protocol.layout import build_layout
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.kv_events.desk import CHUNK, PER_CHUNK, Follower, prompt
 from tests.kv_events.router import BLOCK, Router
 from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
 
-CHUNK = 256
-PER_CHUNK = CHUNK // BLOCK
-"""Request keys per chunk."""
 BLOCKS_IN_CHUNK = 4
 
 
@@ -92,65 +87,6 @@ class Engine:
         self.scheduler.close()
 
 
-class Follower:
-    """A router's subscription to `kv@`: asks for a replay where it joins, and for what it missed."""
-
-    def __init__(self, endpoint: str, clears: bool = True, loses: int = 0) -> None:
-        """loses: every n-th message; 0: none."""
-        self.router = Router(clears)
-        self.loses = loses
-        self.heard = self.lost = self.replays = 0
-        self.topics: list[bytes] = []
-        self._last: int | None = None
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"kv@")
-        for socket, url in ((self._sub, endpoint), (self._dealer, replay_endpoint(endpoint))):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.connect(url)
-
-    def hear(self) -> Router:
-        """Take what has arrived."""
-        while self._sub.poll(0):
-            topic, number, payload = self._sub.recv_multipart()
-            seq = int.from_bytes(number, "big")
-            self.heard += 1
-            if self.loses and self.heard % self.loses == 0:
-                self.lost += 1
-                continue
-            if self._last is None or seq > self._last + 1:
-                self._replay(0 if self._last is None else self._last + 1)
-            if self._last is not None and seq == self._last + 1:
-                self._take(topic, seq, payload)
-        return self.router
-
-    def _replay(self, first: int) -> None:
-        self.replays += 1
-        self._dealer.send_multipart((b"", first.to_bytes(8, "big")))
-        while self._dealer.poll(1000 * HANG_S):
-            empty, topic, number, payload = self._dealer.recv_multipart()
-            assert empty == b""
-            if number == END:
-                return
-            seq = int.from_bytes(number, "big")
-            assert first == 0 or seq == first, "a replay has no gap"
-            if self._last is None or seq > self._last:
-                self._take(topic, seq, payload)
-            first = seq + 1
-
-    def _take(self, topic: bytes, seq: int, payload: bytes) -> None:
-        self.topics.append(topic)
-        self.router.take(topic, payload)
-        self._last = seq
-
-    def wait(self, condition: Callable[[Router], object]) -> None:
-        eventually(lambda: condition(self.hear()))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/events.sock"
@@ -171,7 +107,7 @@ class Host:
         self.depot = self.serve()
 
     def serve(self, **options: Any) -> Depot:
-        return self._start("--kv-events", self.endpoint, "--kv-events-topics", "engines", arena_mib=1, **options)
+        return self._start("--kv-events", self.endpoint, arena_mib=1, **options)
 
     def engine(self, topic: str, **options: Any) -> Engine:
         engine = Engine(self.depot, topic, **options)
@@ -187,11 +123,6 @@ class Host:
 @pytest.fixture
 def host(start_depot: StartDepot, ending: contextlib.ExitStack, endpoint: str) -> Host:
     return Host(start_depot, ending, endpoint)
-
-
-def prompt(seed: int, chunks: int) -> list[int]:
-    dice = random.Random(seed)
-    return [dice.randrange(1 << 17) for _ in range(chunks * CHUNK)]
 
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
@@ -265,7 +196,7 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
 
 @pytest.mark.faults
 def test_a_router_that_loses_messages_or_comes_late_believes_the_same(host: Host) -> None:
-    lossy = host.follower(loses=3)
+    lossy = host.follower(loses=lambda seq: seq % 3 == 0)
     engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(14)]
     for seed, tokens in enumerate(prompts):
@@ -336,18 +267,14 @@ def test_of_a_model_with_windows_the_chunks_that_every_hit_needs_are_credited(ho
     assert not follower.router.twice
 
 
-def test_a_server_with_its_own_topic_wants_no_descriptions(start_depot: StartDepot, endpoint: str) -> None:
-    for flags in (("--kv-events", endpoint), ("--kv-events-topics", "engines")):
-        depot = start_depot(*flags, arena_mib=1)
-        engine, tokens = Engine(depot, TOPICS[0]), prompt(1, 1)
-        assert not engine.scheduler.client.wants_tokens
-        engine.store(tokens)  # which describes it to those that want it
-        chain = ChunkChain(CHUNK)
-        chain.extend(tokens)
-        described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
-        with pytest.raises(BadRequest, match="publishes no token ids"):
-            engine.scheduler.client.ask(described).result(HANG_S)
-        engine.close()
+def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepot) -> None:
+    engine, tokens = Engine(start_depot(arena_mib=1), TOPICS[0]), prompt(1, 1)
+    assert not engine.scheduler.client.wants_tokens
+    chain = engine.store(tokens)  # which describes it to servers that want it
+    described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
+    with pytest.raises(BadRequest, match="publishes no token ids"):
+        engine.scheduler.client.ask(described).result(HANG_S)
+    engine.close()
 
 
 @pytest.mark.parametrize(

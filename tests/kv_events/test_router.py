@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.kv_events.router import BLOCK, Malformed, Router, split_topic
+from tests.kv_events.router import BLOCK, Malformed, Router
 
 TOPIC = b"kv@10.0.0.1:8000@llama"
 TOKENS = list(range(3 * BLOCK))
@@ -22,14 +22,6 @@ def stored(hashes: list[bytes], parent: bytes | None, tokens: list[int], medium:
     return ["BlockStored", hashes, parent, tokens, len(tokens) // len(hashes), None, medium]
 
 
-@pytest.mark.parametrize(
-    ("topic", "named"),
-    [(TOPIC, ("10.0.0.1:8000", "llama")), (b"kv@node:n1@a/b", ("node:n1", "a/b")), (b"kvdepot", None), (b"kv@a", None)],
-)
-def test_a_topic_names_pod_and_model(topic: bytes, named: tuple[str, str] | None) -> None:
-    assert split_topic(topic) == named
-
-
 def test_arrays_and_maps_mean_the_same() -> None:
     for event in (
         stored(HASHES, None, TOKENS),
@@ -42,21 +34,6 @@ def test_arrays_and_maps_mean_the_same() -> None:
         take(router, event)
         assert router.score(TOKENS, "llama") == {"10.0.0.1:8000": pytest.approx(3 * 0.8)}
         assert router.score(TOKENS, "another") == {} == router.score([7, *TOKENS], "llama")
-
-
-def test_a_hash_may_stand_for_several_request_keys() -> None:
-    router = Router()
-    take(router, stored([HASHES[0]], None, TOKENS))
-    take(router, stored([HASHES[1]], HASHES[0], TOKENS))
-    assert router.blocks(TOKENS * 2, "llama") == {"10.0.0.1:8000": 6}
-    take(router, ["BlockRemoved", [HASHES[1]], "CPU"])
-    assert router.blocks(TOKENS * 2, "llama") == {"10.0.0.1:8000": 3}
-
-
-def test_blocks_behind_an_unknown_parent_are_passed_over() -> None:
-    router = Router()
-    take(router, stored([HASHES[1]], HASHES[0], TOKENS))
-    assert router.passed_over == 1 and not router.pods
 
 
 def test_what_was_stored_twice_is_there_until_it_is_removed_twice() -> None:
@@ -74,14 +51,6 @@ def test_clearing_concerns_one_pod_and_only_where_it_means_something() -> None:
             take(router, stored(HASHES, None, TOKENS), topic=topic)
         take(router, ["AllBlocksCleared"])
         assert set(router.score(TOKENS, "llama")) == ({"b"} if clears else {"b", "10.0.0.1:8000"})
-
-
-def test_without_token_ids_a_hash_counts_for_what_it_is_known_to_mean() -> None:
-    router = Router()
-    take(router, stored([HASHES[0]], None, TOKENS, "GPU"))
-    take(router, stored([HASHES[0]], None, [], "CPU"), topic=b"kv@b@llama")
-    assert router.blocks(TOKENS, "llama", "gpu")["10.0.0.1:8000"] == 3
-    assert router.score(TOKENS, "llama")["b"] == pytest.approx(3 * 0.8)
 
 
 @pytest.mark.parametrize("payload", [[0.0, []], [0.0, [["Other"]], None], [0.0, [{"block_hashes": []}], None]])

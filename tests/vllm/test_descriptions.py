@@ -120,7 +120,7 @@ def test_a_real_engine_is_credited_with_what_it_stored_and_with_what_it_finds(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/depot"
-    server = start_depot("--kv-events", endpoint, "--kv-events-topics", "engines", arena_mib=256)
+    server = start_depot("--kv-events", endpoint, arena_mib=256)
     engine = start_engine(
         models["gqa"], server.url, extra={"kvdepot.events_topic": "kv@10.0.0.1:8000@llama"},
     ).wait_started()  # fmt: skip

@@ -163,7 +163,7 @@ _METAVARS = {
 TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
     "Tiers": ("tiers", "lookup_s"),
-    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events", "kv_events_topics"),
+    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events"),
     "Copies": ("copy_threads", "gpu_staging_mib", "gpu_dma_from_kib", "gpu_idle_s"),
     "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
     "Limits": (

@@ -1,4 +1,4 @@
-"""Events under the topics of engines: what each engine of this host can load, as if it published that itself.
+"""Events as engines send them: what each engine of this host can load, as if the engine itself published it.
 
 Used by publisher.py, on its thread. For routers that follow vLLM's events: each topic stands for an engine (or for all
 engines of a host, if they name the same), and gets events of all chunks in memory that this engine can load.
@@ -7,7 +7,7 @@ described it (wire.Describe). Descriptions prove themselves: token ids are accep
 in a chain from the root of prompts that depend on tokens alone. Invariants: whatever is credited, its parent is, too,
 and was before it; each chunk is stored and removed in turn, because routers count.
 
-A topic is also the engine's own, whose chunks on the GPU the depot knows nothing of. So chunks are taken back one by
+A topic is also the engine's own, whose chunks on the GPU the depot does not know. So chunks are taken back one by
 one, with their medium, never by `AllBlocksCleared`, which routers apply to a whole engine or ignore. Only a listing for
 a subscriber that has lost messages begins with it.
 
@@ -24,15 +24,17 @@ from typing import TypeAlias
 import msgspec
 
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.kv_events.depot_view import MEDIUM, TOPIC
 from kvdepot.kv_events.feed import Change, Topics
 from kvdepot.protocol.keys import ROOT, split_tokens
 from kvdepot.protocol.wire import Describe
 
-__all__ = ["EngineView"]
+__all__ = ["BATCH", "TOPIC", "EngineView", "Event", "Message"]
 
 BATCH = 128
-"""Maximum number of chunks in one message."""
+"""The most changes that `EngineView.apply` is given, and the most chunks in one message."""
+TOPIC = b"kvdepot"
+"""The topic of heartbeats while no engine names one."""
+_MEDIUM = "CPU"
 _MOST_BYTES = 128 << 20
 """Token ids that are kept, of chunks that are credited or may be; beyond it, further chunks are not credited."""
 _PASSED_OVER = 64
@@ -59,14 +61,14 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False
     pass
 
 
-_Event: TypeAlias = _Stored | _Removed | _Cleared
-_Message: TypeAlias = "tuple[list[bytes], list[_Event]]"
+Event: TypeAlias = _Stored | _Removed | _Cleared
+Message: TypeAlias = "tuple[list[bytes], list[Event]]"
 """Topics, and the events to publish under each."""
 
 
 @dataclass(eq=False)
 class _Model:
-    """What is known of one namespace. Parents: None for a prompt's first chunk."""
+    """The chunks of one namespace. Parents are None for a prompt's first chunk."""
 
     chunk_tokens: int
     topics: list[bytes] = field(default_factory=list)
@@ -74,7 +76,7 @@ class _Model:
     others: dict[bytes, bytes | None] = field(default_factory=dict)  # in memory, but not credited: parents by key
     behind: dict[bytes, set[bytes]] = field(default_factory=dict)  # described ones among them, by their parent
     children: Counter[bytes] = field(default_factory=Counter)  # of credited chunks: credited ones behind them
-    events: list[_Event] = field(default_factory=list)  # not in a message yet
+    events: list[Event] = field(default_factory=list)  # not in a message yet
     pending: int = 0  # chunks in `events`
 
 
@@ -82,12 +84,12 @@ class EngineView:
     """What subscribers that have read every message credit engines with."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        """most_bytes: of token ids that are kept."""
+        """most_bytes: keep at most this many bytes of token ids."""
         self._models: dict[Namespace, _Model] = {}
         self._tokens: OrderedDict[bytes, bytes] = OrderedDict()  # by key, the latest description last
         self._bytes = 0  # in `_tokens`
         self._most_bytes = most_bytes
-        self._messages: list[_Message] = []  # of the current call of `apply`
+        self._messages: list[Message] = []  # of the current call of `apply`
 
     def __repr__(self) -> str:
         return f"<EngineView of {self.count} chunks, {len(self._tokens)} described>"
@@ -98,18 +100,13 @@ class EngineView:
         return sum(len(model.credited) for model in self._models.values())
 
     @property
-    def batch(self) -> int:
-        """The most changes that `apply` may be given."""
-        return BATCH
-
-    @property
     def beat_topic(self) -> bytes:
-        """Where a message without events goes: to any of the engines' topics, as all have one sequence."""
+        """The topic of a message without events: any of the engines' topics, because all have one sequence."""
         return next((topic for model in self._models.values() for topic in model.topics), TOPIC)
 
     # -- changes
 
-    def apply(self, changes: list[Change]) -> Iterator[_Message]:
+    def apply(self, changes: list[Change]) -> Iterator[Message]:
         """Apply changes, and yield the messages that report them; take all of them before anything changes again."""
         for change in changes:
             if change is None:
@@ -128,11 +125,11 @@ class EngineView:
         self._flush()
         yield from self._take_messages()
 
-    def end(self) -> Iterator[_Message]:
+    def end(self) -> Iterator[Message]:
         """Messages that take everything back."""
         return self.apply([None])
 
-    def _take_messages(self) -> list[_Message]:
+    def _take_messages(self) -> list[Message]:
         messages, self._messages = self._messages, []
         return messages
 
@@ -224,7 +221,7 @@ class EngineView:
         self._bytes += len(tokens)
         return True
 
-    def _set_topics(self, topics: Topics) -> Iterator[_Message]:
+    def _set_topics(self, topics: Topics) -> Iterator[Message]:
         self._flush()
         yield from self._take_messages()
         by_namespace: dict[Namespace, set[bytes]] = {}
@@ -259,17 +256,17 @@ class EngineView:
 
     def _note_stored(self, model: _Model, key: bytes, parent: bytes | None, tokens: bytes) -> None:
         _add_stored(model.events, model.chunk_tokens, key, parent, tokens)
-        self._count(model)
+        self._count_pending(model)
 
     def _note_removed(self, model: _Model, key: bytes) -> None:
         last = model.events[-1] if model.events else None
         if isinstance(last, _Removed):
             last.block_hashes.append(key)
         else:
-            model.events.append(_Removed([key], MEDIUM))
-        self._count(model)
+            model.events.append(_Removed([key], _MEDIUM))
+        self._count_pending(model)
 
-    def _count(self, model: _Model) -> None:
+    def _count_pending(self, model: _Model) -> None:
         model.pending += 1
         if model.pending >= BATCH:
             self._flush_model(model)
@@ -284,33 +281,32 @@ class EngineView:
             self._messages.append((list(model.topics), model.events))
         model.events, model.pending = [], 0
 
-    # -- the whole
+    # -- listings
 
-    def _list(self, model: _Model) -> Iterator[list[_Event]]:
-        """Events that list the chunks credited as of now, in batches of one message; at least one, which may be
-        empty."""
+    def _list(self, model: _Model) -> Iterator[list[Event]]:
+        """The chunks credited as of now, in batches of one message; at least one, which may be empty."""
         tokens = self._tokens
         known = [(key, parent, tokens[key]) for key, parent in model.credited.items()]  # parents come first
 
-        def batches() -> Iterator[list[_Event]]:
+        def batches() -> Iterator[list[Event]]:
             for first in range(0, max(1, len(known)), BATCH):
-                events: list[_Event] = []
+                events: list[Event] = []
                 for key, parent, ids in known[first : first + BATCH]:
                     _add_stored(events, model.chunk_tokens, key, parent, ids)
                 yield events
 
         return batches()
 
-    def listing(self) -> Iterator[tuple[bytes, list[_Event]]]:
-        """Messages that list everything as of now, for a subscriber that has lost some; `messages` of them."""
+    def listing(self) -> Iterator[tuple[bytes, list[Event]]]:
+        """`messages` messages that list all chunks as of now, for a subscriber that has lost some."""
         lists = [(list(model.topics), self._list(model)) for model in self._models.values() if model.topics]
 
-        def messages() -> Iterator[tuple[bytes, list[_Event]]]:
+        def messages() -> Iterator[tuple[bytes, list[Event]]]:
             begun: set[bytes] = set()
             for topics, batches in lists:
-                for events, topic in ((events, topic) for events in batches for topic in topics):
-                    yield topic, events if topic in begun else [_Cleared(), *events]
-                    begun.add(topic)
+                for events in batches:
+                    yield from ((topic, events if topic in begun else [_Cleared(), *events]) for topic in topics)
+                    begun.update(topics)
             if not lists:
                 yield TOPIC, []
 
@@ -318,26 +314,26 @@ class EngineView:
 
     @property
     def messages(self) -> int:
-        """The number of messages in a listing."""
+        """The number of messages in a listing; never more than were sent."""
         models = self._models.values()
         return max(1, sum(len(model.topics) * max(1, -(-len(model.credited) // BATCH)) for model in models))
 
 
-def _add_stored(events: list[_Event], chunk_tokens: int, key: bytes, parent: bytes | None, tokens: bytes) -> None:
+def _add_stored(events: list[Event], chunk_tokens: int, key: bytes, parent: bytes | None, tokens: bytes) -> None:
     ids = memoryview(tokens).cast("I").tolist()
     last = events[-1] if events else None
     if isinstance(last, _Stored) and parent == last.block_hashes[-1]:
         last.block_hashes.append(key)
         last.token_ids += ids
     else:
-        events.append(_Stored([key], parent, ids, chunk_tokens, None, MEDIUM))
+        events.append(_Stored([key], parent, ids, chunk_tokens, None, _MEDIUM))
 
 
-def _removals(keys: Iterable[bytes]) -> Iterator[_Event]:
+def _removals(keys: Iterable[bytes]) -> Iterator[Event]:
     """Events that take these chunks back, each for one message; those at the end of chains first."""
     ordered = list(reversed(list(keys)))
     for first in range(0, len(ordered), BATCH):
-        yield _Removed(ordered[first : first + BATCH], MEDIUM)
+        yield _Removed(ordered[first : first + BATCH], _MEDIUM)
 
 
 def _all_behind(model: _Model, key: bytes) -> list[tuple[bytes, bytes]]:

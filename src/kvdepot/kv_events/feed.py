@@ -1,9 +1,9 @@
-"""The queue of what routers are to hear: filled by the deciding thread, read by the publisher's.
+"""The queue between the deciding thread and the publisher's.
 
-core/index/index.py reports each chunk that becomes visible or invisible to a `Feed`; server/loop.py adds what engines
-describe, and whose engines they are. The publisher's thread takes these changes and turns them into events
-(depot_view.py, engine_view.py). Invariant: the deciding thread only appends to a bounded queue. When the queue is full,
-it reports that everything is gone, and then lists the existing chunks again, some each second.
+The deciding thread queues each chunk that becomes visible or invisible, what engines describe, and whose engines are
+registered. The publisher's thread takes these changes and turns them into events (engine_view.py). Invariant: the
+deciding thread only appends to a bounded queue. When the queue is full, it reports that everything is gone, and then
+lists the existing chunks again, some each second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTED_A_TICK = 1 << 13
 
 
 Topics: TypeAlias = "frozenset[tuple[str, Namespace]]"
-"""The topics of the engines that are there, each with the chunks that they can load."""
+"""The topics of registered engines, each with the namespace of the chunks that they can load."""
 Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | Topics | Describe | None"
 """Whether a chunk exists, its namespace, its key, and its parent's (None: it is a prompt's first, empty: unknown); the
 topics that have replaced the former ones; chunks described by an engine; or None: all chunks are gone."""
@@ -70,8 +70,7 @@ class Feed:
             before = chunk.parent
             parent = b"" if not chunk.position else before.key if before is not None else None
             queue.append((there, chunk.namespace, chunk.key, parent))
-        if self._asleep:
-            self.rouse()
+        self._wake_reader()
 
     def described(self, chunks: Describe) -> None:
         """An engine has described chunks; dropped while there is no room for it."""
@@ -79,26 +78,28 @@ class Feed:
         if not self._full and len(self._queue) < self._most and waiting < _MOST_DESCRIBED_BYTES:
             self._described += len(chunks.tokens)
             self._queue.append(chunks)
-            if self._asleep:
-                self.rouse()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._asleep:
+            self.rouse()
 
     def rouse(self) -> None:
-        """Wake the reader."""
+        """Wake the reader, also without a change."""
         self._asleep = False
         os.eventfd_write(self.wake, 1)
 
     def tick(self, index: Index, topics: Topics = frozenset()) -> None:
         """Called once a second: continue listing the chunks that existed before the feed, or before the overflow.
 
-        topics: those of the engines that are there now.
+        topics: the topics of the engines that are registered now.
         """
         if len(self._queue) > self._most // 2:
             return
         if topics != self._topics:
             self._topics = topics
             self._queue.append(topics)
-            if self._asleep:
-                self.rouse()
+            self._wake_reader()
         if self._unlisted:
             self._full, self._unlisted, self._listing = False, False, _all(index)
         room = min(_LISTED_A_TICK, self._most // 2)

@@ -1,8 +1,8 @@
 """Publishes the contents of memory to routers: vLLM's KV events over ZeroMQ, for prefix-aware routing.
 
-A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own. What it says under
-which topics is a view's decision: depot_view.py or engine_view.py. Invariant: a subscriber that reads every message, or
-asks for what it missed, believes in a removed chunk only for as long as the messages take.
+A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own; engine_view.py decides
+which events go under which topics. Invariant: a subscriber that reads every message, or asks for what it missed,
+believes in a removed chunk only for as long as the messages take.
 
 A message is `[topic, seq, payload]` as in vLLM's own publisher (vllm/distributed/kv_events.py, 0.32): seq is 8 bytes,
 big-endian; payload is msgpack, `[seconds since 1970, [event ...], None]`; the last is a data-parallel rank in vLLM.
@@ -24,17 +24,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import msgspec
 import zmq
 
-from kvdepot.kv_events.feed import Change, Feed
+from kvdepot.kv_events.engine_view import BATCH, EngineView, Event, Message
+from kvdepot.kv_events.feed import Feed
 from kvdepot.protocol.endpoints import listen
 from kvdepot.protocol.monitor import Monitor, shut
 
-__all__ = ["END", "Publisher", "View", "replay_endpoint"]
+__all__ = ["END", "Publisher", "replay_endpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -74,45 +75,16 @@ def replay_endpoint(endpoint: str) -> str:
     return endpoint + ".replay"
 
 
-_Message: TypeAlias = "tuple[bytes, bytes]"
+_Sending: TypeAlias = "tuple[bytes, bytes]"
 """A topic and a payload."""
-
-
-class View(Protocol):
-    """What subscribers are told, and what they believe after all messages so far."""
-
-    @property
-    def batch(self) -> int:
-        """The most changes that `apply` may be given."""
-
-    @property
-    def beat_topic(self) -> bytes:
-        """The topic of a message without events."""
-
-    @property
-    def count(self) -> int:
-        """Chunks that subscribers believe in."""
-
-    @property
-    def messages(self) -> int:
-        """The number of messages in a listing; never more than were sent."""
-
-    def apply(self, changes: list[Change]) -> Iterable[tuple[list[bytes], Sequence[object]]]:
-        """Apply changes; returns the messages that report them: topics and events."""
-
-    def listing(self) -> Iterator[tuple[bytes, Sequence[object]]]:
-        """Messages that list everything as of now: topic and events."""
-
-    def end(self) -> Iterable[tuple[list[bytes], Sequence[object]]]:
-        """Messages that take everything back."""
 
 
 class _Sent:
     """The sequence numbers, and the latest messages, kept for replays."""
 
-    def __init__(self, kept_messages: int, kept_bytes: int) -> None:
-        self._limits = kept_messages, kept_bytes
-        self._messages: deque[_Message] = deque()
+    def __init__(self, kept: int) -> None:
+        self._most = kept
+        self._messages: deque[_Sending] = deque()
         self._bytes = 0
         self.last = time.time_ns()
 
@@ -127,12 +99,11 @@ class _Sent:
         messages.append((topic, payload))
         self.last += 1
         self._bytes += len(payload)
-        most, most_bytes = self._limits
-        while len(messages) > listing + _MARGIN and (len(messages) > most or self._bytes > most_bytes):
+        while len(messages) > listing + _MARGIN and (len(messages) > self._most or self._bytes > _KEPT_BYTES):
             self._bytes -= len(messages.popleft()[1])
         return self.last
 
-    def since(self, start: int) -> list[_Message]:
+    def since(self, start: int) -> list[_Sending]:
         """Messages from this number on; it must be that of a kept message, or the next."""
         return list(itertools.islice(self._messages, start - self.first, None))
 
@@ -143,12 +114,10 @@ class Publisher:
     def __init__(
         self,
         feed: Feed,
-        view: View,
         endpoint: str,
         context: zmq.Context[zmq.Socket[bytes]],
         guard: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         kept_messages: int = _KEPT_MESSAGES,
-        kept_bytes: int = _KEPT_BYTES,
     ) -> None:
         """Listen; `start` begins to publish. guard: sets up a socket's keys before it listens. Raises Unavailable.
 
@@ -156,8 +125,8 @@ class Publisher:
         """
         self._feed = feed
         self._endpoint = endpoint
-        self._view = view
-        self._sent = _Sent(kept_messages, kept_bytes)
+        self._view = EngineView()
+        self._sent = _Sent(kept_messages)
         self._encode = msgspec.msgpack.Encoder().encode
         self._next_beat = 0.0
         self._waiting: dict[bytes, int] = {}  # replays: client -> first number wanted; oldest first
@@ -225,16 +194,16 @@ class Publisher:
                     rest_s = self._rest_until - time.monotonic()
                     wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
                 for ready, _ in poller.poll(wait_ms):
-                    self._hear(ready)
+                    self._handle(ready)
             self._publish_all(self._view.end())
         except BaseException:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
             log.exception("KV events are no longer published")
         finally:
             self._close_sockets()
 
-    def _hear(self, ready: zmq.Socket[bytes] | int) -> None:
+    def _handle(self, ready: zmq.Socket[bytes] | int) -> None:
         if ready is self._router:
-            self._asked()
+            self._read_requests()
         elif ready == self._feed.wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._feed.wake)
@@ -246,28 +215,28 @@ class Publisher:
 
     def _drain(self) -> None:
         """Publish the queued changes, in order."""
-        while not self._stopping and (changes := self._feed.take(self._view.batch)):
+        while not self._stopping and (changes := self._feed.take(BATCH)):
             self._publish_all(self._view.apply(changes))
             time.sleep(0)  # release the GIL, so that the deciding thread does not wait for us
 
-    def _publish_all(self, messages: Iterable[tuple[list[bytes], Sequence[object]]]) -> None:
+    def _publish_all(self, messages: Iterable[Message]) -> None:
         for topics, events in messages:
             self._publish(topics, events)
             time.sleep(0)
 
-    def _publish(self, topics: list[bytes], events: Sequence[object]) -> None:
+    def _publish(self, topics: list[bytes], events: list[Event]) -> None:
         payload = self._pack(events)
         for topic in topics:
             seq = self._sent.add(topic, payload, self._view.messages)
             self._pub.send_multipart((topic, seq.to_bytes(8, "big"), payload))  # slow readers miss it, and see a gap
         self._next_beat = time.monotonic() + _BEAT_S
 
-    def _pack(self, events: Sequence[object]) -> bytes:
+    def _pack(self, events: list[Event]) -> bytes:
         return self._encode((time.time(), events, None))
 
     # -- replays, one after the other
 
-    def _asked(self) -> None:
+    def _read_requests(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -342,6 +311,6 @@ class Publisher:
             socket.close()
 
 
-def _numbered(first: int, messages: Iterable[_Message]) -> Iterator[tuple[bytes, ...]]:
+def _numbered(first: int, messages: Iterable[_Sending]) -> Iterator[tuple[bytes, ...]]:
     for seq, (topic, payload) in enumerate(messages, first):
         yield topic, seq.to_bytes(8, "big"), payload

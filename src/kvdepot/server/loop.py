@@ -29,8 +29,6 @@ from kvdepot.core.index.recovery import restore
 from kvdepot.devices import Devices
 from kvdepot.errors import ArenaError, BadRequest, ConfigError
 from kvdepot.eviction import POLICIES
-from kvdepot.kv_events.depot_view import DepotView
-from kvdepot.kv_events.engine_view import EngineView
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
@@ -114,8 +112,7 @@ class Server:
             )
             closing.callback(self.connections.close)
             if self._feed is not None:
-                view = EngineView() if config.wants_tokens else DepotView()
-                self._publisher = Publisher(self._feed, view, config.kv_events, context, self._listener.guard)
+                self._publisher = Publisher(self._feed, config.kv_events, context, self._listener.guard)
                 closing.callback(self._publisher.close)
             self._copier = Copier(self.arena, config.copy_threads, self._report)
             closing.callback(self._stop_copier)
@@ -210,7 +207,7 @@ class Server:
         note_serving(self._config.url)
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._tick_feed(self._feed)
+            self._feed.tick(self.depot.index, self.depot.topics())
             self._publisher.start()
         if self._web is not None:
             self._web.start()
@@ -267,7 +264,7 @@ class Server:
 
     def _tick(self) -> None:
         if self._feed is not None:
-            self._tick_feed(self._feed)
+            self._feed.tick(self.depot.index, self.depot.topics())
             self.depot.counters["kv_event_overflows"] = self._feed.overflows
         self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
@@ -289,9 +286,6 @@ class Server:
             self._devices.release_idle(time.monotonic())
         finally:
             self._is_releasing = False
-
-    def _tick_feed(self, feed: Feed) -> None:
-        feed.tick(self.depot.index, self.depot.topics() if self._config.wants_tokens else frozenset())
 
     def _obstacle(self) -> tuple[str, str]:
         """Why new clients cannot connect, and where: others may have removed or replaced our files. Empty: they can."""

@@ -187,8 +187,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         known = self._make_known(self._groups, spec, self._ranks) if described is None else None
         if topic and described is None:
             log.warning(
-                "kvdepot.events_topic is set, but the server at %s publishes no KV events under the topics of engines: "
-                "start it with --kv-events and --kv-events-topics engines",
+                "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
                 client.server_url,
             )
         return SchedulerHalf(
