@@ -557,7 +557,6 @@ def test_the_table_of_counters_has_all_that_the_source_counts_and_no_more() -> N
     adapters_own = {"stores_dropped", "stores_given_up", "chunks_failed"}
     kept_elsewhere = {
         "evicted_chunks",
-        "left_alone",
         "refused_chunks",
         "rejoined",
         "undemoted_chunks",

@@ -241,14 +241,14 @@ def test_a_part_that_does_not_arrive_leaves_the_boundary_that_memory_had(
     assert there.answers[asked] == 3
     take(there, reaches, chain, 3)
     there.assert_quiet()
-    is_spoilt = fault in ("corrupt", "truncate")
-    assert any(isinstance(task, Erase) for task in there.done) == is_spoilt
+    is_corrupt = fault in ("corrupt", "truncate")
+    assert any(isinstance(task, Erase) for task in there.done) == is_corrupt
     # What did arrive serves the next lookup.
     faulty.inject()
     before = loaded(there, chain)
     found = there.find(b"one", look(chain, "r2"))
-    assert found == (3 if is_spoilt else 6)
-    if not is_spoilt:
+    assert found == (3 if is_corrupt else 6)
+    if not is_corrupt:
         expected: list[list[int]] = [[], [], []]
         expected[group] = [5]
         assert [sorted(now)[len(then) :] for now, then in zip(loaded(there, chain), before, strict=True)] == expected

@@ -138,7 +138,7 @@ def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None
     wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
     tier.objects[wrong] = tier.objects[name]
     assert there.find(b"one", look(two)) == 0
-    assert wrong not in tier.objects and there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 1
+    assert wrong not in tier.objects and there.depot.tiering.status(0.0)[0].counters["corrupt_chunks"] == 1
     there.assert_quiet()
 
 
@@ -308,8 +308,8 @@ class Forbidding(MemoryTier):
     def write(self, blobs: Any) -> list[bool]:
         return super().write(self._checked("write", blobs))
 
-    def remove(self, names: Any, spoilt: bool = False) -> None:
-        super().remove(self._checked("remove", names), spoilt)
+    def remove(self, names: Any) -> None:
+        super().remove(self._checked("remove", names))
 
     def _checked(self, call: str, items: Any) -> Any:
         if call == self.forbidden:
@@ -401,7 +401,7 @@ def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> N
         assert there.index.chunks == 0
         clear(here.index)
         here.find(b"one", store(chain))
-    assert there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 9
+    assert there.depot.tiering.status(0.0)[0].counters["corrupt_chunks"] == 9
     there.assert_quiet()
 
 

@@ -57,7 +57,7 @@ def test_ages_of_what_is_gone_are_not_kept_for_the_whole_ttl() -> None:
     for i in range(1000):
         host.find(b"one", store(prompt(f"p{i}", 2)))
     assert host.index.chunks <= 8
-    assert len(host.index.accounts.rest.ages) <= 100
+    assert len(host.index.accounts.ages) <= 100
 
 
 @pytest.mark.faults
@@ -82,6 +82,6 @@ def test_ages_take_no_more_room_than_chunks_however_many_ranks_they_have() -> No
         for rank in range(ranks):
             host.ask(b"one", store(prompt(f"p{number}", 1), instance=rank + 1, world_size=ranks, rank=rank))
     assert host.index.chunks == 60
-    assert len(host.index.accounts.rest.ages) == 60, "each seal would look through all of them for those that are gone"
+    assert len(host.index.accounts.ages) == 60, "each seal would look through all of them for those that are gone"
     host.tick(61.0, 1061.0)
     assert host.index.chunks == 0

@@ -204,7 +204,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
     "KVDepotTierDropping": {f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7+1x300"},
     "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
-    "KVDepotTierCorrupt": {f'kvdepot_tier_spoilt_shards_total{{{LABELS}, tier="disk"}}': "0x220 1x80"},
+    "KVDepotTierCorrupt": {f'kvdepot_tier_corrupt_shards_total{{{LABELS}, tier="disk"}}': "0x220 1x80"},
 }
 """The series that differ when an alert must fire."""
 

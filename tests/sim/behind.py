@@ -90,7 +90,7 @@ class Behind:
         """Counts of all that may make a hit shorter."""
         server = self._server
         tiers = server.depot.tiering._tiers
-        names = "failures", "missed_chunks", "spoilt_chunks", "searches_refused", "late"
+        names = "failures", "missed_chunks", "corrupt_chunks", "searches_refused", "late"
         counters = server.depot.counters
         return (
             self._stores,

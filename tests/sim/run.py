@@ -460,9 +460,9 @@ EXPECTED = frozenset(
     forgotten_during_tier_load forgotten_during_tier_save forgotten_with_errors late_load_sealed late_load_used
     load_for_several load_without_room lookup_asked_again lookup_at_its_deadline lookup_cut_short objects_mixed_up
     pinned_by_name queue_full server_killed_during_tier_load server_killed_during_tier_save server_left_hung_tier
-    spoilt_erased stopped_with_searches stored_elsewhere tier_back tier_down tier_evicted tier_hit_chunks tier_hung
+    stopped_with_searches stored_elsewhere tier_back tier_down tier_evicted tier_hit_chunks tier_hung
     tier_late tier_loaded_chunks tier_missed_chunks tier_overtaken_chunks tier_refused_chunks tier_saved_chunks
-    tier_slow tier_spoilt_chunks tier_tripped tier_undemoted_chunks unpinned
+    corrupt_erased tier_slow tier_corrupt_chunks tier_tripped tier_undemoted_chunks unpinned
     bounded_parts_recovered groups_hit groups_hit_before_the_last_chunk groups_hit_from_tiers groups_hit_of_two_models
     groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
     groups_stored_without_state

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.index.recovery import restore
+from kvdepot.core.tiering.lookup import EraseToken
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import Allocator
@@ -28,7 +29,7 @@ from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.worker import Erase, Erased, Load, Save, TierTask
+from kvdepot.tiers.worker import Erased, Load, Save, TierTask
 from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
@@ -592,7 +593,7 @@ class Server(Checks, Harness):
             arrivals = tier_task.token.arrivals
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
-        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and isinstance(outcome, Erased)
+        counters["corrupt_erased"] += isinstance(tier_task.token, EraseToken) and isinstance(outcome, Erased)
         self.doing = tier_task
         self.finished(tier_task.token, outcome)
         if isinstance(tier_task, Load):

@@ -298,7 +298,7 @@ def copies_one_block_too_few(patch: Patch) -> None:
 
 
 @breaks(282)
-def seals_loads_that_are_spoilt(patch: Patch) -> None:
+def seals_corrupt_loads(patch: Patch) -> None:
     check = tier_worker._check
 
     def credulous(part: Any, blob: Any, *rest: Any) -> Any:

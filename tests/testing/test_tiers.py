@@ -30,7 +30,7 @@ class TestMemory(TierConformance):
 
 
 MUTANTS = {
-    "reads what was removed": "def remove(self, names, spoilt=False): pass",
+    "reads what was removed": "def remove(self, names): pass",
     "forgets too much": "def forget(self, salt, space): return super().forget(salt, '')",
     "forgets half": "def forget(self, salt, space): return super().forget(salt, space + '0' * (32 - len(space)))",
     "counts wrong": "def forget(self, salt, space): return super().forget(salt, space) and 1",

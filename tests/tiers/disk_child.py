@@ -38,7 +38,7 @@ def live(tier: Disk, start: int, abreast: threading.Barrier) -> None:
         tier.write([Blob(again, [data])])
         tier.read([Blob(name_of(number), [memoryview(bytearray(400_000))])])
         if number % 7 == 0:
-            tier.remove([again], spoilt=number % 2 == 0)
+            tier.remove([again])
         if number % 11 == 0:
             tier.forget(f"{1:032x}", "")
 

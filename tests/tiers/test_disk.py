@@ -229,7 +229,7 @@ def test_directories_and_files_are_ours_alone_whatever_the_mask(root: Path, star
         tier = start()
         for number in range(3):
             assert write(tier, number)
-        tier.remove([name_of(0)], spoilt=True)
+        tier.remove([name_of(0)])
     finally:
         os.umask(before)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
@@ -273,7 +273,6 @@ def test_a_name_that_is_none_leads_nowhere(name: str, root: Path, start: Callabl
     assert tier.find([name]) == [False]
     assert tier.read([Blob(name, [area])]) == [-1]
     tier.remove([name])
-    tier.remove([name], spoilt=True)
     assert (root.parent / "outside").read_bytes() == b"mine"
     assert {path.name for path in root.parent.iterdir()} == {"tier", "outside"}
     assert {path.name for path in root.iterdir()} == {"kvdepot.lock"}
@@ -394,15 +393,6 @@ def test_a_link_is_followed_only_if_this_user_or_root_made_it(root: Path) -> Non
         Disk(root / "link", GIB)
 
 
-def test_a_directory_with_other_files_is_refused_and_left_as_it_is(root: Path) -> None:
-    root.mkdir()
-    root.chmod(0o755)
-    (root / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"thesis\.txt"):
-        Disk(root, GIB)
-    assert stat.S_IMODE(root.stat().st_mode) == 0o755
-
-
 def test_what_a_killed_process_was_writing_and_removing_is_gone_after_the_start(
     root: Path, start: Callable[..., Disk]
 ) -> None:
@@ -486,37 +476,6 @@ def test_a_directory_where_a_file_should_be_is_that_objects_failure_alone(
     assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
     tier.forget("", "")
     assert tier.usage().bytes == 0
-
-
-def test_spoilt_objects_are_kept_aside_a_few_and_counted_into_the_capacity(
-    root: Path, start: Callable[..., Disk]
-) -> None:
-    bound = 16 * MIB
-    tier = start(bound)
-    for number in range(20):
-        assert write(tier, number, 100_000)
-    tier.remove([name_of(number) for number in range(12)], spoilt=True)
-    kept = sorted((root / "quarantine").iterdir())
-    assert [path.name for path in kept] == sorted(name_of(n).replace("/", "_") for n in range(4, 12))
-    assert {path.stat().st_size for path in kept} == {100_000}
-    assert tier.usage().counters["quarantined"] == 12
-    full = tier.usage().bytes
-    assert full is not None and full >= allocated(root) >= 16 * 100_000
-    assert write(tier, 11, 100_000)
-    tier.remove([name_of(11)], spoilt=True)  # of one name, the last
-    assert len(list((root / "quarantine").iterdir())) == 8
-    tier.close()
-    tier = start(bound)
-    assert tier.usage().bytes == full and there(tier, *range(20)) == [*range(12, 20)]
-    for number in range(100, 104):
-        assert write(tier, number, MIB)
-    tier.remove([name_of(number) for number in range(100, 104)], spoilt=True)
-    kept = list((root / "quarantine").iterdir())
-    assert sum(path.stat().st_size for path in kept) <= bound // 16
-    tier.close()
-    tier = start(MIB)
-    assert allocated(root / "quarantine") <= MIB // 16 and allocated(root) <= MIB
-    assert write(tier, 200, 800_000)
 
 
 # -- a process that is killed
@@ -659,7 +618,7 @@ def test_files_never_take_more_than_the_capacity_half_written_ones_included(
                 write(tier, number, size)
                 read(tier, thread * 1000 + draw.randrange(20), 3 * MIB)
                 if turn % 10 == 0:
-                    tier.remove([name_of(number)], spoilt=turn % 20 == 0)
+                    tier.remove([name_of(number)])
                 if turn % 50 == 49:
                     tier.forget("", "")
 
@@ -681,7 +640,6 @@ def test_files_never_take_more_than_the_capacity_half_written_ones_included(
     usage = tier.usage()
     assert usage.bytes is not None and allocated(root) <= usage.bytes <= bound
     tier.forget("", "")
-    shutil.rmtree(root / "quarantine", ignore_errors=True)
     tier.close()
     tier = start(bound, root)
     assert tier.usage().bytes == 0

@@ -239,45 +239,6 @@ def test_no_other_tenants_object_takes_one_below_its_floor(start: Callable[..., 
     assert len(there(tier, "blue", range(7))) == 6
 
 
-def test_a_salts_objects_count_for_its_own_quota_and_not_for_its_tenants(start: Callable[..., Disk]) -> None:
-    own, other = SALTS[2], SALTS[1]
-    rules = Rules.of({("blue", b""): on_disk(cap=4), ("blue", own): on_disk(floor=3, cap=3)}, {}, 0)
-    tier = start(rules)
-    for number in range(6):
-        for tenant, salt in (("blue", b""), ("blue", own), ("blue", other), ("red", own)):
-            assert write(tier, tenant, number, salt=salt)
-    numbers = range(6)
-    assert there(tier, "blue", numbers, own) == [3, 4, 5]
-    assert len(there(tier, "blue", numbers)) + len(there(tier, "blue", numbers, other)) == 4, (
-        "they share their tenant's"
-    )
-    assert there(tier, "red", numbers, own) == list(numbers), "the quota is of one tenant's salt"
-    tier = start(rules)
-    for number in range(30):
-        assert write(tier, "red", number)
-    assert there(tier, "blue", numbers, own) == [3, 4, 5], "its floor holds after a restart"
-
-
-def test_an_object_beyond_a_cap_is_refused_and_evicts_nothing(start: Callable[..., Disk]) -> None:
-    tier = start(of_tenants(blue=on_disk(cap=3)))
-    assert write(tier, "blue", 1) and write(tier, "blue", 2)
-    assert not write(tier, "blue", 3, blocks=4)
-    assert there(tier, "blue", range(4)) == [1, 2]
-    assert tier.usage().counters == {"refused": 1}
-
-
-def test_a_write_that_corrupt_objects_leave_no_room_for_below_a_cap_evicts_nothing(start: Callable[..., Disk]) -> None:
-    tier = start(of_tenants(blue=on_disk(cap=6)), 64 * BLOCK)
-    for number in range(6):
-        assert write(tier, "blue", number) and write(tier, "red", number)
-    tier.remove([name_of("blue", number) for number in range(3)], spoilt=True)
-    assert tier.usage().counters == {"quarantined": 3}
-    assert not write(tier, "blue", 9, blocks=4), "three blocks of the cap are in quarantine"
-    assert there(tier, "blue", range(6)) == [3, 4, 5] and there(tier, "red", range(6)) == list(range(6))
-    assert write(tier, "red", 9, blocks=4) and write(tier, "blue", 8, blocks=3), "others' cap is not concerned"
-    assert there(tier, "blue", range(9)) == [8]
-
-
 def test_a_smaller_capacity_is_divided_by_quotas_as_soon_as_a_server_starts(start: Callable[..., Disk]) -> None:
     tier = start(Rules())
     for number in range(8):

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
-from kvdepot.tiers.disk.entry import Entry
-from kvdepot.tiers.disk.ledger import Ledger
+from kvdepot.tiers.disk.ledger import Entry, Ledger
 from kvdepot.tiers.rules import owner_of
 
 CAPACITY = 100

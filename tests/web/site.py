@@ -247,7 +247,7 @@ def example_status(wall_s: float = 0.0) -> Status:
                         Histogram("save_seconds", "s", [0.001, 0.01, 0.1], [0, 200_000, 14_001, 0], 1_200.0),
                         Histogram("load_bytes_per_second", "bytes/s", [1e8, 1e9, 1e10], [10, 1_000, 8_110, 0], 1e13)]),
             TierStatus("s3", "on_evict", "up", 640_113, int(4.8 * 1024 * GIB), None, 0, 0,
-                       {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1},
+                       {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "breaker_openings": 1},
                        "503 SlowDown", 84.0),
         ],
         counters={

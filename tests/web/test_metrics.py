@@ -195,7 +195,7 @@ def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_w
         shutil.rmtree(tmp_path / "kv")
         person.ask(wire.Clear()).result(HANG_S)
         eventually(lambda: engine.lookup(prompt(2)) == 0 and labelled(web, "tier_up") == {(tier,): 0})
-        assert labelled(web, "tier_left_alone_total")[tier,] >= 1
+        assert labelled(web, "tier_breaker_openings_total")[tier,] >= 1
     finally:
         person.close()
         engine.close()

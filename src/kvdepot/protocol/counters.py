@@ -234,16 +234,12 @@ TIER = (
     Counted("refused", "objects", "Objects that the store refused.", "objects refused by the store",
             advice="Check its capacity."),
     Counted(
-        "spoilt_chunks", "shards",
+        "corrupt_chunks", "shards",
         "Shards that failed their checksum or did not match their header; erased.",
         "failed their checksum",
         advice="Check the disk or store: it damages data, or others write to it; in that case set `key_file`.",
         alert="KVDepotTierCorrupt", severity="warning",
     ),
-    Counted("spoilt", "objects", "Objects that did not match their header; erased.", "corrupt objects erased",
-            advice="See `spoilt_chunks`."),
-    Counted("quarantined", "files", "Disk: corrupt files moved to `quarantine/`.", "corrupt files quarantined",
-            advice="Inspect the files in `quarantine/`."),
     Counted(
         "failures", "calls", "Calls that failed or timed out.", "failed calls",
         advice="See `error` and `error_s` of the tier (the last error, and seconds since), then the store's own log.",
@@ -258,7 +254,7 @@ TIER = (
     ),
     Counted("late", "lookups", "Lookups that this tier did not answer in time.", "answered too late",
             advice="The store is slow, or `--lookup-s` is short."),
-    Counted("left_alone", "times", "Times that the circuit breaker opened.", "circuit breaker openings",
+    Counted("breaker_openings", "times", "Times that the circuit breaker opened.", "circuit breaker openings",
             advice="See `failures`."),
     Counted(
         "searches_refused", "lookups", "Lookups that skipped this tier because too many were waiting for it.",

@@ -82,10 +82,9 @@ class MemoryTier:
     def _drop(self, name: str) -> None:
         self._bytes -= len(self.objects.pop(name, b""))
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         with self._lock:
             for name in names:
-                self.counters["quarantined"] += spoilt and name in self.objects
                 self._drop(name)
 
     def forget(self, salt: str, space: str) -> int:
@@ -194,8 +193,8 @@ class FaultyTier:
         answers = iter(self._call(lambda: self.tier.write(sound)))
         return [not no and (gone or next(answers)) for no, gone in zip(refused, lost, strict=True)]
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        self._call(lambda: self.tier.remove(names, spoilt))
+    def remove(self, names: Sequence[str]) -> None:
+        self._call(lambda: self.tier.remove(names))
 
     def forget(self, salt: str, space: str) -> int:
         return self._call(lambda: self.tier.forget(salt, space))

@@ -218,7 +218,7 @@ class TierConformance(Generic[Place]):
     def test_a_batch_of_nothing_is_answered_with_nothing(self, tier: Tier) -> None:
         assert list(tier.find([])) == list(tier.read([])) == list(tier.write([])) == []
         tier.remove([])
-        tier.remove([], spoilt=True)
+        tier.remove([])
 
     def test_what_is_not_there_is_an_answer_and_no_error(self, tier: Tier) -> None:
         area = bytearray(10)
@@ -228,7 +228,7 @@ class TierConformance(Generic[Place]):
             ABSENT,
         ]
         tier.remove([name_of(1)])
-        tier.remove([name_of(1)], spoilt=True)
+        tier.remove([name_of(1)])
 
     def test_a_batch_is_answered_in_its_order_each_object_for_itself(self, tier: Tier) -> None:
         numbers = [*range(100)]
@@ -281,14 +281,13 @@ class TierConformance(Generic[Place]):
             assert _get(tier, name_of(first), 400_000) in (old, new)
             tier.remove([name_of(first)])
 
-    @pytest.mark.parametrize("spoilt", [False, True])
-    def test_what_is_removed_is_gone_alone_and_can_be_written_anew(self, tier: Tier, spoilt: bool) -> None:
+    def test_what_is_removed_is_gone_alone_and_can_be_written_again(self, tier: Tier) -> None:
         names = [name_of(n) for n in range(12)]
         assert tier.write([Blob(name, [memoryview(content(1, 5000))]) for name in names]) == [True] * 12
-        tier.remove([*names[:5], name_of(99)], spoilt)
+        tier.remove([*names[:5], name_of(99)])
         assert tier.find(names) == [False] * 5 + [True] * 7
         assert [_get(tier, name, 5000) is None for name in names] == [True] * 5 + [False] * 7
-        tier.remove(names[:1], spoilt)
+        tier.remove(names[:1])
         assert tier.write([Blob(names[0], [memoryview(content(2, 6000))])]) == [True]
         assert _get(tier, names[0], 9000) == content(2, 6000)
 
@@ -476,7 +475,7 @@ class TierConformance(Generic[Place]):
                 for name in names:
                     assert tier.write([Blob(name, cut(data, [1, 4096]))]) in ([True], [False])
                 if turn % 8 == 7:
-                    tier.remove([names[thread % 3]], spoilt=turn % 16 == 7)
+                    tier.remove([names[thread % 3]])
 
         def read() -> None:
             whole: set[int] = set()
@@ -621,9 +620,9 @@ class _Life(RuleBasedStateMachine):
             if name in self.model and len(area) == len(self.model[name]):
                 assert area == self.model[name], name
 
-    @rule(names=_NAMES, spoilt=st.booleans())
-    def remove(self, names: list[str], spoilt: bool) -> None:
-        self.tier.remove(names, spoilt)
+    @rule(names=_NAMES)
+    def remove(self, names: list[str]) -> None:
+        self.tier.remove(names)
         for name in names:
             self.model.pop(name, None)
 

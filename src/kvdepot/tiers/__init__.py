@@ -88,7 +88,7 @@ class Usage(msgspec.Struct, frozen=True):
     bytes: int | None = None
     capacity_bytes: int | None = None
     counters: dict[str, int] = {}
-    """Counters since the start, e.g. `evicted`, `quarantined`."""
+    """Counters since the start, e.g. `evicted`, `expired`."""
     owners: dict[str, int] = {}
     """Bytes of each quota (by `rules.owner_prefix`), if the tier enforces quotas."""
     free_bytes: int | None = None
@@ -133,11 +133,8 @@ class Tier(Protocol):
         once per call.
         """
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        """Remove objects; missing names are ignored. No read that begins after the return finds them.
-
-        spoilt: the objects are corrupt. A tier that can quarantines a few for inspection, and counts them.
-        """
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects; missing names are ignored. No read that begins after the return finds them."""
 
     def forget(self, salt: str, space: str) -> int:
         """Remove every object whose name's first part begins with `salt` and second with `space`; returns how many.

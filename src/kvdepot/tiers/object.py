@@ -184,7 +184,7 @@ class ObjectTier:
         self._options = options
         self._path = path
         self._closed = False
-        self._tally = Tally("refused", "spoilt")
+        self._tally = Tally("refused")
 
     def __repr__(self) -> str:
         return f"<ObjectTier {self._name}, {self._tally!r}>"
@@ -206,15 +206,13 @@ class ObjectTier:
         self._tally("refused", kept.count(False))
         return kept
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        """Corrupt objects are counted; none are kept for inspection."""
+    def remove(self, names: Sequence[str]) -> None:
         if isinstance(self._store, S3Store):
             with self._edge():
                 for start in range(0, len(names), DELETE_NAMES):
                     obstore.delete(self._store, names[start : start + DELETE_NAMES])
         else:  # these have no batches, or fail at the first missing name
             self._each(self._delete, names)
-        self._tally("spoilt", len(names) if spoilt else 0)
 
     def forget(self, salt: str, space: str) -> int:
         """Lists the folders of the first two parts, then the objects of those that match."""

@@ -15,7 +15,7 @@ import msgspec
 from kvdepot.protocol.quotas import Quota, shortest
 from kvdepot.tiers.format import tenant_prefix
 
-__all__ = ["Rules", "owner_of", "owner_prefix", "tenant_of"]
+__all__ = ["NO_RULES", "Rules", "owner_of", "owner_prefix", "tenant_of"]
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -54,6 +54,9 @@ class Rules(msgspec.Struct, frozen=True):
         if floors <= capacity_bytes:
             return ""
         return f"all floors on disk together are {floors} bytes, more than its capacity of {capacity_bytes}"
+
+
+NO_RULES = Rules()
 
 
 def owner_of(name: str) -> str:

@@ -134,7 +134,6 @@ class Erase:
     token: object
     tier: int
     names: list[str]
-    spoilt: bool = False
 
 
 @dataclass(slots=True)
@@ -423,7 +422,7 @@ def run(
         case Save():
             return Saved(_save(tier_task.parts, tier, arena, heads, codec))
         case Erase():
-            tier.remove(tier_task.names, tier_task.spoilt)
+            tier.remove(tier_task.names)
             return Erased()
         case Forget():
             return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))

@@ -445,10 +445,10 @@ class Lookups:
         ]
         tier.counters["loaded_chunks"] += len(sealed)
         tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
-        tier.counters["spoilt_chunks"] += len(corrupt)
+        tier.counters["corrupt_chunks"] += len(corrupt)
         decisions: list[LookupDecision] = []
         if corrupt:
-            decisions.append(Erase(EraseToken(tier), tier.number, corrupt, spoilt=True))
+            decisions.append(Erase(EraseToken(tier), tier.number, corrupt))
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1

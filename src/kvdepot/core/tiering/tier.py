@@ -178,6 +178,7 @@ class TierState:
         """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
         self.error, self.failed_at = why[:_MOST_ERROR], now
         opens = self.breaker.failed(now, is_probe)
+        self.counters["breaker_openings"] += opens
         if opens:
             log.warning(
                 "tier %s: circuit breaker open, retrying with backoff: %s",
@@ -250,7 +251,7 @@ class TierState:
             saves=len(self.saving),
             loads=self.loading,
             histograms=[*self.load_calls.figures(), *self.save_calls.figures()],
-            counters={**usage.counters, **self.counters, **undemoted, "left_alone": self.breaker.trips},
+            counters={**usage.counters, **self.counters, **undemoted},
             error=error,
             error_s=now - self.failed_at if self.error else None,
         )

@@ -2,8 +2,23 @@
 
     disk:///var/cache/kv?capacity_gib=100
 
-Called by worker.py on its threads. Invariant: if the directory is gone, it is not made anew on another file system,
+Called by worker.py on its threads. Invariant: if the directory is gone, it is not created again on another file system,
 such as the one below a disk that is not mounted.
+
+**What a crash leaves.** Nothing is synced: this is a cache. Each change is one rename or one unlink, in this order:
+
+- A write reserves its bytes in the ledger, writes `tmp/x`, and renames it to its place, complete. A killed process
+  leaves a file in `tmp/`, or the whole object.
+- An eviction or removal takes the object out of the ledger, unlinks the file, and frees the bytes when its last reader
+  has closed it. A killed process leaves the object, or nothing.
+- To forget, each namespace's directory is renamed into `trash/` before memory is told that it is gone, and removed
+  there. A killed process leaves the rest in `trash/`, where no read finds it.
+- A start (space.py) removes `tmp/` and `trash/`, counts the objects, orders them by their access times, and evicts down
+  to the capacity and the caps, before anything is written. Reads are served meanwhile from what is counted.
+
+A power failure may leave files that are empty, short or wrong: an empty one is removed by the start, the others are
+found by their header and checksum (worker.py). Access times are updated by reads, once a minute at most; modification
+times say when contents were computed.
 """
 
 from __future__ import annotations
@@ -22,9 +37,10 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
 from kvdepot.tiers import Blob, Usage, convert
+from kvdepot.tiers.disk.directory import LOCK, Directory
 from kvdepot.tiers.disk.folder import Folder
-from kvdepot.tiers.disk.layout import LOCK
-from kvdepot.tiers.rules import Rules
+from kvdepot.tiers.disk.ledger import Ledger
+from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
@@ -38,7 +54,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[str, Meta(description=f"eviction policy: {', '.join(POLICIES)}")] = "lru"
 
 
-def open(url: str, options: dict[str, str], threads: int, rules: Rules | None = None) -> Disk:
+def open(url: str, options: dict[str, str], threads: int, rules: Rules = NO_RULES) -> Disk:
     """The tier in the directory of a URL, which is created if there is none. A large one is counted in the background.
 
     rules: that hold from the start; until `enforce` is called, nothing is removed because of its age. Raises
@@ -54,7 +70,6 @@ def open(url: str, options: dict[str, str], threads: int, rules: Rules | None = 
     if own.policy not in POLICIES:
         raise ConfigError(f"tier {name}: {own.policy!r} is not one of the policies {', '.join(POLICIES)}")
     capacity_bytes = int(own.capacity_gib * 2**30)
-    rules = rules or Rules()
     if fault := rules.fault(capacity_bytes):
         raise ConfigError(f"tier {name}: {fault}")
     return Disk(path, capacity_bytes, own.policy, rules)
@@ -63,11 +78,11 @@ def open(url: str, options: dict[str, str], threads: int, rules: Rules | None = 
 class Disk:
     """Objects in a directory. If the directory disappears, calls raise TierError until `usage` finds it again."""
 
-    def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru", rules: Rules | None = None) -> None:
+    def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru", rules: Rules = NO_RULES) -> None:
         self._path = path
         self._capacity_bytes = capacity_bytes
         self._policy = policy
-        self._rules = rules or Rules()
+        self._rules = rules
         self._tally = Tally()
         self._opening = threading.Lock()
         self._closed = False
@@ -78,7 +93,8 @@ class Disk:
         return f"<Disk {self._folder!r}>"
 
     def _open(self) -> Folder:
-        return Folder(self._path, self._capacity_bytes, self._policy, self._tally, self._rules)
+        directory = Directory(self._path, self._tally)
+        return Folder(directory, Ledger(self._capacity_bytes, self._policy, self._rules))
 
     def _reopen(self) -> None:
         """Raises TierError if the directory is not back."""
@@ -94,7 +110,7 @@ class Disk:
     @contextlib.contextmanager
     def _call(self) -> Iterator[Folder]:
         folder = self._folder
-        with folder.claim.call():
+        with folder.directory.call():
             yield folder
 
     def attach(self, memory: Sequence[memoryview]) -> None:
@@ -112,9 +128,9 @@ class Disk:
         with self._call() as folder:
             return [folder.write(blob) for blob in blobs]
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         with self._call() as folder:
-            folder.remove(names, spoilt)
+            folder.remove(names)
 
     def forget(self, salt: str, space: str) -> int:
         with self._call() as folder:
@@ -128,7 +144,7 @@ class Disk:
     def usage(self) -> Usage:
         """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
         with self._opening:
-            if self._folder.claim.ended is not None and not self._closed:
+            if self._folder.directory.ended is not None and not self._closed:
                 self._reopen()
         with self._call() as folder:
             return folder.usage()

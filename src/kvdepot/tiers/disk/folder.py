@@ -1,8 +1,6 @@
 """One locked directory of objects: reading, writing, removing and forgetting them. Any thread.
 
-Nothing is synced: this is a cache. A killed process loses nothing that it has renamed into place; a power failure may
-leave files that are empty, short or wrong, which their header and checksum show (worker.py). Files of others in the
-directory are neither touched nor counted.
+disk/__init__.py says what a crash leaves. Files of others in the directory are neither touched nor counted.
 """
 
 from __future__ import annotations
@@ -16,19 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from kvdepot.errors import TierError
 from kvdepot.tiers import ABSENT, NAME, Blob, Usage
-from kvdepot.tiers.disk.capacity import Capacity
-from kvdepot.tiers.disk.claim import Claim
-from kvdepot.tiers.disk.entry import Entry
-from kvdepot.tiers.disk.layout import TMP, TRASH, create, path_of, prune, spaces_in, transfer
-from kvdepot.tiers.disk.ledger import Ledger
-from kvdepot.tiers.disk.quarantine import Quarantine
-from kvdepot.tiers.disk.scan import Scan
+from kvdepot.tiers.disk.directory import TMP, TRASH, Directory, path_of, prune, spaces_in, transfer
+from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.disk.space import DiskSpace
 from kvdepot.tiers.rules import Rules, owner_of
-from kvdepot.tiers.tally import Tally
 
 __all__ = ["Folder"]
 
@@ -41,48 +33,46 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Folder:
-    """The directory at `path`, locked until `close`. Methods but `close` are called within `claim.call()`."""
+    """An open directory, locked until `close`. Methods but `close` are called within `directory.call()`."""
 
-    def __init__(self, path: Path, capacity_bytes: int, policy: str, tally: Tally, rules: Rules) -> None:
-        """Raises TierError if the directory is not accessible, ConfigError if it is in use or another user's."""
-        self.claim = Claim(path, tally)
-        self._root = self.claim.root
-        self._tally = tally
-        self._ledger = Ledger(capacity_bytes, policy, rules)
-        self._capacity = Capacity(self.claim, self._ledger)
-        self._quarantine = Quarantine(self._capacity)
+    def __init__(self, directory: Directory, ledger: Ledger) -> None:
+        self.directory = directory
+        self._root = directory.root
+        self._tally = directory.tally
+        self._ledger = ledger
+        self._space = DiskSpace(directory, ledger)
         self._mark = secrets.token_hex(4)
         self._serials = itertools.count()
-        self._scan = Scan(self._capacity, self._quarantine)
+        self._space.start()
 
     def __repr__(self) -> str:
-        return f"<Folder {self._root} {self.claim.ended or self._ledger!r}>"
+        return f"<Folder {self._root} {self.directory.ended or self._ledger!r}>"
 
     def close(self) -> None:
         """Wait for the calls in progress and release the lock. Raises TierError if a call hangs. Safe to call twice."""
-        self.claim.end("closed")
-        self._scan.done.set()
-        self.claim.drain(_CLOSE_S)
-        self._scan.join()
-        self.claim.release()
+        self.directory.end("closed")
+        self._space.counted.set()
+        self.directory.drain(_CLOSE_S)
+        self._space.join()
+        self.directory.release()
 
     def usage(self) -> Usage:
-        self.claim.check_here()
-        self._capacity.retry_discarded()
-        ledger, counted = self._ledger, self._scan.done.is_set()
+        self.directory.check_here()
+        self._space.retry_discarded()
+        ledger, counted = self._ledger, self._space.counted.is_set()
         return Usage(
             len(ledger) if counted else None,
             ledger.used_bytes if counted else None,
             ledger.capacity_bytes,
             self._tally.counts(),
-            ledger.owners(),
-            self.claim.free_bytes(),
+            ledger.used_by_quota(),
+            self.directory.free_bytes(),
         )
 
     def enforce(self, rules: Rules, wall: float) -> bool:
         """As Enforcing.enforce. While objects are being counted, nothing is removed."""
         self._ledger.set_rules(rules)
-        return not self._scan.done.is_set() or self._capacity.trim(_MOST_TRIMMED, wall)
+        return not self._space.counted.is_set() or self._space.trim(_MOST_TRIMMED, wall)
 
     def find(self, names: Sequence[str]) -> list[bool]:
         return [name in self._ledger for name in names]
@@ -97,16 +87,16 @@ class Folder:
         try:
             return self._read(blob, entry)
         except FileNotFoundError as exc:
-            with self._capacity.naming(entry.name):
+            with self._space.naming(entry.name):
                 is_lost = self._ledger.lose(entry)
             if is_lost:  # by nothing that we did
                 self._tally("vanished")
-                self.claim.failed("read", exc)
+                self.directory.failed("read", exc)
             return ABSENT
         except OSError as exc:
-            self.claim.failed("read", exc)
+            self.directory.failed("read", exc)
             if exc.errno == errno.EIO:  # otherwise it would be found, and fail, forever
-                self._remove(entry.name, spoilt=False)
+                self._remove(entry.name)
             return ABSENT
         finally:
             self._ledger.release(entry)
@@ -131,48 +121,49 @@ class Folder:
     def write(self, blob: Blob) -> bool:
         """As Tier.write."""
         size = blob.size
-        self._capacity.retry_discarded()
-        if not (self._scan.done.is_set() and size and NAME.fullmatch(blob.name)):
+        self._space.retry_discarded()
+        if not (self._space.counted.is_set() and size and NAME.fullmatch(blob.name)):
             self._tally("refused")
             return False
         for is_last in (False, True):
             try:
                 return self._write(blob, size)
             except OSError as exc:
-                self.claim.failed("write", exc)
-                if is_last or exc.errno not in _NO_SPACE or not self._capacity.evict(size, owner_of(blob.name)):
+                self.directory.failed("write", exc)
+                if is_last or exc.errno not in _NO_SPACE or not self._space.evict(size, owner_of(blob.name)):
                     break
         return False
 
     def _write(self, blob: Blob, size: int) -> bool:
         """Raises OSError."""
         now = time.time()
-        entry = Entry(name=blob.name, charge=self._capacity.charge_for(size), dated=now, born=blob.born or now)
+        entry = Entry(name=blob.name, charge=self._space.charge_for(size), dated=now, born=blob.born or now)
         owner = entry.owner
-        fits = self._ledger.can_have(entry.charge, self._quarantine.entries(), owner)  # otherwise it evicts nothing
-        if not fits or not self._capacity.reserve(entry.charge, owner):
+        fits = self._ledger.can_ever_hold(entry.charge, owner)  # otherwise it evicts nothing
+        if not fits or not self._space.reserve(entry.charge, owner):
             self._tally("refused")
             return False
         path = self._unused(TMP)
         try:
-            more = max(0, self._capacity.charge_of(self._fill(path, blob, entry)) - entry.charge)
-            if more and not self._capacity.reserve(more, owner):
+            more = max(0, self._space.charge_of(self._fill(path, blob, entry)) - entry.charge)
+            if more and not self._space.reserve(more, owner):
                 self._tally("refused")
-                self._capacity.discard(path, [Entry(owner=owner, charge=entry.charge)])
+                self._space.discard(path, [Entry(owner=owner, charge=entry.charge)])
                 return False
             entry.charge += more
             target = path_of(self._root, blob.name)
-            with self._capacity.naming(blob.name):
-                self.claim.with_parents(target, partial(os.rename, path, target))
+            with self._space.naming(blob.name):
+                self.directory.with_parents(target, partial(os.rename, path, target))
                 self._ledger.enter(entry)
         except OSError:
-            self._capacity.discard(path, [Entry(owner=owner, charge=entry.charge)])
+            self._space.discard(path, [Entry(owner=owner, charge=entry.charge)])
             raise
         return True
 
     def _fill(self, path: str, blob: Blob, entry: Entry) -> os.stat_result:
-        """Write a new file; its stat. Its timestamps are those of the entry, for `Scan`. Raises OSError."""
-        fd = self.claim.with_parents(path, partial(create, path))
+        """Write a new file; its stat. Its timestamps are those of the entry, for the next start. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = self.directory.with_parents(path, partial(os.open, path, flags, 0o600))
         try:
             if transfer(os.pwritev, fd, blob.buffers) != blob.size:
                 raise OSError(errno.EIO, "a write was cut short")
@@ -186,38 +177,36 @@ class Folder:
 
     # -- removing
 
-    def remove(self, names: Sequence[str], spoilt: bool) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         """As Tier.remove. Raises TierError also if the file system refuses."""
-        self._scan.wait()
-        refused = [name for name in names if not self._remove(name, spoilt)]
-        self._quarantine.trim()
+        self._space.wait()
+        refused = [name for name in names if not self._remove(name)]
         if refused:
             raise TierError(f"{self._root} does not allow removing objects")
 
-    def _remove(self, name: str, spoilt: bool) -> bool:
+    def _remove(self, name: str) -> bool:
         """Whether the object is gone."""
-        with self._capacity.naming(name):
+        with self._space.naming(name):
             entry = self._ledger.take(name)
-            if entry is None or (spoilt and self._quarantine.add(entry)):
-                return True
-            if not self._capacity.unlink(entry):
-                return False
-            self._ledger.settle(entry)
+            if entry is not None:
+                if not self._space.unlink(entry):
+                    return False
+                self._ledger.settle(entry)
         return True
 
     def forget(self, salt: str, space: str) -> int:
-        """As Tier.forget. A space goes in one step: if this process is killed, the next scan removes the rest."""
-        self._scan.wait()
+        """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
+        self._space.wait()
         trash: dict[str, str] = {}
         kept: set[str] = set()
-        with self._capacity.frozen():
+        with self._space.frozen():
             for place, path in spaces_in(self._root, salt, space):
                 target = self._unused(TRASH)
                 try:
-                    self.claim.with_parents(target, partial(os.rename, path, target))
+                    self.directory.with_parents(target, partial(os.rename, path, target))
                 except OSError as exc:
                     kept.add(place)
-                    self.claim.failed("forget", exc)
+                    self.directory.failed("forget", exc)
                     continue
                 trash[place] = target
                 prune(self._root, path)
@@ -229,7 +218,7 @@ class Folder:
                 else:  # others have removed its directory
                     self._ledger.settle(entry)
         for place, target in trash.items():
-            self._capacity.discard(target, gone[place])
+            self._space.discard(target, gone[place])
         if kept:
             raise TierError(f"{self._root} does not allow removing objects")
         return sum(map(len, gone.values()))

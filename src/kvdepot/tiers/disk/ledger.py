@@ -1,38 +1,67 @@
-"""What a disk tier holds, whose it is, and which object goes first: names and bytes only. Any thread; no system calls.
+"""The ledger of a disk tier: its objects, their owners, and which one goes first. Any thread; no system calls.
 
-Invariant: every byte in the store is counted, from before it is written until after it is gone. So there are three ways
-to be counted: as bytes reserved for a write (`reserve`), as an object (`enter`), and as an object that was taken out
-(`take`, `victim`, `excess`, `expired`, `forget`), which is counted until `settle`, or until its last reader is done.
+Invariant: every byte in the store is counted, from before it is written until after it is gone. So bytes are counted in
+three ways: as reserved for a write (`reserve`), as an object (`enter`), and as an object that was taken out (`take`,
+`victim`, `excess`, `expired`, `forget`), which is counted until `settle`, or until its last reader is done. A floor
+counts objects alone; a cap counts all three (eviction/shares.py).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection
 
-from kvdepot.eviction import POLICIES
-from kvdepot.tiers.disk.accounts import Accounts
-from kvdepot.tiers.disk.entry import Entry
-from kvdepot.tiers.disk.expiry import Expiry
-from kvdepot.tiers.rules import Rules
+from kvdepot.eviction import POLICIES, Victim
+from kvdepot.eviction.ages import Ages
+from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
+from kvdepot.protocol.quotas import Quota
+from kvdepot.tiers.rules import NO_RULES, Rules, owner_of, tenant_of
 
-__all__ = ["Ledger"]
+__all__ = ["Entry", "Ledger"]
+
+
+class Entry(Victim, gc=False):
+    """One object, or other bytes that are counted."""
+
+    name: str = ""
+    """Empty if it is not an object; no policy knows it then."""
+    owner: str = ""
+    """The tenant or salt that its bytes count for (tiers/rules.py); of an object, by its name."""
+    charge: int = 0
+    """Bytes it takes."""
+    dated: float = 0.0
+    """When it was last used according to the store: seconds since 1970."""
+    born: float = 0.0
+    """When its contents were computed: seconds since 1970."""
+    ranked: int = 0
+    """The generation of policies that knows it; 0: none does."""
+    readers: int = 0
+    settled: bool = False
+    """Its bytes are free once its last reader is done."""
+
+    def __post_init__(self) -> None:
+        if self.name:
+            self.owner = sys.intern(owner_of(self.name))  # one string for the many objects of an owner
 
 
 class Ledger:
     """Objects of a tier of `capacity_bytes`."""
 
-    def __init__(self, capacity_bytes: int, policy: str, rules: Rules | None = None) -> None:
+    def __init__(self, capacity_bytes: int, policy: str, rules: Rules = NO_RULES) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.ranked = False
         """Whether earlier objects are in order of use; until then only reads are allowed."""
         self._lock = threading.RLock()
-        self._rules = rules or Rules()
-        self._accounts = Accounts(POLICIES[policy], self._rules.quotas)
-        self._expiry = Expiry()
-        self._expiry.set(self._rules, ())
+        self._policy = POLICIES[policy]
+        self._rules = rules
         self._entries: dict[str, Entry] = {}
+        self._used: Counter[str] = Counter()  # counted bytes by owner
+        self._ages = Ages(self._ttl_of)
+        self._generation = 0
+        self._open_shares()
 
     def __repr__(self) -> str:
         return f"<Ledger {len(self)} objects, {self.used_bytes} of {self.capacity_bytes} bytes>"
@@ -43,48 +72,94 @@ class Ledger:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    # -- what an earlier server has left
-
-    def note(self, entry: Entry, is_object: bool = True) -> None:
-        """Count what was there at the start."""
-        with self._lock:
-            self._charge(entry.owner, entry.charge)
-            if is_object:
-                self._put(entry)
-
-    def rank(self) -> None:
-        """Everything that was there is noted: order it by its last use."""
-        with self._lock:
-            for entry in sorted(self._entries.values(), key=lambda entry: entry.dated):
-                self._accounts.rank(entry)
-            self.ranked = True
+    # -- rules
 
     def set_rules(self, rules: Rules) -> None:
         """Change quotas and times to live. Objects above a cap, or expired now, stay until they are taken out.
 
-        If other owners have quotas than before, the policies begin anew, with all objects in the order of their dates.
+        If other owners have quotas than before, the policies start again, with all objects in the order of their dates.
         That, or another time to live, takes some microseconds an object.
         """
         with self._lock:
-            if rules == self._rules:
-                return
-            self._rules = rules
-            self._expiry.set(rules, self._entries.values())
-            if not self._accounts.set(rules.quotas):
-                self._accounts.open(rules.quotas)
+            before, self._rules = self._rules, rules
+            if rules.ages != before.ages:
+                self._ages = Ages(self._ttl_of)
+                for entry in self._entries.values():
+                    self._ages.record(entry)
+            if rules.quotas.keys() != before.quotas.keys():
+                self._open_shares()
                 if self.ranked:
                     self.rank()
+            for prefix, quota in rules.quotas.items():
+                self._shares[prefix].set_bounds(_bounds(quota))
+
+    def _ttl_of(self, entry: Entry) -> int:
+        return self._rules.ttl_of(entry.name)
+
+    def _open_shares(self) -> None:
+        """New shares for the quotas and the rest. Their policies know no object; `rank` follows."""
+        self._generation += 1
+        self._rest = self._new_share(Quota())
+        self._shares = {prefix: self._new_share(quota) for prefix, quota in self._rules.quotas.items()}
+        for owner, size in self._used.items():
+            self._share_of(owner).charge(size)
+            self._share_of(owner).mark_leaving(size)
+        for entry in self._entries.values():
+            self._share_of(entry.owner).mark_leaving(-entry.charge)
+
+    def _new_share(self, quota: Quota) -> FairShare:
+        return FairShare(self._policy(), _is_unread, self.capacity_bytes, _bounds(quota))
+
+    def _share_of(self, owner: str) -> FairShare:
+        """The salt's, the tenant's, or the rest's."""
+        return self._shares.get(owner) or self._shares.get(tenant_of(owner), self._rest)
+
+    def used_by_quota(self) -> dict[str, int]:
+        """Bytes that are counted for each quota, by `rules.owner_prefix`."""
+        with self._lock:
+            return {prefix: share.used for prefix, share in self._shares.items()}
+
+    # -- objects that an earlier server has left
+
+    def add_found(self, entry: Entry) -> None:
+        """Count an object that was there at the start; `rank` follows when all are."""
+        with self._lock:
+            self._charge(entry.owner, entry.charge)
+            self._put(entry)
+
+    def rank(self) -> None:
+        """Order all objects by their last use."""
+        with self._lock:
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.dated):
+                self._rank(entry)
+            self.ranked = True
+
+    def _rank(self, entry: Entry) -> None:
+        """Let an object be evicted from now on; if its policy does not know it yet, it is the most recently used."""
+        policy = self._share_of(entry.owner).policy
+        if entry.ranked != self._generation:
+            entry.ranked, entry.key = self._generation, entry.name.encode()
+            entry.queued = entry.place = entry.uses = 0  # of another policy
+            policy.insert(entry)
+        if not entry.readers:
+            policy.add(entry)
 
     # -- bytes
 
     def _charge(self, owner: str, size: int) -> None:
+        """Count `size` bytes more that no eviction would free; fewer if negative."""
         self.used_bytes += size
-        self._accounts.charge(owner, size)
+        share = self._share_of(owner)
+        share.charge(size)
+        share.mark_leaving(size)
+        self._used[owner] += size
+        if not self._used[owner]:
+            del self._used[owner]
 
     def reserve(self, size: int, owner: str) -> bool:
-        """Reserve bytes; whether there were as many, for this owner."""
+        """Reserve bytes; whether that many were free for this owner."""
         with self._lock:
-            if self.used_bytes + size > self.capacity_bytes or self._accounts.of(owner).is_over_cap_with(size):
+            if self.used_bytes + size > self.capacity_bytes or self._share_of(owner).is_over_cap_with(size):
                 return False
             self._charge(owner, size)
             return True
@@ -92,35 +167,27 @@ class Ledger:
     def free(self, size: int, owner: str) -> None:
         """Undo `reserve`."""
         with self._lock:
-            assert 0 <= size <= self._accounts.used[owner], f"{size} of {self.used_bytes} bytes freed"
+            assert 0 <= size <= self._used[owner], f"{size} of {self.used_bytes} bytes freed"
             self._charge(owner, -size)
 
-    def can_have(self, size: int, others: Iterable[Entry], owner: str) -> bool:
-        """Whether there is room for `size` bytes if all objects are evicted. others: what is no object, and stays."""
+    def can_ever_hold(self, size: int, owner: str) -> bool:
+        """Whether there is room for `size` bytes of an owner if all objects are evicted."""
         with self._lock:
-            account = self._accounts.of(owner)
-            total = own = size
-            for entry in others:
-                total += entry.charge
-                own += entry.charge if self._accounts.of(entry.owner) is account else 0
-            return total <= self.capacity_bytes and own <= (account.quota.disk_cap_bytes or own)
-
-    def owners(self) -> dict[str, int]:
-        """Bytes that are counted for each quota, by `rules.owner_prefix`."""
-        with self._lock:
-            return self._accounts.used_by_prefix()
+            return size <= self._share_of(owner).cap
 
     # -- objects
 
     def _put(self, entry: Entry) -> None:
         self._entries[entry.name] = entry
-        self._accounts.count(entry, 1)
-        self._expiry.note(entry)
+        self._share_of(entry.owner).mark_leaving(-entry.charge)
+        self._ages.record(entry)
 
-    def _pop(self, entry: Entry) -> None:
-        assert self._entries.pop(entry.name) is entry
-        self._accounts.count(entry, -1)
-        entry.gone = True
+    def _pop(self, entry: Entry | None) -> Entry | None:
+        if entry is not None:
+            assert self._entries.pop(entry.name) is entry
+            self._share_of(entry.owner).mark_leaving(entry.charge)
+            entry.gone = True
+        return entry
 
     def enter(self, entry: Entry) -> None:
         """Reserved bytes have become an object. It replaces the one of its name, whose file is gone by now."""
@@ -128,7 +195,7 @@ class Ledger:
             if (old := self.take(entry.name)) is not None:
                 self.settle(old)
             self._put(entry)
-            self._accounts.rank(entry)
+            self._rank(entry)
 
     def keep(self, entry: Entry) -> None:
         """Undo `take`."""
@@ -136,7 +203,7 @@ class Ledger:
             entry.gone = False
             self._put(entry)
             if self.ranked:
-                self._accounts.rank(entry)
+                self._rank(entry)
 
     def hold(self, name: str) -> Entry | None:
         """Begin to read an object, which counts as a use; `release` follows. None if there is no such object."""
@@ -144,7 +211,8 @@ class Ledger:
             entry = self._entries.get(name)
             if entry is not None:
                 entry.readers += 1
-                self._accounts.use(entry)
+                if entry.ranked == self._generation:
+                    self._share_of(entry.owner).policy.use(entry)
             return entry
 
     def release(self, entry: Entry) -> None:
@@ -156,53 +224,43 @@ class Ledger:
             if entry.settled:
                 self.free(entry.charge, entry.owner)
             elif self.ranked and not entry.gone:
-                self._accounts.rank(entry)
+                self._rank(entry)
 
     def take(self, name: str) -> Entry | None:
         """Take an object out; its bytes are counted until `settle`. None if there is no such object."""
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is not None:
-                self._pop(entry)
-            return entry
+            return self._pop(self._entries.get(name))
 
     def lose(self, entry: Entry) -> bool:
         """The file of an object is not there: take it out and settle it. False if it was taken out before."""
         with self._lock:
             if entry.gone:
                 return False
-            self.take(entry.name)
+            self._pop(entry)
             self.settle(entry)
             return True
 
     def victim(self, owner: str | None, size: int) -> Entry | None:
         """Take out the object to evict for `size` bytes of an owner. None if there is none without readers.
 
-        owner: None: for nobody, so that all floors hold.
+        owner: None: none in particular, so that all floors hold.
         """
         with self._lock:
-            entry = self._accounts.victim(owner, size)
-            if entry is not None:
-                self._pop(entry)
-            return entry
+            by = None if owner is None else self._share_of(owner)
+            return self._pop(_entry(victim_for(by, size, [self._rest, *self._shares.values()], _charge_of)))
 
     def excess(self) -> Entry | None:
         """Take out an object of an owner above its cap, or of any while the capacity is exceeded; None if none is."""
         with self._lock:
-            for account in self._accounts.over_cap():
-                entry = account.victim()
-                if entry is not None:
-                    self._pop(entry)
-                    return entry
+            for share in self._shares.values():
+                if share.is_over_cap_with(0) and (entry := _entry(share.victim())) is not None:
+                    return self._pop(entry)
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
 
     def expired(self, wall: float) -> Entry | None:
         """Take out an object that has expired at `wall` (seconds since 1970), even if it is read; None if none has."""
         with self._lock:
-            entry = self._expiry.due(wall)
-            if entry is not None:
-                self._pop(entry)
-            return entry
+            return self._pop(next(self._ages.due(wall), None))
 
     def forget(self, salt: str, space: str, but: Collection[str] = ()) -> list[Entry]:
         """Take out all objects whose names begin so (kvdepot.tiers.Tier.forget).
@@ -217,7 +275,27 @@ class Ledger:
     def settle(self, entry: Entry, evicted: bool = False) -> None:
         """The file of what was taken out is gone; readers may still have it open."""
         with self._lock:
-            self._accounts.drop(entry, evicted)
+            if entry.ranked == self._generation:
+                self._share_of(entry.owner).policy.remove(entry, evicted)
             entry.settled = True
             if not entry.readers:
                 self.free(entry.charge, entry.owner)
+
+
+def _bounds(quota: Quota) -> ShareBounds:
+    return ShareBounds(quota.disk_floor_bytes, quota.disk_cap_bytes, quota.weight)
+
+
+def _entry(victim: Victim | None) -> Entry | None:
+    assert victim is None or isinstance(victim, Entry)
+    return victim
+
+
+def _is_unread(victim: Victim) -> bool:
+    assert isinstance(victim, Entry)
+    return not victim.readers
+
+
+def _charge_of(victim: Victim) -> int:
+    assert isinstance(victim, Entry)
+    return victim.charge

@@ -278,7 +278,7 @@ class MooncakeTier:
         self._tally("failed", len(objects) - len(whole))
         return whole
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         if names:
             with self._pool.calling() as store, self._pool.removing():
                 # Forced: otherwise, objects that were read or asked for within the last ten seconds are kept.

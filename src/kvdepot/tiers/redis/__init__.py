@@ -143,7 +143,7 @@ class RedisTier:
         self._secrets = secrets
         self._prefix = options.prefix.encode()
         self._closed = False
-        self._tally = Tally("refused", "spoilt")
+        self._tally = Tally("refused")
 
     def __repr__(self) -> str:
         return f"<RedisTier {self._name} {self._options.prefix!r}, {self._tally!r}>"
@@ -194,8 +194,7 @@ class RedisTier:
         self._tally("refused", kept.count(False))
         return kept
 
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        """Corrupt objects are counted; none are kept for inspection."""
+    def remove(self, names: Sequence[str]) -> None:
         answered: set[int] = set()
 
         def answer(index: int, replies: list[Reply]) -> None:
@@ -205,7 +204,6 @@ class RedisTier:
         self._ask([request(b"UNLINK", self._key(name)) for name in names], answer)
         if len(answered) < len(names):
             raise TierError(f"{self._name}: {len(names) - len(answered)} objects are moving between nodes")
-        self._tally("spoilt", len(names) if spoilt else 0)
 
     def forget(self, salt: str, space: str) -> int:
         """Walks the keys of every primary and removes what matches, a few thousand at a time."""
