@@ -30,7 +30,7 @@ _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with what it includes, links that lead within the site, and its tables filled in."""
-    if page.file.src_uri.startswith(("decisions/", "internals/", "architecture", "contributing")):
+    if page.file.src_uri.startswith(("decisions", "internals/", "architecture", "contributing")):
         page.meta.setdefault("search", {"exclude": True})  # whoever searches for a word wants to use it
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
     return re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "source lines": 46_700,
-    "test lines": 63_500,
+    "test lines": 63392,
     "functions with more than 5 parameters": 42,
     "boolean parameters": 139,
     "Any": 176,

@@ -47,7 +47,7 @@ log = init_logger(__name__)
 
 _ANSWER_S = 0.0005
 """How long a step waits for pending lookups, all requests together: the server may take its time, see
-docs/decisions/0061-lookups-wait-for-stores.md, and the requests that run must not."""
+docs/decisions.md, "Lookups wait for stores in progress", and the requests that run must not."""
 
 
 class SchedulerHalf:

@@ -1,0 +1,267 @@
+"""Plant small faults into the source, one at a time, and count how many of them the test suite notices.
+
+    python tools/mutants.py [--tree DIR] [--seed N] [--count N] [--seconds N] [--jobs N] [--out FILE]
+
+A seed draws the faults, an equal number from each area and as evenly as possible from each kind (see `KINDS`). Each
+fault runs in a copy of the tree: pytest stops at the first failure or after `--seconds`, over the test files in a fixed
+order: those that import the faulty module, those of its folder, the simulation, all others. Tests that need a real
+engine or a GPU do not run. A fault is noticed if a test fails in this time. The result is a JSON file with one entry
+per fault, and a table. It is resumable: faults that FILE has are not run again.
+
+`--tree` measures another checkout with its own tests, for a comparison of two versions of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+AREAS = ("core", "client", "memory", "tiers", "protocol", "integrations")
+KINDS = ("comparison", "dropped line", "off by one", "wrong key", "missing release", "negation")
+RELEASES = ("release", "free", "close", "unpin", "discard", "pop", "clear", "cancel", "unlink", "erase", "remove")
+TURNED = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+GENERIC = ("list", "dict", "tuple", "set", "type", "deque", "Counter", "Callable", "Iterable")
+LOGGING = ("debug", "info", "warning", "error", "exception")
+COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", "fuzz", ".github")
+
+
+class Fault(NamedTuple):
+    """One small fault: what stands in a file between two byte offsets, and what replaces it."""
+
+    file: str
+    line: int
+    kind: str
+    start: int
+    end: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line}:{self.start} {self.kind} -> {self.text[:40]!r}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="mutants.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the tree's environment")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=160)
+    parser.add_argument("--seconds", type=float, default=60, help="of tests, for each fault")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
+    parser.add_argument("--draw", action="store_true", help="show the faults and run nothing")
+    asked = parser.parse_args()
+    faults = draw(asked.tree, asked.seed, asked.count)
+    if asked.draw:
+        print(*(fault.name for fault in faults), sep="\n")
+        return 0
+    done: dict[str, dict[str, object]] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [copy(asked.tree, Path(folder, str(number))) for number in range(asked.jobs)]
+
+        def work(fault: Fault) -> None:
+            tree = trees.pop()
+            try:
+                done[fault.name] = run(asked.tree, tree, fault, asked.python, asked.seconds)
+            finally:
+                trees.append(tree)
+            asked.out.write_text(json.dumps(done, indent=1))
+            print(f"{len(done):4} {done[fault.name]['by'] or 'NOT NOTICED'}: {fault.name}", flush=True)
+
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            list(pool.map(work, [fault for fault in faults if fault.name not in done]))
+    show(faults, done)
+    return 0
+
+
+# -- drawing
+
+
+def draw(tree: Path, seed: int, count: int) -> list[Fault]:
+    """The faults of a seed: area after area, kind after kind, until there are `count`."""
+    dice = random.Random(seed)
+    pools: dict[tuple[str, str], list[Fault]] = {}
+    for area in AREAS:
+        for path in sorted((tree / "src/kvdepot" / area).rglob("*.py")):
+            for fault in possible(path, str(path.relative_to(tree))):
+                pools.setdefault((area, fault.kind), []).append(fault)
+    for pool in pools.values():
+        dice.shuffle(pool)
+    drawn: list[Fault] = []
+    while len(drawn) < count and any(pools.values()):
+        for kind in KINDS:
+            for area in AREAS:
+                if pools.get((area, kind)):
+                    drawn.append(pools[area, kind].pop())
+    return drawn[:count]
+
+
+def possible(path: Path, file: str) -> Iterator[Fault]:
+    """Every fault that can be planted into one file."""
+    source = path.read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(node: ast.expr | ast.stmt) -> str:
+        start, end = span(node)
+        return source[start:end].decode()
+
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.name in ("__repr__", "__str__"):
+            continue
+        for node in walk(function):
+            match node:
+                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in TURNED:
+                    start, end = span(node)
+                    yield Fault(
+                        file, node.lineno, "comparison", start, end, f"{text(left)} {TURNED[type(op)]} {text(right)}"
+                    )
+                case ast.Constant(value=int() as value) if not isinstance(value, bool):
+                    yield Fault(file, node.lineno, "off by one", *span(node), str(value + 1))
+                case ast.Subscript(slice=ast.Constant(value=str() as key)):
+                    yield Fault(file, node.lineno, "wrong key", *span(node.slice), repr(f"{key}_"))
+                case ast.Subscript(slice=ast.Name() | ast.Attribute()) if text(node.value) not in GENERIC:
+                    yield Fault(file, node.lineno, "wrong key", *span(node.slice), f"next(iter({text(node.value)}))")
+                case ast.Expr(value=ast.Call(func=called)):
+                    is_release = name_of(called).lstrip("_").startswith(RELEASES)
+                    kind = "missing release" if is_release else "dropped line"
+                    yield Fault(file, node.lineno, kind, *span(node), "pass")
+                case ast.Assign() | ast.AugAssign() if not isinstance(getattr(node, "target", None), ast.Name):
+                    if isinstance(node, ast.AugAssign) or isinstance(node.targets[0], ast.Attribute | ast.Subscript):
+                        yield Fault(file, node.lineno, "dropped line", *span(node), "pass")
+                case ast.If(test=test) if not isinstance(test, ast.Compare):
+                    yield Fault(file, node.lineno, "negation", *span(test), f"not ({text(test)})")
+
+
+def walk(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's body without those of functions in it, of assertions, annotations and messages."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assert | ast.Raise | ast.arguments
+        ):
+            continue
+        if isinstance(child, ast.JoinedStr) or (isinstance(child, ast.AnnAssign) and not child.simple):
+            continue
+        if isinstance(child, ast.Call) and name_of(child.func) in ("debug", "info", "warning", "error", "exception"):
+            continue
+        yield child
+        yield from walk(child)
+
+
+def name_of(called: ast.expr) -> str:
+    """The last name of what is called."""
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+# -- running
+
+
+def copy(tree: Path, target: Path) -> Path:
+    """A copy of what tests read of a tree."""
+    target.mkdir()
+    for each in tree.iterdir():
+        if each.is_file():
+            shutil.copy2(each, target)
+        elif each.name in COPIED:
+            shutil.copytree(each, target / each.name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+    return target
+
+
+def order(tree: Path, fault: Fault) -> list[str]:
+    """The test files, the likeliest to notice the fault first."""
+    module = fault.file.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    area = Path(fault.file).parts[2]
+
+    def rank(path: Path) -> tuple[int, str]:
+        source, inner = path.read_text(), path.relative_to(tree / "tests")
+        if path.stem == f"test_{module.rpartition('.')[2]}":
+            return 0, str(path)
+        if f"{module} " in source or f"{module}\n" in source:
+            return 1, str(path)
+        return (2 if inner.parts[0] == area else 3 if inner.parts[0] == "sim" else 4), str(path)
+
+    files = [path for path in (tree / "tests").rglob("test_*.py") if "earlier_version" not in path.parts]
+    return [str(path.relative_to(tree)) for path in sorted(files, key=rank)]
+
+
+def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> dict[str, object]:
+    """Plant a fault into a copy and run tests; returns the test that noticed it (`by`, empty: none) and the time."""
+    path, began = tree / fault.file, time.monotonic()
+    source = (origin / fault.file).read_bytes()
+    path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
+    environ = {**os.environ, "PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "--no-header",
+        "--tb=no",
+    ]
+    command += ["-m", "not vllm and not gpu", *order(tree, fault)]
+    log = tree / "pytest.log"
+    with log.open("wb") as output:
+        tests = subprocess.Popen(command, cwd=tree, env=environ, stdout=output, stderr=output, start_new_session=True)
+        try:
+            status: int | None = tests.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
+            path.write_bytes(source)
+    lines = log.read_text(errors="replace").splitlines()
+    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
+    by = failed.split(" - ")[0] or ("pytest ended" if status not in (0, None, 5) else "")
+    return {"by": by, "seconds": round(time.monotonic() - began, 1), "kind": fault.kind, "file": fault.file}
+
+
+def show(faults: list[Fault], done: dict[str, dict[str, object]]) -> None:
+    """Print, by area and by kind, how many faults were noticed."""
+    for title, group in (("area", lambda fault: Path(fault.file).parts[2]), ("kind", lambda fault: fault.kind)):
+        planted = Counter(group(fault) for fault in faults)
+        noticed = Counter(group(fault) for fault in faults if done[fault.name]["by"])
+        print(f"\n{title:20} planted noticed")
+        for name, count in sorted(planted.items()):
+            print(f"{name:20} {count:7} {noticed[name]:7}")
+    total = sum(bool(done[fault.name]["by"]) for fault in faults)
+    print(f"\n{total} of {len(faults)} noticed: {100 * total / len(faults):.1f} %")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
