@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.client.transfer import LeaseTerms
 from kvdepot.errors import BadRequest
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
@@ -160,8 +161,8 @@ def test_leases_are_listed_with_their_sums_until_and_after_they_end(start_depot:
         assert admin.leases(client) == ([], [])
         hashes = fill(client, tensors, "model", 1)
         prompt = admin.make_prompt(client, [], hashes, "model", "")
-        assert admin.lease(client, "kept", prompt, "retain", 600, 70) == CHUNKS
-        admin.lease(client, "going", prompt, "expire", 600)
+        assert admin.lease(client, "kept", prompt, LeaseTerms("retain", 600, 70)) == CHUNKS
+        admin.lease(client, "going", prompt, LeaseTerms("expire", 600))
         receipts, sums = admin.leases(client)
         shown = {each.name: (each.kind, each.chunks, each.priority, each.ended) for each in receipts}
         assert shown["kept"] == ("retain", CHUNKS, 70, "")

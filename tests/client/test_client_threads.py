@@ -17,7 +17,7 @@ import zmq
 
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
 from kvdepot.client import contract
-from kvdepot.client.contract import Chains, RequestType
+from kvdepot.client.contract import PromptChains, RequestType
 from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable
 from kvdepot.keys import ChunkChain
@@ -70,7 +70,7 @@ def alone(tokens: tuple[int, ...]) -> bytes:
 def test_keys_that_threads_translate_at_once_get_the_hashes_of_their_own_tokens(
     kind: RequestType, request_id: str | None
 ) -> None:
-    chains = Chains()
+    chains = PromptChains()
     said = prompts(1, 40, 24)
     right = [alone(tokens) for tokens in said]
     wrong: list[int] = []

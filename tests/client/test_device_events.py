@@ -65,7 +65,7 @@ def test_a_request_goes_once_its_event_has_happened_without_anyone_looking(waits
     assert outcomes.told == []
     event.there = True
     eventually(lambda: outcomes.told)
-    waits.look()
+    waits.poll()
     assert outcomes.told == [("r", None)]
 
 
@@ -94,10 +94,10 @@ def test_who_looks_lets_go_on_its_own_thread_while_ours_has_nothing_left_to_do()
         event = Later()
         queue.put(event, lambda: threads.append(threading.current_thread()), lambda error: None)
         assert began.wait(HANG_S)
-        queue.look()
+        queue.poll()
         assert threads == []
         event.there = True
-        queue.look()
+        queue.poll()
         assert threads == [threading.current_thread()]
     finally:
         go_on.set()

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 
@@ -44,11 +44,12 @@ def test_messages_have_the_fields_of_the_spec_and_of_what_is_copied() -> None:
     assert SPEC.shards([TRANSFER]) == [
         wire.Shards("r", "model", 2, 1, b"p" * 32, 3, b"h" * 64, TRANSFER.block_ids, 2, b"s" * 16)
     ]
-    assert SPEC.lookup("r", 2, b"h" * 32, True, b"s") == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s", 256)
-    assert SPEC.lease("name", b"h" * 32, b"s", "expire", 7, 9, drops=True) == wire.Lease(
-        "name", "expire", "model", 2, 4, b"h" * 32, b"s", 256, 7, 9, True
-    )
-    assert SPEC.drop(b"h" * 32, b"s", 3) == wire.Drop("model", 2, 4, b"h" * 32, b"s", 256, 3)
+    prompt = PromptChunks(SPEC, b"h" * 32, b"s")
+    assert prompt.lookup("r", 2) == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s", 256)
+    assert prompt.lookup("r").readers == 0
+    terms = LeaseTerms("expire", 7, 9, drops=True)
+    assert prompt.lease("name", terms) == wire.Lease("name", "expire", "model", 2, 4, b"h" * 32, b"s", 256, 7, 9, True)
+    assert prompt.drop(3) == wire.Drop("model", 2, 4, b"h" * 32, b"s", 256, 3)
 
 
 def test_a_transfer_counts_its_chunks_and_blocks_and_reaches_another_process_whole() -> None:

@@ -102,7 +102,7 @@ class Client(MessageQueueClient):
         self.process = process
         page = host.new_liveness(f"card-{name}")
         self.liveness = ClientLiveness(host, page)  # type: ignore[assignment]
-        self.chains = contract.Chains()
+        self.chains = contract.PromptChains()
         self._closed = False
         self._inbox: list[bytes | bool] = []  # frames, and that the connection was made (True) or broke
         self._hears_events = host.world.seed % 4 != 0

@@ -18,8 +18,9 @@ from kvdepot.errors import ConfigError
 from kvdepot.values import plural
 
 if TYPE_CHECKING:
-    from kvdepot.client.admin import Preview, Prompt
+    from kvdepot.client.admin import Preview
     from kvdepot.client.socket import Client
+    from kvdepot.client.transfer import PromptChunks
 
 __all__ = ["begun", "check", "forget", "is_local", "open_prompt", "pin", "unpin", "warm"]
 
@@ -27,7 +28,7 @@ __all__ = ["begun", "check", "forget", "is_local", "open_prompt", "pin", "unpin"
 @contextmanager
 def open_prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
-) -> Iterator[tuple[Client, Prompt, Progress]]:
+) -> Iterator[tuple[Client, PromptChunks, Progress]]:
     """A connection, the prompt that the options give, and a progress bar."""
     from kvdepot.client import admin
 

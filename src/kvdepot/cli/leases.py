@@ -43,12 +43,13 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
     says how many it has. It fails if the leases of this tenant would use too much memory.
     """
     from kvdepot.client import admin
+    from kvdepot.client.transfer import LeaseTerms
 
     if kind == "expire" and not seconds:
         raise click.UsageError("--kind expire: give --seconds, after which the chunks are removed")
     with open_prompt(**which) as (client, prompt, update):
         leased = admin.lease(
-            client, name, prompt, kind, seconds, priority, drop,
+            client, name, prompt, LeaseTerms(kind, seconds, priority, drop),
             lambda done: update("loading chunks", done, len(prompt)),
         )  # fmt: skip
     if as_json:

@@ -227,7 +227,9 @@ class _Client:
 
     def _lookup(self, transfer: Transfer) -> bool:
         # readers 0: not counted among the lookups of engines
-        lookup = self._worker.spec.lookup(transfer.request_id, 0, transfer.hashes, True, b"")
+        from kvdepot.client.transfer import PromptChunks
+
+        lookup = PromptChunks(self._worker.spec, transfer.hashes).lookup(transfer.request_id)
         return bool(self._worker.client.ask(lookup).result(_ANSWER_S) == self._plan.chunks)
 
     def _end(self, transfer: Transfer) -> MessagingFuture[object]:

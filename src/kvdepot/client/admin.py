@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,21 +18,21 @@ import msgspec
 import zmq
 
 from kvdepot.client.socket import CONNECT_S, Client
-from kvdepot.client.transfer import ShardSpec
+from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
-from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 
 __all__ = [
     "Preview",
-    "Prompt",
     "connect",
     "drop",
     "end_lease",
+    "find_prompt",
     "forget",
     "inspect",
     "lease",
@@ -57,23 +56,11 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 _PAGE = MOST_CHUNKS // wire.MAX_GROUPS
 """Chunks in one request to inspect: an answer has room for their parts in all KV cache groups of a model."""
+_RETAINED = LeaseTerms()
 T = TypeVar("T")
 
 for _kind in (list[ChunkStatus], list[Prefix]):
     msgspec.convert([], _kind)  # at import, since msgspec crashes if two threads are the first to decode a type
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The chunks of one prompt, on all ranks."""
-
-    spec: ShardSpec
-    hashes: bytes
-    salt: bytes
-
-    def __len__(self) -> int:
-        """Number of chunks."""
-        return len(self.hashes) // HASH_BYTES
 
 
 @contextmanager
@@ -91,7 +78,7 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[C
         context.term()
 
 
-def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
+def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: str, salt: str) -> PromptChunks:
     """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
 
     model: a name that the server lists, or the beginning of exactly one; empty: the only one. Raises ConfigError.
@@ -107,40 +94,43 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     except ValueError as exc:
         wanted = "token ids, such as [1, 2, 3]" if tokens else f"chunk hashes of {2 * HASH_BYTES} hexadecimal digits"
         raise ConfigError(f"{file}: not a list of {wanted}: {exc}") from exc
-    return make_prompt(client, ids, chunks, model, salt, file)
+    return make_prompt(client, ids, chunks, model, salt)
 
 
-def make_prompt(
-    client: Client,
-    ids: Sequence[int],
-    hashes: bytes,
-    model: str,
-    salt: str,
-    what: str = "the prompt",
-    end: bytes = b"",
-) -> Prompt:
-    """The chunks of these token ids, or with these hashes, or in memory up to the chunk with the hash `end`.
+def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str) -> PromptChunks:
+    """The chunks with these hashes or, without any, of these token ids.
 
-    model: see `read_prompt`. what: the prompt's name in errors. Blocks until the server has answered. Raises
-    ConfigError; BadRequest if memory lacks a chunk up to `end`.
+    model: see `read_prompt`. Blocks until the server has answered. Raises ConfigError.
     """
-    name, world_size, blocks_in_chunk, chunk_tokens = _shape_named(client, model)
-    if end:
-        hashes = _chain_to(client, name, end)
+    spec = _spec_named(client, model)
     if not hashes:
-        chain = ChunkChain(chunk_tokens, derive_root(*([("salt", salt)] if salt else [])))
+        chain = ChunkChain(spec.chunk_tokens, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
-        raise ConfigError(
-            f"{what}: {len(ids)} tokens are less than a chunk of {chunk_tokens}; only whole chunks are kept"
+        raise ConfigError(f"{len(ids)} tokens are less than a chunk of {spec.chunk_tokens}; only whole chunks are kept")
+    return PromptChunks(spec, hashes, salt_tag(salt))
+
+
+def find_prompt(client: Client, end: bytes, model: str, salt: str) -> PromptChunks:
+    """The chunks in memory up to the one with the hash `end`, of a client without a tenant.
+
+    model: see `read_prompt`. Blocks until the server has answered. Raises ConfigError; BadRequest if memory lacks one.
+    """
+    spec = _spec_named(client, model)
+    told = inspect(client, spec.model, end=end)
+    # Chunks of tenants, and of models whose names only begin so, are listed too, but a lease would not hold them.
+    found = {each.position: each for each in told if each.position and (each.tenant, each.model) == ("", spec.model)}
+    hashes = [found[at].hash for at in sorted(found) if found[at].state == "ready"]
+    if not hashes or hashes[-1] != end.hex() or len(hashes) != max(found):
+        raise BadRequest(
+            f"no whole prompt up to the chunk {end.hex()} is in memory; it may have been evicted meanwhile"
         )
-    spec = ShardSpec(name, world_size, 0, chunk_tokens, blocks_in_chunk)
-    return Prompt(spec, hashes, salt_tag(salt))
+    return PromptChunks(spec, b"".join(map(bytes.fromhex, hashes)), salt_tag(salt))
 
 
-def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
-    """Name, world size, blocks and tokens per chunk of the one model with this name or beginning. Raises ConfigError.
+def _spec_named(client: Client, model: str) -> ShardSpec:
+    """The shards of the one model with this name or beginning. Raises ConfigError.
 
     If the server lists only some of its namespaces, a full name means the listed shape, which is the largest.
     """
@@ -151,7 +141,7 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
     is_whole = bool(known)
     known = known or [namespace for namespace in namespaces if namespace["model"].startswith(model[:MOST_NAME])]
     shapes = {
-        (each["model"], each["world_size"], each["blocks_in_chunk"], each["chunk_tokens"] or client.chunk_size)
+        (each["model"], each["world_size"], 0, each["chunk_tokens"] or client.chunk_size, each["blocks_in_chunk"])
         for each in known
     }
     if not namespaces and not unlisted:
@@ -178,7 +168,7 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
             f"model {model!r} may also match other models than {shape[0]}: the server does not list its {unlisted} "
             f"smallest models and shapes; give the full name"
         )
-    return shape
+    return ShardSpec(*shape)
 
 
 def _token(word: str) -> int:
@@ -193,12 +183,12 @@ def _hash(word: str) -> bytes:
     return bytes.fromhex(word)
 
 
-def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
+def warm(client: Client, prompt: PromptChunks, told: Callable[[int], None] = lambda chunks: None) -> int:
     """Load a prompt's chunks from the tiers into memory. Blocks until no more arrive; returns how many of its first
     chunks are in memory. told: called with that number as it grows.
     """
     request = f"warm {os.urandom(8).hex()}"
-    lookup = prompt.spec.lookup(request, 0, prompt.hashes, True, prompt.salt)
+    lookup = prompt.lookup(request)
     reached = -1
     while True:
         matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
@@ -212,11 +202,8 @@ def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda ch
 def lease(
     client: Client,
     name: str,
-    prompt: Prompt,
-    kind: str = "retain",
-    ttl_s: int = 0,
-    priority: int = NORMAL,
-    drops: bool = False,
+    prompt: PromptChunks,
+    terms: LeaseTerms = _RETAINED,
     told: Callable[[int], None] = lambda chunks: None,
 ) -> int:
     """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.Lease.
@@ -224,10 +211,9 @@ def lease(
     Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
     until no more arrive. told: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
     """
-    if kind != "expire":
+    if terms.kind != "expire":
         warm(client, prompt, told)
-    request = prompt.spec.lease(name, prompt.hashes, prompt.salt, kind, ttl_s, priority, drops)
-    return int(client.ask(request).result(_ANSWER_S + 60.0))
+    return int(client.ask(prompt.lease(name, terms)).result(_ANSWER_S + 60.0))
 
 
 def end_lease(client: Client, name: str, drops: bool = False) -> None:
@@ -237,12 +223,12 @@ def end_lease(client: Client, name: str, drops: bool = False) -> None:
         raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
 
 
-def drop(client: Client, prompt: Prompt, keep: int = 0) -> int:
+def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
     """Remove a prompt's chunks from memory and tiers, from its end; see wire.Drop. Blocks until memory is done.
 
     keep: of its first chunks, how many stay in any case. Returns how many chunks were removed from memory.
     """
-    return int(client.ask(prompt.spec.drop(prompt.hashes, prompt.salt, keep)).result(_ANSWER_S))
+    return int(client.ask(prompt.drop(keep)).result(_ANSWER_S))
 
 
 def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
@@ -303,22 +289,6 @@ def _pages_up_to(client: Client, model: str, end: bytes) -> list[list[ChunkStatu
         end = bytes.fromhex(first.hash)
 
 
-def _chain_to(client: Client, model: str, end: bytes) -> bytes:
-    """The hashes of a chunk in memory and of all before it in its prompt, of a client without a tenant.
-
-    model: its whole name. Raises BadRequest if memory lacks any.
-    """
-    told = inspect(client, model, end=end)
-    # Chunks of tenants, and of models whose names only begin so, are listed too, but a lease would not hold them.
-    found = {each.position: each for each in told if each.position and (each.tenant, each.model) == ("", model)}
-    hashes = [found[at].hash for at in sorted(found) if found[at].state == "ready"]
-    if not hashes or hashes[-1] != end.hex() or len(hashes) != max(found):
-        raise BadRequest(
-            f"no whole prompt up to the chunk {end.hex()} is in memory; it may have been evicted meanwhile"
-        )
-    return b"".join(map(bytes.fromhex, hashes))
-
-
 def _page(client: Client, request: wire.Inspect) -> list[ChunkStatus]:
     return _answer(client, request, list[ChunkStatus], "chunks")
 
@@ -335,12 +305,12 @@ def _answer(client: Client, request: wire.Request, kind: type[T], what: str) -> 
 def pin(
     client: Client,
     name: str,
-    prompt: Prompt,
+    prompt: PromptChunks,
     ttl_s: int = 0,
     told: Callable[[int], None] = lambda chunks: None,
 ) -> int:
     """Keep a prompt's chunks in memory: a lease of kind retain, without an end unless `ttl_s` is given. See `lease`."""
-    return lease(client, name, prompt, "retain", ttl_s, told=told)
+    return lease(client, name, prompt, LeaseTerms(ttl_s=ttl_s), told)
 
 
 def unpin(client: Client, name: str) -> None:

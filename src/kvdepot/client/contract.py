@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -26,7 +26,7 @@ from kvdepot.client.transfer import pack_block_ids
 from kvdepot.errors import BadRequest, LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
-from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash
+from kvdepot.protocol.keys import HASH_BYTES, ROOT, ChunkChain, engine_hash
 from kvdepot.protocol.layout import TensorView, build_layout, find_block_axes
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class IPCCacheEngineKey:
 
 
 class KVCacheHandle:
-    """What another process needs to map one layer's paged KV tensor.
+    """The shareable handle of one layer's paged KV tensor, with which another process maps it.
 
     A CPU tensor's storage moves into POSIX shared memory: every torch tensor on that storage moves with it and stays
     valid, but its old memory is freed. Addresses held outside torch (a NumPy array or memoryview of the tensor, a
@@ -182,7 +182,7 @@ class LoadStoreOp:
         return len(self.block_ids)
 
 
-class Chains:
+class PromptChains:
     """The chunk chains of requests under way, so that each token is hashed once per request. Any thread may use it.
 
     A chain is not thread-safe, so a thread removes it while it extends and reads it. Another thread that names chunks
@@ -218,7 +218,7 @@ class Chains:
             self._chains.pop(request_id, None)
 
 
-class Call(msgspec.Struct):
+class Translated(msgspec.Struct):
     """A message, and how to make the contract's answer from its answer."""
 
     request: wire.Request
@@ -227,35 +227,36 @@ class Call(msgspec.Struct):
     """Whether to send it only after all work queued on the tensors' device so far."""
 
 
-def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:
+Naming: TypeAlias = Callable[[IPCCacheEngineKey], tuple[bytes, int, bytes]]
+"""Returns parent, depth and hashes of the chunks that a key names."""
+
+
+def translate(
+    request_type: RequestType, payloads: list[Any], chunk_size: int, chains: PromptChains
+) -> Translated | None:
     """The message for a request of the contract; None for one without a whole chunk. Raises BadRequest."""
+    naming: Naming = partial(_name_chunks, chunk_size, chains)
     try:
         match request_type:
             case RequestType.REGISTER_KV_CACHE:
                 instance, handles = payloads
                 views = [handle.view for handle in handles]
-                return Call(wire.Register(instance, build_layout(views, find_block_axes(views))))
+                return Translated(wire.Register(instance, build_layout(views, find_block_axes(views))))
             case RequestType.UNREGISTER_KV_CACHE:
-                return Call(wire.Unregister(payloads[0]))
+                return Translated(wire.Unregister(payloads[0]))
             case RequestType.LOOKUP:
-                return _lookup(payloads[0], chunk_size, chains)
+                return _translate_lookup(payloads[0], naming)
             case RequestType.STORE | RequestType.RETRIEVE:
-                keys, instance, block_ids, event_handle = payloads
-                call = _transfer(request_type, keys, instance, block_ids, chunk_size, chains)
-                if call is not None:
-                    # The process that made an event cannot open its handle. But the work before the event is already
-                    # queued on the device, and we can wait for the device.
-                    call.after_device = bool(event_handle)
-                return call
+                return _translate_transfer(request_type, payloads, naming)
             case RequestType.END_SESSION:
                 chains.drop(payloads[0])
-                return Call(wire.EndSession(payloads[0]))
+                return Translated(wire.EndSession(payloads[0]))
             case RequestType.GET_CHUNK_SIZE:
-                return Call(wire.ChunkSize())
+                return Translated(wire.ChunkSize())
             case RequestType.NOOP:
-                return Call(wire.Noop())
+                return Translated(wire.Noop())
             case RequestType.CLEAR:
-                return Call(wire.Clear())
+                return Translated(wire.Clear())
     except (ValueError, IndexError, TypeError, AttributeError) as exc:
         raise BadRequest(f"payloads of {request_type.name}: {exc}") from exc
     raise BadRequest(f"{request_type!r} is not a request type")
@@ -277,23 +278,7 @@ def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int
     return start // chunk_size, end // chunk_size
 
 
-def _lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], chunk_size: int, chains: Chains) -> Call | None:
-    keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
-    if not keys:
-        return None
-    first: IPCCacheEngineKey = keys[0]
-    hashes = b""
-    for key in keys:
-        hashes += _key_hashes(key, chunk_size, chains)[2]
-    if not hashes:
-        return None
-    request = first.request_id or ""
-    chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
-    return Call(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained))
-
-
-def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tuple[bytes, int, bytes]:
-    """Parent, depth and hashes of the chunks that a key names."""
+def _name_chunks(chunk_size: int, chains: PromptChains, key: IPCCacheEngineKey) -> tuple[bytes, int, bytes]:
     if key.chunk_hash is not None:
         return b"", 0, engine_hash(key.chunk_hash)
     tokens = cast(tuple[int, ...], key.token_ids)
@@ -302,25 +287,28 @@ def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tupl
     return parent, first, hashes
 
 
-def _transfer(
-    request_type: RequestType,
-    keys: Sequence[IPCCacheEngineKey],
-    instance: int,
-    block_ids: Sequence[int],
-    chunk_size: int,
-    chains: Chains,
-) -> Call | None:
+def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], naming: Naming) -> Translated | None:
+    keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
+    hashes = b"".join(naming(key)[2] for key in keys)
+    if not hashes:
+        return None
+    first: IPCCacheEngineKey = keys[0]
+    chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
+    request = first.request_id or ""
+    return Translated(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained))
+
+
+def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: Naming) -> Translated | None:
+    keys, instance, block_ids, event_handle = payloads
     if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
         raise BadRequest("keys must be a list of IPCCacheEngineKey")
-    named = [_key_hashes(key, chunk_size, chains) for key in keys]
-    counts = [len(hashes) // 32 for _, _, hashes in named]
-    chunks = sum(counts)
-    if not chunks:
+    named = [naming(key) for key in keys]
+    counts = [len(hashes) // HASH_BYTES for _, _, hashes in named]
+    if not sum(counts):
         return None
-    if len(block_ids) % chunks:
-        raise BadRequest(f"{len(block_ids)} block ids for {chunks} chunks")
-    blocks = len(block_ids) // chunks
-    packed = pack_block_ids(block_ids)
+    if len(block_ids) % sum(counts):
+        raise BadRequest(f"{len(block_ids)} block ids for {sum(counts)} chunks")
+    blocks, packed = len(block_ids) // sum(counts), pack_block_ids(block_ids)
     shards: list[wire.Shards] = []
     done = 0
     for key, (parent, depth, hashes), count in zip(keys, named, counts, strict=True):
@@ -330,28 +318,24 @@ def _transfer(
             continue
         if key.worker_id is None:
             raise BadRequest("a store or retrieve key needs a worker_id")
-        part = wire.Shards(
-            key.request_id or "", key.model_name, key.world_size, key.worker_id, parent, depth, hashes, ids
-        )
+        whose = key.request_id or "", key.model_name, key.world_size, key.worker_id
         last = shards[-1] if shards else None
-        if last is not None and not parent and not last.parent and _same_request(last, part):
+        is_next = last is not None and whose == (last.request, last.model, last.world_size, last.rank)
+        if last is not None and is_next and not parent and not last.parent:
             shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
         else:
-            shards.append(part)
+            shards.append(wire.Shards(*whose, parent, depth, hashes, ids))
+    # The process that made an event cannot open its handle. But the work before the event is already queued on the
+    # device, and we can wait for the device.
+    after_device = bool(event_handle)
     if request_type is RequestType.STORE:
-        return Call(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards))
+        return Translated(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards), after_device=after_device)
 
     def per_key(value: object) -> list[bool]:
         results = iter(check_type(value, list))
         return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
 
-    return Call(wire.Retrieve(instance, shards), per_key)
-
-
-def _same_request(one: wire.Shards, other: wire.Shards) -> bool:
-    return (one.request, one.model, one.world_size, one.rank) == (
-        other.request, other.model, other.world_size, other.rank,
-    )  # fmt: skip
+    return Translated(wire.Retrieve(instance, shards), per_key, after_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +356,7 @@ class MessageQueueClient(Client):
 
     def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         super().__init__(server_url, context, key=key, engine=f"{os.uname().nodename}:{os.getpid()}")
-        self.chains = Chains()
+        self.chains = PromptChains()
         self._device_events = EventQueue("kvdepot-device-work")
         self._device_work: dict[str, _DeviceWork] = {}  # one per device: requests that wait together wait once
 
@@ -392,7 +376,7 @@ class MessageQueueClient(Client):
             return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
         return self.submit_call(call, expected)
 
-    def submit_call(self, call: Call, expected: type[object]) -> MessagingFuture[Any]:
+    def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
         """Send a request that has been translated; its answer must be `expected`. Never blocks."""
         future: MessagingFuture[object] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
         request = call.request

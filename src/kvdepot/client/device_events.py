@@ -4,7 +4,7 @@ Used by client/worker.py (events of its caller) and client/contract.py (all work
 request is sent or failed, once, whatever its event does.
 
 Events are polled, all of them in each round, so that no retrieve waits behind a later store's event. Polling for
-outcomes polls them, too (`look`), so what the engine's own thread sends needs no switch of threads; a thread of ours
+outcomes polls them, too (`poll`), so what the engine's own thread sends needs no switch of threads; a thread of ours
 polls the rest of the time. Rejected: blocking in the driver until an event happens. That waits for one event at a time,
 has no deadline and no end when the engine shuts down, and burns a core for every event not created as blocking.
 """
@@ -35,7 +35,7 @@ _STOP_S = 5.0
 
 
 class DeviceEvent(Protocol):
-    """What a request may wait for: a CUDA event, or any object that tells whether it has happened."""
+    """An event that a request may wait for: CUDA's, or any object whose `query` says whether it has happened."""
 
     def query(self) -> bool: ...
 
@@ -57,7 +57,7 @@ def happened(event: DeviceEvent | None) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _HeldRequest:
     event: DeviceEvent | None
     go: Callable[[], None]
     fail: Callable[[KVDepotError], None]
@@ -72,7 +72,7 @@ class EventQueue:
         self._name = name
         self._prepare = prepare
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; the code that removes a request ends it
+        self._waiting: dict[int, _HeldRequest] = {}  # added to under the lock; the code that removes a request ends it
         self._woken = threading.Event()
         self._lock = threading.Lock()  # guards the next two: one thread is started, and nothing is added after `stop`
         self._stopping = False
@@ -85,27 +85,24 @@ class EventQueue:
     def put(self, event: DeviceEvent | None, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
         """Call `go` once `event` has happened, or `fail` with the error. Never blocks.
 
-        Both are called on the queue's thread or on one that calls `look`.
+        Both are called on the queue's thread or on one that calls `poll`.
         """
-        refusal = self._add(_Waiting(event, go, fail))
+        refusal: KVDepotError | None = None
+        with self._lock:
+            if self._stopping:
+                refusal = Unavailable("this client is closed")
+            elif len(self._waiting) >= _MAX_WAITING:
+                refusal = DeadlineExceeded(f"{_MAX_WAITING} requests already wait for their events")
+            else:
+                self._waiting[next(self._numbers)] = _HeldRequest(event, go, fail)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                self._woken.set()
         if refusal is not None:
             fail(refusal)
 
-    def _add(self, waiting: _Waiting) -> KVDepotError | None:
-        """Add a request, or return why it is refused."""
-        with self._lock:
-            if self._stopping:
-                return Unavailable("this client is closed")
-            if len(self._waiting) >= _MAX_WAITING:
-                return DeadlineExceeded(f"{_MAX_WAITING} requests already wait for their events")
-            self._waiting[next(self._numbers)] = waiting
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._woken.set()
-        return None
-
-    def look(self) -> None:
+    def poll(self) -> None:
         """Send the requests whose events have happened. Blocks only where an event's `query` does.
 
         Several threads may call it at once. No lock keeps them apart: a thread that waited for the GIL while holding it
@@ -139,19 +136,19 @@ class EventQueue:
 
     def _run(self) -> None:
         try:
-            self._prepare_and_look()
-        finally:
-            self._ended.set()
-
-    def _prepare_and_look(self) -> None:
-        try:
             self._prepare()
         except Exception:  # the events will fail themselves, with a reason
             log.exception("could not set up the device-event thread")
+        try:
+            self._poll_until_stopped()
+        finally:
+            self._ended.set()
+
+    def _poll_until_stopped(self) -> None:
         pause = _FIRST_PAUSE_S
         while not self._stopping:
             before = len(self._waiting)
-            self.look()
+            self.poll()
             if not self._waiting:
                 self._woken.wait()
                 pause = _FIRST_PAUSE_S
@@ -169,7 +166,7 @@ def _ask(event: DeviceEvent | None) -> bool | KVDepotError:
         return exc
 
 
-def _end(waiting: _Waiting, answer: bool | KVDepotError) -> None:
+def _end(waiting: _HeldRequest, answer: bool | KVDepotError) -> None:
     try:
         if isinstance(answer, KVDepotError):
             waiting.fail(answer)

@@ -26,11 +26,11 @@ from kvdepot.client.contract import (
     wrap_kv_caches,
 )
 from kvdepot.client.device_events import DeviceEvent
-from kvdepot.client.scheduler import Cached, Lookup, LookupOutcome, Pending, SchedulerClient, Unanswered
+from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, SubmittedLookup, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
-from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
+from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
-from kvdepot.errors import BadRequest, LayoutError
+from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
@@ -93,7 +93,8 @@ class _OfSpec(Generic[_Value]):
 
 
 class _Adapter:
-    """The contract's attributes that both adapters have. Setting one affects what is sent afterwards."""
+    """What both adapters have of the contract, before one of the native clients. Setting an attribute affects what is
+    sent afterwards."""
 
     client: Client
     spec: ShardSpec
@@ -104,6 +105,30 @@ class _Adapter:
     chunk_size = _OfSpec[int]("chunk_tokens")
     """Tokens per chunk."""
     blocks_in_chunk = _OfSpec[int]("blocks_in_chunk")
+
+    def __init__(
+        self,
+        server_url: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        client: MessageQueueClient | None = None,
+    ) -> None:
+        """Read the server's chunk size; blocks 5 s at most. A `client` that is given becomes the adapter's own.
+
+        Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
+        """
+        client = client or MessageQueueClient(server_url, context)
+        try:
+            chunk_tokens = client.learn_chunk_size(CONNECT_S)
+            spec = ShardSpec.of_blocks(model_name, world_size, kv_rank, chunk_tokens, vllm_block_size)
+        except KVDepotError:
+            client.close()
+            raise
+        super().__init__(client, spec)  # type: ignore[call-arg]  # the native client's
 
     @property
     def mq_client(self) -> MessageQueueClient:
@@ -129,7 +154,7 @@ class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
     as `cleanup_lookup_result` does, so it must not be done while iterating. Setting one raises BadRequest.
     """
 
-    def __init__(self, lookups: dict[str, Lookup]) -> None:
+    def __init__(self, lookups: dict[str, SubmittedLookup]) -> None:
         self._lookups = lookups
 
     def __getitem__(self, request_id: str) -> MessagingFuture[int]:
@@ -151,24 +176,6 @@ class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
 
 class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     """The scheduler's side: how much of a prompt is cached. Used by one thread."""
-
-    def __init__(
-        self,
-        server_url: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        model_name: str,
-        world_size: int,
-        kv_rank: int,
-        vllm_block_size: int,
-        *,
-        client: MessageQueueClient | None = None,
-    ) -> None:
-        """Read the server's chunk size; blocks 5 s at most. A `client` that is given becomes the adapter's own.
-
-        Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
-        """
-        client = client or MessageQueueClient(server_url, context)
-        super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
     def lookup_futures(self) -> LookupFutures:
@@ -251,24 +258,6 @@ def _tokens(outcome: LookupOutcome) -> int | None:
 
 class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     """A worker's side: stores blocks of one rank and retrieves chunks into them. Used by one thread."""
-
-    def __init__(
-        self,
-        server_url: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        model_name: str,
-        world_size: int,
-        kv_rank: int,
-        vllm_block_size: int,
-        *,
-        client: MessageQueueClient | None = None,
-    ) -> None:
-        """Read the server's chunk size; blocks 5 s at most. A `client` that is given becomes the adapter's own.
-
-        Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
-        """
-        client = client or MessageQueueClient(server_url, context)
-        super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
     def store_futures(self) -> dict[str, list[Submitted[bool]]]:

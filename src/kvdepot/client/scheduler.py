@@ -17,12 +17,12 @@ import msgspec
 
 from kvdepot.client.operation import Began, Operation
 from kvdepot.client.socket import Client, MessagingFuture, check_type
-from kvdepot.client.transfer import ShardSpec
+from kvdepot.client.transfer import PromptChunks, ShardSpec
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["Cached", "Lookup", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
+__all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "SubmittedLookup", "Unanswered"]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Cached(msgspec.Struct, frozen=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """The lookup failed, so nobody knows; engines treat it as a miss."""
+    """The lookup failed, so it is not known what the server has; engines treat it as a miss."""
 
     error: KVDepotError
 
@@ -51,51 +51,49 @@ _PENDING = Pending()
 
 
 @dataclass(slots=True, eq=False)
-class Lookup:
+class SubmittedLookup:
     """One request's lookup, and its answer as far as it is known."""
 
     message: wire.Lookup
     began: Began
     heard: int  # `Client.heard` when it was sent
-    is_second: bool  # it replaced one whose caller was told to come back
+    is_second: bool = False  # it replaced one whose caller was held back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
-    was_held: bool = False  # its caller was told to come back
+    was_held: bool = False  # its caller was held back
 
 
 class SchedulerClient:
     """Lookups, and the sessions that hold the matched chunks. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, reports: bool = False) -> None:
-        """client: closed with this one. spec: its rank does not matter.
-
-        reports: `end_session` is given what lookups were for; see wire.Lookup.
-        """
+        """client: closed with this one. spec: its rank does not matter. reports: see wire.Lookup."""
         self._reports = reports
         self.client = client
         self.spec = spec
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
-        self._lookups: dict[str, Lookup] = {}
+        self._lookups: dict[str, SubmittedLookup] = {}
 
     def submit_lookup(
-        self, request_id: str, hashes: bytes, readers: int = 0, chained: bool = True, salt: bytes = b""
+        self, request_id: str, hashes: bytes, readers: int | None = None, chained: bool = True, salt: bytes = b""
     ) -> None:
         """Look up a prompt's chunk hashes (32 bytes each), unless the request already has a lookup. Never blocks.
 
         Matched chunks are pinned for the request until they are retrieved or its session ends. readers: how many ranks
-        will retrieve each chunk; 0: world_size. chained, salt: see wire.Lookup.
+        will retrieve each chunk; None: all. chained, salt: see wire.Lookup.
         """
         if request_id not in self._lookups:
-            spec = self.spec
-            self._ask(
-                request_id, spec.lookup(request_id, readers or spec.world_size, hashes, chained, salt, self._reports)
-            )
+            prompt = PromptChunks(self.spec, hashes, salt, chained)
+            message = prompt.lookup(request_id, readers or self.spec.world_size)
+            if self._reports:
+                message = msgspec.structs.replace(message, reports=True)
+            self._ask(request_id, SubmittedLookup(message, Began.now(), self.client.heard))
 
-    def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
+    def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
         client = self.client
-        lookup = self._lookups[request_id] = Lookup(message, Began.now(), client.heard, is_second)
-        if not message.hashes:
+        self._lookups[request_id] = lookup
+        if not lookup.message.hashes:
             lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
             return
 
@@ -103,7 +101,7 @@ class SchedulerClient:
             lookup.incarnation = client.incarnation
             return check_type(value, int)
 
-        lookup.future = client.ask(message, take, deadline_s=LOOKUP_S)
+        lookup.future = client.ask(lookup.message, take, deadline_s=LOOKUP_S)
 
     def check_lookup(self, request_id: str) -> LookupOutcome:
         """The outcome of the request's lookup. Never blocks. Raises UnknownRequest where there is none."""
@@ -117,15 +115,14 @@ class SchedulerClient:
         found, error = 0, None
         try:
             found = lookup.future.result()
-            outcome: Cached | Unanswered = Cached(found * self.spec.chunk_tokens)
+            lookup.outcome = Cached(found * self.spec.chunk_tokens)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
-            outcome, error = Unanswered(exc), exc
-        lookup.outcome = outcome
+            lookup.outcome, error = Unanswered(exc), exc
         if self.watch is not None:
             took_s, chunks = time.monotonic() - lookup.began.at_s, len(lookup.message.hashes) // HASH_BYTES
             self.watch(Operation("lookup", [request_id], lookup.began, took_s, chunks, found, error=error))
-        return outcome
+        return lookup.outcome
 
     def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
         """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups.
@@ -133,9 +130,9 @@ class SchedulerClient:
         For a caller that can still use an answer. A lookup is repeated if no server answered it and one has been heard
         since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is under way; if
         it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again; then it is
-        Unanswered until the next call. A server that is gone or hangs is not heard, so nobody waits for it longer than
-        LOOKUP_S and the tiers' deadline, and afterwards nobody waits at all; unless another is starting in the place of
-        one that was lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
+        Unanswered until the next call. A server that is gone or hangs is not heard, so its callers wait LOOKUP_S and
+        the tiers' deadline at most, and afterwards not at all; unless another is starting in the place of one that was
+        lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
@@ -145,8 +142,9 @@ class SchedulerClient:
             was_silent = isinstance(outcome, Unanswered) and isinstance(outcome.error, Unavailable | DeadlineExceeded)
             is_returning = was_silent and client.is_returning()
             if is_outdated or (was_silent and lookup.heard != client.heard):
-                self._ask(request_id, lookup.message, is_second=lookup.was_held and not is_returning)
-                lookup, outcome = self._lookups[request_id], _PENDING
+                is_second = lookup.was_held and not is_returning
+                lookup, outcome = SubmittedLookup(lookup.message, Began.now(), client.heard, is_second), _PENDING
+                self._ask(request_id, lookup)
             elif is_returning:
                 lookup.was_held = True
                 return _PENDING
@@ -176,7 +174,7 @@ class SchedulerClient:
     def end_session(
         self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
     ) -> None:
-        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
+        """End the request's session, which releases the pins that it still holds. Never blocks.
 
         saved_tokens, saved_s, asked: see wire.EndSession.
         """

@@ -1,27 +1,22 @@
-"""The two values that go from an engine's connector to the wire: what is copied, and whose shards they are.
+"""The values that go from an engine's connector to the wire: whose shards, which prompt, which chunks and blocks.
 
-A `ShardSpec` names the model, world size and rank whose shards a client looks up, stores and retrieves; a `Transfer`
-names chunks of one request and the blocks to copy them from or into. Used by client/scheduler.py and client/worker.py,
-by client/lmcache.py, which makes them from the contract's arguments, and by the vLLM connector, whose scheduler sends
-transfers to its workers. In the client, only this module makes messages from their fields.
+Used by the clients in this folder and by the vLLM connector, whose scheduler sends transfers to its workers. In the
+client, only this module makes messages from their fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kvdepot.errors import BadRequest, KVDepotError
+from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import NORMAL
 
-if TYPE_CHECKING:
-    from kvdepot.client.socket import Client
-
-__all__ = ["GroupSpec", "ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
+__all__ = ["GroupSpec", "LeaseTerms", "PromptChunks", "ShardSpec", "Transfer", "pack_block_ids"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,8 @@ class Transfer:
     """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
     parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
-    trace_headers: the request's W3C trace headers, or None; they stay in the engine. group: whose blocks; the KV cache
-    group's place in `ShardSpec.groups`.
+    trace_headers: the request's W3C trace headers, or None; they stay in the engine. group: the place of the blocks'
+    KV cache group in `ShardSpec.groups`.
     """
 
     request_id: str
@@ -103,12 +98,14 @@ class ShardSpec:
         """Tokens per block."""
         return self.chunk_tokens // self.blocks_in_chunk
 
+    def blocks_of(self, group: int) -> int:
+        """Blocks of a KV cache group per chunk."""
+        return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
+
     def register(self, instance: int, layout: Layout, topic: str = "") -> wire.Register:
         """The message that shares tensors. topic: see wire.Register."""
-        return wire.Register(
-            instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens,
-            topic=topic,
-        )  # fmt: skip
+        shape = self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens
+        return wire.Register(instance, layout, *shape, topic=topic)
 
     def register_groups(self, instance: int, layouts: Sequence[Layout], topic: str = "") -> list[wire.Register]:
         """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
@@ -121,56 +118,64 @@ class ShardSpec:
             wire.Group(reach, blocks, blocks * layout.block_bytes, layout.fingerprint)
             for (reach, blocks), layout in zip(self.groups, layouts, strict=True)
         ]
+        shape = self.model, self.world_size, self.rank
         return [
             wire.Register(
-                instance + number, layout, self.model, self.world_size, self.rank, group.blocks_in_chunk,
-                self.chunk_tokens, number, groups, topic,
+                instance + number, layout, *shape, group.blocks_in_chunk, self.chunk_tokens, number, groups, topic
             )
             for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
-        ]  # fmt: skip
-
-    def blocks_of(self, group: int) -> int:
-        """Blocks of a KV cache group per chunk."""
-        return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
-
-    def lookup(
-        self, request_id: str, readers: int, hashes: bytes, chained: bool, salt: bytes, reports: bool = False
-    ) -> wire.Lookup:
-        """The message that looks chunks up, on all ranks. See wire.Lookup."""
-        return wire.Lookup(
-            self.model, self.world_size, self.blocks_in_chunk, request_id, readers, hashes, chained, salt,
-            self.chunk_tokens, reports,
-        )  # fmt: skip
-
-    def lease(
-        self,
-        name: str,
-        hashes: bytes,
-        salt: bytes,
-        kind: str = "retain",
-        ttl_s: int = 0,
-        priority: int = NORMAL,
-        drops: bool = False,
-    ) -> wire.Lease:
-        """The message that begins a lease of chunks. See wire.Lease."""
-        return wire.Lease(
-            name, kind, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, self.chunk_tokens, ttl_s,
-            priority, drops,
-        )  # fmt: skip
-
-    def drop(self, hashes: bytes, salt: bytes, keep: int = 0) -> wire.Drop:
-        """The message that removes a prompt's chunks. See wire.Drop."""
-        return wire.Drop(self.model, self.world_size, self.blocks_in_chunk, hashes, salt, self.chunk_tokens, keep)
+        ]
 
     def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
         """This rank's shards of transfers, for a store or retrieve."""
+        shape = self.model, self.world_size, self.rank
         return [
-            wire.Shards(
-                t.request_id, self.model, self.world_size, self.rank,
-                t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt,
-            )
+            wire.Shards(t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
             for t in transfers
-        ]  # fmt: skip
+        ]
+
+
+class LeaseTerms(NamedTuple):
+    """The terms of a lease; see wire.Lease."""
+
+    kind: str = "retain"
+    ttl_s: int = 0
+    priority: int = NORMAL
+    drops: bool = False
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """The chunks of one prompt, on all ranks.
+
+    spec: its rank does not matter. hashes: 32 bytes a chunk. salt: as in wire.Shards. is_chained: whether the hashes
+    are a chain from the prompt's start.
+    """
+
+    spec: ShardSpec
+    hashes: bytes
+    salt: bytes = b""
+    is_chained: bool = True
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.hashes) // HASH_BYTES
+
+    def lookup(self, request_id: str, readers: int | None = None) -> wire.Lookup:
+        """The message that looks the chunks up. readers: how many ranks will retrieve each; None: no engine asks."""
+        spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
+        return wire.Lookup(*shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens)
+
+    def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
+        """The message that begins a lease of the chunks."""
+        spec, (kind, ttl_s, priority, drops) = self.spec, terms
+        shape = spec.model, spec.world_size, spec.blocks_in_chunk
+        return wire.Lease(name, kind, *shape, self.hashes, self.salt, spec.chunk_tokens, ttl_s, priority, drops)
+
+    def drop(self, keep: int = 0) -> wire.Drop:
+        """The message that removes the chunks after the first `keep`."""
+        spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
+        return wire.Drop(*shape, self.hashes, self.salt, spec.chunk_tokens, keep)
 
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:
@@ -182,18 +187,3 @@ def pack_block_ids(block_ids: Sequence[int]) -> bytes:
     if is_wrong:
         raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
     return pack_ids(block_ids, "block ids")
-
-
-def learn_spec(
-    client: Client, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
-) -> ShardSpec:
-    """A spec made from the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
-
-    Raises Unavailable without a server, BadRequest for a block that does not divide the chunk; the client is closed
-    then.
-    """
-    try:
-        return ShardSpec.of_blocks(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
-    except KVDepotError:
-        client.close()
-        raise

@@ -55,7 +55,7 @@ class Submitted(Generic[T]):
 
     @property
     def chunks(self) -> int:
-        """Of all its transfers together."""
+        """Number of chunks of all its transfers."""
         return sum(transfer.chunks for transfer in self.transfers)
 
     def go(self, send: Callable[[Submitted[T]], list[MessagingFuture[T]]]) -> None:
@@ -161,7 +161,7 @@ class WorkerClient:
         is not known whether the server has unmapped them.
         """
         self.give_up_stores(set(self.stores), timeout_s)
-        for retrieve in {id(each): each for under_way in self.retrieves.values() for each in under_way}.values():
+        for retrieve in self._retrieves():
             retrieve.is_void = True
             if retrieve.futures is None:
                 retrieve.fail(KVDepotError("its tensors were unregistered before its event completed"))
@@ -176,7 +176,7 @@ class WorkerClient:
             answer.result(0)
 
     def _choose_device(self) -> None:
-        """For the thread that queries events: else CUDA's runtime would make a context on the host's first GPU."""
+        """Set the GPU of the thread that queries events: else CUDA would make a context on the host's first GPU."""
         device = next((tensor.device for tensor in self.kv_caches.values()), None)
         if device is not None and device.type == "cuda":
             import torch
@@ -250,7 +250,7 @@ class WorkerClient:
         An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
         call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
-        self._device_events.look()
+        self._device_events.poll()
         self.client.pump()
         _settle(self.stores, self._store_ended)
         retrieved = _settle(self.retrieves, self._retrieve_ended)
@@ -271,7 +271,7 @@ class WorkerClient:
         stored = submitted.transfers if is_whole else []
         keys = b"".join(transfer.hashes for transfer in stored if not transfer.group)
         size = sum(transfer.blocks * self._bytes_of(transfer) for transfer in stored)
-        self._tell("store", submitted, sum(transfer.chunks for transfer in stored), size, keys)
+        self._report("store", submitted, sum(transfer.chunks for transfer in stored), size, keys)
 
     def _store_failed(self, submitted: Submitted[bool], error: KVDepotError | None) -> None:
         """Keep and log why a store has failed; error: None if the server had no space, or could not copy."""
@@ -311,13 +311,13 @@ class WorkerClient:
                 skip = 0
         if not all(filled):
             self._failed_requests.update(submitted.request_ids)
-        self._tell("retrieve", submitted, sum(filled), size)
+        self._report("retrieve", submitted, sum(filled), size)
 
     def _bytes_of(self, transfer: Transfer) -> int:
         """Bytes of one block of the transfer's KV cache group."""
         return self._block_bytes[transfer.group] if self._block_bytes else 0
 
-    def _tell(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int, stored: bytes = b"") -> None:
+    def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int, stored: bytes = b"") -> None:
         """Report an operation. done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
@@ -330,7 +330,7 @@ class WorkerClient:
 
     def take_failed_requests(self) -> set[str]:
         """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must
-        recompute what they were to load. Each failure is told once: here, or by `take_failed_blocks`.
+        recompute what they were to load. Each failure is returned once: here, or by `take_failed_blocks`.
         """
         failed, self._failed_requests = self._failed_requests, set()
         self._failed_blocks.clear()
@@ -365,10 +365,12 @@ class WorkerClient:
                 if each.futures is None:
                     each.fail(KVDepotError("its blocks were reused before its event happened"))
 
+    def _retrieves(self) -> set[Submitted[list[bool]]]:
+        return {each for under_way in self.retrieves.values() for each in under_way}
+
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
-        retrieves = [each for under_way in self.retrieves.values() for each in under_way]
-        if retrieves:
+        if retrieves := self._retrieves():
             self.client.wait(lambda: any(each.done() for each in retrieves), timeout_s)
 
     def close(self) -> None:
@@ -381,26 +383,18 @@ class WorkerClient:
         self.client.close()
 
 
-def _settle(under_way: dict[str, list[Submitted[T]]], tell: Callable[[Submitted[T]], None]) -> set[str]:
-    """Remove what is done, calling `tell` once for each. Returns the ids that have nothing left."""
-    done: set[str] = set()
-    told: set[int] = set()
+def _settle(under_way: dict[str, list[Submitted[T]]], end: Callable[[Submitted[T]], None]) -> set[str]:
+    """Remove what is done, calling `end` once for each. Returns the ids that have nothing left."""
     # Queried once each: an answer that arrives meanwhile must not end a batch for only some of its requests.
-    is_done = {id(each): each.done() for all_of_one in under_way.values() for each in all_of_one}
-    for request_id, all_of_one in list(under_way.items()):
-        left = []
-        for each in all_of_one:
-            if not is_done[id(each)]:
-                left.append(each)
-            elif id(each) not in told:
-                told.add(id(each))
-                tell(each)
-        if left:
-            under_way[request_id] = left
-        else:
+    done = {each for of_one in under_way.values() for each in of_one if each.done()}
+    for each in dict.fromkeys(each for of_one in under_way.values() for each in of_one if each in done):
+        end(each)
+    ended = {request_id for request_id, of_one in under_way.items() if done.issuperset(of_one)}
+    for request_id, of_one in list(under_way.items()):
+        under_way[request_id] = [each for each in of_one if each not in done]
+        if request_id in ended:
             del under_way[request_id]
-            done.add(request_id)
-    return done
+    return ended
 
 
 def _whole(value: object) -> bool:

@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 
 from kvdepot import __version__
 from kvdepot.client import admin
+from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
@@ -300,13 +301,13 @@ def _change(state: State) -> Iterator[None]:
         state.changes.release()
 
 
-def _prompt(poll: Poll, data: Prompt) -> admin.Prompt:
+def _prompt(poll: Poll, data: Prompt) -> PromptChunks:
     if sum(map(bool, (data.tokens, data.hashes, data.prefix))) != 1:
         raise BadRequest("give exactly one of `tokens`, `hashes` and `prefix`")
+    if data.prefix:
+        return admin.find_prompt(poll.client, bytes.fromhex(data.prefix), data.model, data.salt)
     hashes = b"".join(map(bytes.fromhex, data.hashes))
-    return admin.make_prompt(
-        poll.client, data.tokens, hashes, data.model, data.salt, end=bytes.fromhex(data.prefix or "")
-    )
+    return admin.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
 
 
 @post("/v1/warm")
@@ -341,7 +342,8 @@ def lease(state: State, data: LeaseRequest) -> Leased:
     with _change(state):
         client = state.poll.client
         prompt = _prompt(state.poll, data)
-        leased = admin.lease(client, data.name, prompt, data.kind, data.ttl_s, data.priority, data.drops)
+        terms = LeaseTerms(data.kind, data.ttl_s, data.priority, data.drops)
+        leased = admin.lease(client, data.name, prompt, terms)
         return Leased(leased, len(prompt))
 
 

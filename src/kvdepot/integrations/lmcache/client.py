@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvdepot.client.contract import Call, IPCCacheEngineKey, MessageQueueClient, RequestType
+from kvdepot.client.contract import IPCCacheEngineKey, MessageQueueClient, RequestType, Translated
 from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
@@ -102,7 +102,7 @@ class GuardedClient(MessageQueueClient):
                 return GuardedFuture(request_type, future, lambda answer: answer is True)
         return GuardedFuture(request_type, future, lambda answer: None)
 
-    def submit_call(self, call: Call, expected: type[object]) -> MessagingFuture[Any]:
+    def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
         """Number stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
         request = call.request
         if isinstance(request, wire.Store):

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import MessagingFuture
+from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
@@ -81,7 +82,7 @@ class Leases:
         # The request's chunks first: they are behind those that the session's lease holds.
         removals: list[wire.Request] = []
         if hashes := self._whole(tracked):
-            removals.append(self._depot.spec.drop(hashes, tracked.salt))
+            removals.append(PromptChunks(self._depot.spec, hashes, tracked.salt).drop())
         self._removals[request_id] = [*removals, *(wire.EndLease(name, drops=True) for name in releases)]
         if not tracked.stores_open:
             self.stores_ended([request_id])
@@ -128,8 +129,9 @@ class Leases:
     def _lease(self, tracked: Tracked, kinds: tuple[str, ...], hashes: bytes) -> None:
         for hint in tracked.hints.leases if hashes else ():
             if hint.kind in kinds:
-                spec, (kind, name, ttl_s, priority) = self._depot.spec, hint
-                self._ask(spec.lease(name, hashes, tracked.salt, kind, ttl_s, priority))
+                kind, name, ttl_s, priority = hint
+                prompt = PromptChunks(self._depot.spec, hashes, tracked.salt)
+                self._ask(prompt.lease(name, LeaseTerms(kind, ttl_s, priority)))
 
     def _ask(self, message: wire.Request) -> None:
         try:
