@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.tiering.erasing import DropToken, Erasures, Unsaved
+from kvdepot.core.tiering.forgetting import EraseToken, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
@@ -445,7 +445,7 @@ def test_what_is_erased_at_once_is_bounded_by_objects_however_many_ranks_and_chu
     while erases:
         (erase,) = erases
         names += erase.names
-        assert len(erase.names) <= 64 and isinstance(erase.token, DropToken) and erasures
+        assert len(erase.names) <= 64 and isinstance(erase.token, EraseToken) and erasures
         erases = erasures.ended(erase.token, Erased())
     assert names == [facts_of(namespace, rank).name(b"", key) for key in keys for rank in range(200)]
     assert not erasures

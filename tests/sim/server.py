@@ -15,7 +15,7 @@ import numpy as np
 
 from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.index.recovery import restore
-from kvdepot.core.tiering.lookup import EraseToken
+from kvdepot.core.tiering.forgetting import EraseToken
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import Allocator
@@ -593,7 +593,8 @@ class Server(Checks, Harness):
             arrivals = tier_task.token.arrivals
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
-        counters["corrupt_erased"] += isinstance(tier_task.token, EraseToken) and isinstance(outcome, Erased)
+        is_erased = isinstance(tier_task.token, EraseToken) and isinstance(outcome, Erased)
+        counters["corrupt_erased"] += is_erased and not tier_task.token.dropped
         self.doing = tier_task
         self.finished(tier_task.token, outcome)
         if isinstance(tier_task, Load):

@@ -433,24 +433,24 @@ def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
         before = [account.leaving for account in self._index.accounts.all()]
         part_demoted(self, demotion)
         for account, leaving in zip(self._index.accounts.all(), before, strict=True):
-            account.lets_go(leaving - account.leaving)
+            account.mark_leaving(leaving - account.leaving)
 
     patch.setattr(Saves, "_part_demoted", miscounted)
 
 
 @breaks(7)
 def takes_a_tenants_last_chunk_above_its_floor(patch: Patch) -> None:
-    patch.setattr(Accounts, "_spared", lambda self, account, by: None if account is None else account.victim())
+    patch.setattr("kvdepot.eviction.shares._victim_above_floor", lambda share, by, charge_of: share.victim())
 
 
 @breaks(7)
 def forgets_caps(patch: Patch) -> None:
-    def uncapped(self: Any, quota: Any) -> None:
-        set_(self, quota)
+    def uncapped(self: Any, bounds: Any) -> None:
+        set_bounds(self, bounds)
         self.cap = self._capacity
 
-    set_ = Account.set
-    patch.setattr(Account, "set", uncapped)
+    set_bounds = Account.set_bounds
+    patch.setattr(Account, "set_bounds", uncapped)
 
 
 @breaks(19)

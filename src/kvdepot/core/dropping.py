@@ -19,7 +19,7 @@ from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
-from kvdepot.core.tiering.erasing import Unsaved
+from kvdepot.core.tiering.forgetting import Unsaved
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire

@@ -1,22 +1,29 @@
-"""Forgetting in tiers: which tiers have been told, which have answered, and with what outcome.
+"""Forgetting in tiers: all chunks of a model or salt (`Forgettings`), and single chunks that were dropped (`Erasures`).
 
-Invariants: a tier is told once the saves to it that were in progress have ended; until all tiers have answered, nothing
-that is being forgotten is loaded (`is_under_way`).
+Invariants: a tier gets a Forget once the saves to it that were in progress have ended; until all tiers have answered,
+nothing that is being forgotten is loaded (`is_under_way`). Each tier has one Erase in progress at a time, so that a
+long prompt does not keep saves waiting; if a tier fails or its circuit breaker is open, its objects stay, and are
+counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.tiering.tier import TierState, Token
+from kvdepot.core.tiering.tier import TierState, Token, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
-from kvdepot.tiers.worker import Forget, Forgotten
+from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten
 
-__all__ = ["FORGET_S", "MOST_FORGETTINGS", "ForgetToken", "Forgetting", "Forgettings", "NotForgotten"]
+__all__ = [
+    "FORGET_S", "MOST_FORGETTINGS", "EraseToken", "Erasures", "ForgetToken", "Forgetting", "Forgettings",
+    "NotForgotten", "Unsaved",
+]  # fmt: skip
 
 MOST_FORGETTINGS = 16
 """Most forgettings in progress."""
@@ -24,6 +31,10 @@ FORGET_S = 25.0
 """The time after which a Forget is answered even if not all is done; less than clients wait."""
 _SHOWN = 100
 """Most characters of a name in an answer."""
+_MOST_NAMES = 64
+"""Objects that one Erase removes."""
+_MOST_QUEUED = 1 << 20
+"""Objects waiting to be erased from one tier; beyond it they stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,8 @@ class NotForgotten:
 class Forgetting:
     """One forgetting, from the request until memory and all tiers are done; nothing it covers is loaded meanwhile.
 
-    `model` is a prefix of model names, but tiers store objects by whole names. They are told `model` itself and all
-    names with this prefix that are known here; a model that only a tier knows may stay, and `trouble` says if so.
+    `model` is a prefix of model names, but tiers store objects by whole names. They get `model` itself and all names
+    with this prefix that are known here; a model that only a tier knows may stay, and `trouble` says if so.
     """
 
     tenant: str | None  # None: all tenants
@@ -93,8 +104,8 @@ class Forgettings:
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began
-        # By tier: forgettings that it has not been told of, and the saves that must end first.
-        self._untold: dict[int, list[tuple[set[int], Forgetting]]] = {tier.number: [] for tier in tiers}
+        # By tier: forgettings that wait for saves, and these saves.
+        self._waiting: dict[int, list[tuple[set[int], Forgetting]]] = {tier.number: [] for tier in tiers}
 
     def __repr__(self) -> str:
         return f"<Forgettings {len(self)}>"
@@ -107,29 +118,29 @@ class Forgettings:
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
     def begin(self, forgetting: Forgetting) -> list[Forget]:
-        """Begin a forgetting; tells each tier at once, or after its saves in progress."""
+        """Begin a forgetting in each tier, at once or after the tier's saves in progress."""
         forgetting.owing = {tier.number for tier in self._tiers}
-        forgetting.objects = {tier.config.name: 0 for tier in self._tiers}
+        forgetting.objects = {tier.name: 0 for tier in self._tiers}
         self._under_way[forgetting] = None
         for tier in self._tiers:
-            self._untold[tier.number].append((set(tier.saving), forgetting))
-        return [tier_task for tier in self._tiers for tier_task in self._tell(tier)]
+            self._waiting[tier.number].append((set(tier.saving), forgetting))
+        return [tier_task for tier in self._tiers for tier_task in self._dispatch(tier)]
 
     def save_ended(self, tier: TierState, number: int) -> list[Forget]:
-        """Tell the tier of the forgettings that were waiting for this save."""
-        for saves, _ in self._untold[tier.number]:
+        """Begin the forgettings in this tier that were waiting for this save alone."""
+        for saves, _ in self._waiting[tier.number]:
             saves.discard(number)
-        return self._tell(tier)
+        return self._dispatch(tier)
 
-    def _tell(self, tier: TierState) -> list[Forget]:
-        untold = self._untold[tier.number]
-        self._untold[tier.number] = [(saves, forgetting) for saves, forgetting in untold if saves]
-        return [forgetting.tier_task(tier) for saves, forgetting in untold if not saves]
+    def _dispatch(self, tier: TierState) -> list[Forget]:
+        waiting = self._waiting[tier.number]
+        self._waiting[tier.number] = [(saves, forgetting) for saves, forgetting in waiting if saves]
+        return [forgetting.tier_task(tier) for saves, forgetting in waiting if not saves]
 
-    def told(self, token: ForgetToken, outcome: Forgotten | KVDepotError) -> bool:
+    def tier_ended(self, token: ForgetToken, outcome: Forgotten | KVDepotError) -> bool:
         """Note a tier's outcome; returns whether the forgetting is to be answered now."""
-        told = outcome.objects if isinstance(outcome, Forgotten) else NotForgotten(str(outcome))
-        token.forgetting.objects[token.tier.config.name] = told
+        objects = outcome.objects if isinstance(outcome, Forgotten) else NotForgotten(str(outcome))
+        token.forgetting.objects[token.tier.name] = objects
         token.forgetting.owing.discard(token.tier.number)
         return self._is_through(token.forgetting)
 
@@ -153,3 +164,68 @@ class Forgettings:
     def end_all(self) -> list[Forgetting]:
         """Before shutdown: mark all as answered; returns those that were not."""
         return [forgetting for forgetting in self._under_way if self.end(forgetting)]
+
+
+# -- single chunks
+
+
+class Unsaved(NamedTuple):
+    """A part of a chunk that no tier is to have, on all ranks."""
+
+    namespace: Namespace
+    key: bytes
+    salt: bytes
+
+
+@dataclass(slots=True, eq=False)
+class EraseToken(Token):
+    """The token of an Erase. dropped: how many objects of chunks that were dropped it removes; 0: corrupt ones."""
+
+    dropped: int = 0
+
+
+class Erasures:
+    """Shards of dropped chunks that are to be erased from each tier. Names are made when they are needed."""
+
+    def __init__(self, tiers: Sequence[TierState]) -> None:
+        self._tiers = tiers
+        self._queues: list[deque[tuple[Unsaved, int]]] = [deque() for _ in tiers]  # by number of the tier, with rank
+        self._erasing: set[int] = set()  # tiers with an Erase in progress
+
+    def __repr__(self) -> str:
+        return f"<Erasures {sum(map(len, self._queues))} queued>"
+
+    def __bool__(self) -> bool:
+        return bool(self._erasing) or any(self._queues)
+
+    def add(self, parts: Iterable[Unsaved]) -> None:
+        """Queue the shards of these parts in every tier."""
+        for part in parts if self._tiers else ():
+            shards = [(part, rank) for rank in sorted(part.namespace.layouts)]
+            for tier, queue in zip(self._tiers, self._queues, strict=True):
+                if tier.breaker.usable and len(queue) + len(shards) <= _MOST_QUEUED:
+                    queue += shards
+                else:
+                    tier.counters["unreleased_chunks"] += len(shards)
+
+    def dispatch(self) -> list[Erase]:
+        """Erases to begin now, of at most _MOST_NAMES objects in each tier."""
+        erases = []
+        for tier, queue in zip(self._tiers, self._queues, strict=True):
+            if queue and tier.number not in self._erasing:
+                taken = [queue.popleft() for _ in range(min(_MOST_NAMES, len(queue)))]
+                names = [facts_of(part.namespace, rank).name(part.salt, part.key) for part, rank in taken]
+                self._erasing.add(tier.number)
+                erases.append(Erase(EraseToken(tier, len(names)), tier.number, names))
+        return erases
+
+    def ended(self, token: EraseToken, outcome: Erased | KVDepotError) -> list[Erase]:
+        """Handle the end of an Erase; returns the next ones."""
+        if not token.dropped:
+            return []
+        self._erasing.discard(token.tier.number)
+        if isinstance(outcome, KVDepotError):
+            queue = self._queues[token.tier.number]
+            token.tier.counters["unreleased_chunks"] += token.dropped + len(queue)
+            queue.clear()
+        return self.dispatch()

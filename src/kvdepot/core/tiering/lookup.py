@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,15 +20,14 @@ from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
-from kvdepot.core.tiering.forgetting import Forgettings
-from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of
+from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
+from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
 from kvdepot.errors import KVDepotError
-from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.tiers.format import Header
-from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, Part, TierTask, Unwanted
+from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, TierTask, Unwanted
 
-__all__ = ["Arrived", "EraseToken", "FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
+__all__ = ["Arrived", "FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,8 @@ Place: TypeAlias = tuple[int, int, int]
 class TierLookup:
     """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`.
 
-    namespace: the model's first KV cache group. first: the boundary that memory can restore.
+    namespace: the model's first KV cache group. first: the boundary that memory can restore. held: by number of the
+    namespace and key.
     """
 
     namespace: Namespace
@@ -57,9 +57,9 @@ class TierLookup:
     chained: bool
     salt: bytes
     first: int
-    end: int
     begun: float
-    held: dict[tuple[int, bytes], Chunk]  # by number of the namespace and key
+    held: dict[tuple[int, bytes], Chunk]
+    end: int = 0
     wanted: list[Place] = field(default_factory=list)  # that tiers were asked for
     found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has it
     owing: set[int] = field(default_factory=set)  # tiers that have not answered their Find
@@ -113,11 +113,6 @@ class LoadToken(Token):
     arrivals: list[Arrival]  # one per part
 
 
-@dataclass(slots=True, eq=False)
-class EraseToken(Token):
-    """The token of an Erase of corrupt objects."""
-
-
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """Shards that were loaded from a tier, and sealed."""
@@ -138,6 +133,7 @@ class Lookups:
         self._tiers = tiers
         self._index = index
         self._forgettings = forgettings
+        self._most_arriving = index.allocator.capacity // 2
         self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
         self._count = 0
         self._wanted = 0  # shards that all tier lookups together asked for
@@ -150,32 +146,38 @@ class Lookups:
 
     # -- ask
 
-    def begin(
-        self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
-    ) -> TierLookup | None:
-        """Begin a tier lookup: hold `held`, and list what is missing. None if tiers cannot help. See `Tiering`."""
+    def begin(self, tier_lookup: TierLookup) -> list[TierTask] | None:
+        """Hold what a tier lookup holds, and ask the tiers for what is missing, or load at once if nothing is; in that
+        case it may end here. None, and nothing is begun, if tiers cannot help."""
+        namespace, first = tier_lookup.namespace, tier_lookup.first
         usable = [tier for tier in self._tiers if tier.is_searchable]
         is_known = all(len(group.sizes) == group.world_size for group in namespace.groups)
-        if not usable or not is_known or self._forgettings.is_under_way(namespace, salt):
+        if not usable or not is_known or self._forgettings.is_under_way(namespace, tier_lookup.salt):
             return None
         asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
         shards = namespace.world_size * len(namespace.groups)  # of a chunk, at most
-        end = min(len(request.hashes) // HASH_BYTES, first + _MOST_WANTED // shards)
-        room = self._wanted + (end - first) * shards <= _MOST_WANTED_IN_ALL
+        tier_lookup.end = min(len(tier_lookup.hashes) // HASH_BYTES, first + _MOST_WANTED // shards)
+        room = self._wanted + (tier_lookup.end - first) * shards <= _MOST_WANTED_IN_ALL
         for tier in usable:
             tier.counters["searches_refused"] += not room or tier not in asked
         if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
             return None
-        tier_lookup = TierLookup(
-            namespace, request.request, request.hashes, request.chained, salt, first, end, now,
-            held={(chunk.namespace.number, chunk.key): chunk for chunk in held},
-        )  # fmt: skip
         tier_lookup.wanted = self._missing(tier_lookup)
-        tier_lookup.owing = {tier.number for tier in asked} if tier_lookup.wanted else set()
         self._index.hold(list(tier_lookup.held.values()), use=False)
         self._count += 1
         self._wanted += len(tier_lookup.wanted)
-        return tier_lookup
+        if not tier_lookup.wanted:
+            return self._load(tier_lookup)
+        tier_lookup.owing = {tier.number for tier in asked}
+        groups = tier_lookup.groups
+        facts = [[facts_of(group, rank) for rank in range(group.world_size)] for group in groups]
+        objects = [(facts[group][rank], tier_lookup.key(i)) for group, i, rank in tier_lookup.wanted]
+        for tier in asked:
+            tier.finding += 1
+        return [
+            Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
+            for tier in asked
+        ]
 
     def _missing(self, tier_lookup: TierLookup) -> list[Place]:
         """The shards that are neither in memory nor being loaded, and that some boundary behind `first` needs."""
@@ -192,21 +194,6 @@ class Lookups:
                 if isinstance(near[rank][i - first], Absent) and self._arrival(group, rank, tier_lookup.key(i)) is None
             ]
         return missing
-
-    def ask(self, tier_lookup: TierLookup) -> list[TierTask]:
-        """Ask the tiers, or load at once if nothing is missing; in that case the tier lookup may end here."""
-        if not tier_lookup.wanted:
-            return self._load(tier_lookup)
-        groups = tier_lookup.groups
-        facts = [[facts_of(group, rank) for rank in range(group.world_size)] for group in groups]
-        objects = [(facts[group][rank], tier_lookup.key(i)) for group, i, rank in tier_lookup.wanted]
-        asked = [tier for tier in self._tiers if tier.number in tier_lookup.owing]
-        for tier in asked:
-            tier.finding += 1
-        return [
-            Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
-            for tier in asked
-        ]
 
     def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError) -> list[LookupDecision]:
         """Handle the end of a Find."""
@@ -277,12 +264,11 @@ class Lookups:
         tier_tasks: list[TierTask] = []
         for number, arrivals in by_tier.items():
             tier = self._tiers[number]
-            batches = list(_batches(arrivals))
-            tier.loading += len(batches)
             log.debug("tier lookup: loading %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
-            tier_tasks += [
-                Load(LoadToken(tier, batch), number, [self._part(arrival) for arrival in batch]) for batch in batches
-            ]
+            for batch in _batches(arrivals):
+                tier.loading += 1
+                parts = [part_of(each.chunk, each.rank, each.shard) for each in batch]
+                tier_tasks.append(Load(LoadToken(tier, batch), number, parts))
         if not tier_lookup.waiting.total():
             self.end(tier_lookup)
         return tier_tasks
@@ -314,7 +300,7 @@ class Lookups:
         be loaded for nothing.
         """
         end = self._boundary(tier_lookup, tier_lookup.end)
-        most = min(self._index.allocator.capacity // 2, tier_lookup.namespace.account_of(tier_lookup.salt).cap)
+        most = min(self._most_arriving, tier_lookup.namespace.account_of(tier_lookup.salt).cap)
         room = most - self.arriving_bytes
         for group in tier_lookup.groups:
             for i in needed_parts(group.reach, end) if group.reach else ():
@@ -332,51 +318,43 @@ class Lookups:
         return sum(group.sizes[rank] for rank in ranks if not self._is_near(tier_lookup, group, i, rank))
 
     def _reserve_part(self, tier_lookup: TierLookup, group: Namespace, i: int, fresh: list[Arrival]) -> bool:
-        """Reserve and hold the part of chunk `i`; adds what was reserved to `fresh`, returns whether it is complete."""
-        arrivals = self._reserve(tier_lookup, group, i)
-        if arrivals is None:
-            return False
-        fresh += arrivals
-        chunk = group.chunks[tier_lookup.key(i)]
-        place = group.number, chunk.key
-        if place not in tier_lookup.held:
-            self._index.hold([chunk], use=False)
-            tier_lookup.held[place] = chunk
-        return True
+        """Reserve the missing shards of chunk `i`, wait for those being loaded, and hold its part.
 
-    def _reserve(self, tier_lookup: TierLookup, namespace: Namespace, i: int) -> list[Arrival] | None:
-        """Reserve the missing shards of a part, and wait for those being loaded; returns the reserved ones.
-
-        Returns None, with nothing reserved, if the part cannot be completed.
+        Adds what was reserved to `fresh`. False, with nothing reserved, if the part cannot be completed.
         """
         key = tier_lookup.key(i)
         near: list[Arrival] = []
         far: list[tuple[int, int]] = []  # rank, tier
-        for rank in range(namespace.world_size):
-            arrival = self._arrival(namespace, rank, key)
+        for rank in range(group.world_size):
+            arrival = self._arrival(group, rank, key)
             if arrival is not None:
                 near.append(arrival)
-            elif isinstance(self._index.find(namespace, rank, key)[0], Absent):
-                tier = tier_lookup.found.get((namespace.group, i, rank))
-                late = (namespace.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
-                if tier is None or not (late or self._index.is_missing(namespace, rank, key)):
-                    return None
+            elif isinstance(self._index.find(group, rank, key)[0], Absent):
+                tier = tier_lookup.found.get((group.group, i, rank))
+                late = (group.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
+                if tier is None or not (late or self._index.is_missing(group, rank, key)):
+                    return False
                 far.append((rank, tier))
-        if self.arriving_bytes + sum(namespace.sizes[rank] for rank, _ in far) > self._index.allocator.capacity // 2:
-            return None
-        chunk = namespace.chunks.get(key)
-        if far and self._forgettings.is_under_way(namespace, tier_lookup.salt if chunk is None else chunk.salt):
-            return None  # the tier may have answered before it was told to forget
-        fresh = self._reserve_shards(tier_lookup, namespace, i, far)
-        if fresh is None:
-            return None
-        for arrival in fresh:
+        if self.arriving_bytes + sum(group.sizes[rank] for rank, _ in far) > self._most_arriving:
+            return False
+        chunk = group.chunks.get(key)
+        if far and self._forgettings.is_under_way(group, tier_lookup.salt if chunk is None else chunk.salt):
+            return False  # the tier may have answered before it began to forget
+        reserved = self._reserve_shards(tier_lookup, group, i, far)
+        if reserved is None:
+            return False
+        for arrival in reserved:
             self._arrivals[arrival.place] = arrival
             self.arriving_bytes += arrival.shard.size
-        for arrival in (*near, *fresh):
+        for arrival in (*near, *reserved):
             arrival.tier_lookups.append(tier_lookup)
             tier_lookup.waiting[arrival.tier] += 1
-        return fresh
+        fresh += reserved
+        place = group.number, key
+        if place not in tier_lookup.held:
+            tier_lookup.held[place] = group.chunks[key]
+            self._index.hold([group.chunks[key]], use=False)
+        return True
 
     def _reserve_shards(
         self, tier_lookup: TierLookup, namespace: Namespace, i: int, far: list[tuple[int, int]]
@@ -399,11 +377,6 @@ class Lookups:
             fresh.append(Arrival(outcome.chunk, rank, outcome.chunk.shards[rank], tier))
         return fresh
 
-    def _part(self, arrival: Arrival) -> Part:
-        chunk, shard = arrival.chunk, arrival.shard
-        facts = facts_of(chunk.namespace, arrival.rank)
-        return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size)
-
     def replaced(self, chunk: Chunk, rank: int) -> None:
         """Note that a store or another load has taken over a shard that was being loaded.
 
@@ -411,9 +384,9 @@ class Lookups:
         """
         arrival = self._arrivals.pop((chunk.namespace.number, chunk.key, rank))
         arrival.replaced = True
-        self._let_go(arrival)  # so that it can be removed if filling it fails
+        self._release_holds(arrival)  # so that it can be removed if filling it fails
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _release_holds(self, arrival: Arrival) -> None:
         """Release the holds of all tier lookups on the chunk."""
         for tier_lookup in arrival.tier_lookups:
             place = arrival.chunk.namespace.number, arrival.chunk.key
@@ -426,29 +399,26 @@ class Lookups:
         """Handle the end of a Load."""
         tier, arrivals = token.tier, token.arrivals
         tier.loading -= 1
-        if isinstance(outcome, KVDepotError):
-            self._log_failure(token, outcome)
-        shards = outcome.shards if isinstance(outcome, Loaded) else [NotLoaded.ABSENT] * len(arrivals)
         if isinstance(outcome, Loaded):
+            shards = outcome.shards
             read = zip(arrivals, shards, strict=True)
             size = sum(arrival.shard.size for arrival, header in read if isinstance(header, Header))
-            tier.load_calls.count(size, outcome.took_s)
-        corrupt = [
-            self._part(arrival).name
-            for arrival, header in zip(arrivals, shards, strict=True)
-            if header is NotLoaded.CORRUPT
-        ]
-        sealed = [
-            (arrival.chunk, arrival.rank)
-            for arrival, header in zip(arrivals, shards, strict=True)
-            if self._settle(arrival, header, tier)
-        ]
+            tier.load_times.record(size, outcome.took_s)
+        else:
+            shards = [NotLoaded.ABSENT] * len(arrivals)
+            for each in {id(each): each for arrival in arrivals for each in arrival.tier_lookups}.values():
+                log.debug("tier lookup: cannot load from this tier: %s", outcome, extra=_about(tier, each))
+        corrupt: list[str] = []
+        sealed: list[tuple[Chunk, int]] = []
+        for arrival, header in zip(arrivals, shards, strict=True):
+            if header is NotLoaded.CORRUPT:
+                corrupt.append(part_of(arrival.chunk, arrival.rank, arrival.shard).name)
+            if self._settle(arrival, header, tier):
+                sealed.append((arrival.chunk, arrival.rank))
         tier.counters["loaded_chunks"] += len(sealed)
         tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
         tier.counters["corrupt_chunks"] += len(corrupt)
-        decisions: list[LookupDecision] = []
-        if corrupt:
-            decisions.append(Erase(EraseToken(tier), tier.number, corrupt))
+        decisions: list[LookupDecision] = [Erase(EraseToken(tier), tier.number, corrupt)] if corrupt else []
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
@@ -466,30 +436,23 @@ class Lookups:
             return False
         del self._arrivals[arrival.place]
         if isinstance(header, NotLoaded) or self._index.is_hidden(chunk) or self._index.is_too_old(chunk, header.born):
-            self._let_go(arrival)
+            self._release_holds(arrival)
             self._index.remove(chunk, Reason.FAILED, rank)
             return False
         arrival.shard.tiers |= tier.bit
         self._index.seal(chunk, rank, header.checksum, header.born)
         return True
 
-    def _log_failure(self, token: LoadToken, error: KVDepotError) -> None:
-        lookups = {id(each): each for arrival in token.arrivals for each in arrival.tier_lookups}
-        for each in lookups.values():
-            log.debug("tier lookup: cannot load from this tier: %s", error, extra=_about(token.tier, each))
-
     # -- the end
 
-    def awaited(self, tier_lookup: TierLookup) -> list[TierState]:
-        """Tiers that have not answered a Find, or not completed a Load."""
-        numbers = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
-        return [self._tiers[number] for number in numbers]
-
-    def note_late(self, tier_lookup: TierLookup, tier: TierState) -> bool:
-        """Note that a tier is too late for a lookup; returns whether it has answered nothing since the lookup began."""
-        tier.counters["late"] += 1
-        log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
-        return tier.breaker.last_success < tier_lookup.begun
+    def late_tiers(self, tier_lookup: TierLookup) -> list[TierState]:
+        """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""
+        late = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
+        for number in late:
+            tier = self._tiers[number]
+            tier.counters["late"] += 1
+            log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
+        return [self._tiers[n] for n in late if self._tiers[n].breaker.last_success < tier_lookup.begun]
 
     def end(self, tier_lookup: TierLookup) -> None:
         """End a tier lookup, to be answered with what is in memory by now. It keeps its holds until `release`."""
@@ -506,7 +469,7 @@ class Lookups:
         tier_lookup.held.clear()
 
 
-def _batches(arrivals: list[Arrival]) -> Iterable[list[Arrival]]:
+def _batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
     """Runs of at most MOST_PARTS shards and about TASK_BYTES."""
     batch: list[Arrival] = []
     taken = 0
@@ -522,4 +485,4 @@ def _batches(arrivals: list[Arrival]) -> Iterable[list[Arrival]]:
 
 def _about(tier: TierState, tier_lookup: TierLookup) -> dict[str, str]:
     """Log fields of a tier and a tier lookup."""
-    return {"tier": tier.config.name, "request": tier_lookup.request}
+    return {"tier": tier.name, "request": tier_lookup.request}

@@ -16,7 +16,7 @@ from kvdepot.core.index.chunk import Chunk, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.tiering.lookup import Arrived
-from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, TierState, Token, facts_of
+from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, TierState, Token, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
@@ -106,8 +106,7 @@ class Saves:
                 tier.counters["overtaken_chunks"] += 1  # evicted, forgotten or saved in the meantime
                 self._part_demoted(demotion)
                 continue
-            facts = facts_of(chunk.namespace, rank)
-            parts.append(Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born))
+            parts.append(part_of(chunk, rank, shard))
             batch.append(queued)
             taken += shard.size
         return batch, parts
@@ -121,7 +120,7 @@ class Saves:
             size = sum(
                 chunk.shards[rank].size for (chunk, rank, _), kept in zip(token.batch, outcomes, strict=True) if kept
             )
-            tier.save_calls.count(size, outcome.took_s)
+            tier.save_times.record(size, outcome.took_s)
         unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
         for (chunk, rank, demotion), kept in zip(token.batch, outcomes, strict=True):
             if kept:
@@ -198,13 +197,12 @@ class Saves:
         is_short = self._index.allocator.free_bytes < self._low_bytes
         return is_short and (account is demotion.by or account.spare >= demotion.chunk.bytes)
 
-    def undemoted(self, tier: TierState) -> dict[str, int]:
-        """The counter of chunks evicted before a tier with `on_evict` had all their shards."""
+    def undemoted(self, tier: TierState) -> int:
+        """Chunks that were evicted before a tier with `on_evict` had all their shards."""
         if tier.config.options.write != "on_evict":
-            return {}
+            return 0
         saved = self._index.evicted_saved
-        count = self._index.evicted - sum(saved[tiers] for tiers in saved if tiers & tier.bit)
-        return {"undemoted_chunks": count} if count else {}
+        return self._index.evicted - sum(saved[tiers] for tiers in saved if tiers & tier.bit)
 
 
 def _has_all(chunk: Chunk, tier: TierState) -> bool:

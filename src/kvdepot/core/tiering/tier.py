@@ -1,4 +1,4 @@
-"""A tier as the deciding thread sees it: circuit breaker, queue, counters, probes and status.
+"""A tier as the deciding thread sees it: circuit breakers, queue, counters, probes, rules and status.
 
 Shared by the files of this folder; a field of `TierState` that another file changes names that file.
 """
@@ -14,31 +14,22 @@ import msgspec
 
 from kvdepot.core.histograms import RATES, Buckets
 from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.quotas import shortest
-from kvdepot.protocol.status import Histogram, TierStatus
+from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker, CallBreaker
 from kvdepot.tiers.format import Facts
-from kvdepot.tiers.rules import Rules
-from kvdepot.tiers.worker import Enforce, Enforced, Probe
+from kvdepot.tiers.rules import NO_RULES, Rules
+from kvdepot.tiers.worker import Enforce, Enforced, Part, Probe
 
 __all__ = [
-    "LOOKUPS",
-    "READS",
-    "TASK_BYTES",
-    "WRITES",
-    "Demotion",
-    "EnforceToken",
-    "ProbeToken",
-    "Queued",
-    "TierState",
-    "Token",
-    "facts_of",
-]
+    "LOOKUPS", "READS", "TASK_BYTES", "WRITES", "Demotion", "EnforceToken", "ProbeToken", "Queued", "TierState",
+    "Token", "facts_of", "part_of",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +42,9 @@ _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
 LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 """The kinds of call, as they are shown."""
+_NO_USAGE = Usage()
 _ENFORCE_EVERY_S = 10.0
-"""How often a local tier removes what has expired: an object stays so much longer, and the time that this takes."""
+"""How often a local tier removes what has expired: an object stays at most this much longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,24 +70,20 @@ class Queued(NamedTuple):
     demotion: Demotion | None
 
 
-class Calls:
+class CallTimes:
     """How long calls of one kind take, and how fast they are. One value per call, of up to MOST_PARTS shards."""
 
-    __slots__ = ("_rates", "_seconds")
+    __slots__ = ("rates", "seconds")
 
     def __init__(self, kind: str) -> None:
-        self._seconds = Buckets(f"{kind}_seconds", "s", BOUNDS_S)
-        self._rates = Buckets(f"{kind}_bytes_per_second", "bytes/s", RATES)
+        self.seconds = Buckets(f"{kind}_seconds", "s", BOUNDS_S)
+        self.rates = Buckets(f"{kind}_bytes_per_second", "bytes/s", RATES)
 
-    def count(self, size: int, took_s: float) -> None:
+    def record(self, size: int, took_s: float) -> None:
         """A call has ended, which has moved `size` bytes of KV."""
-        self._seconds.count(took_s)
+        self.seconds.count(took_s)
         if size and took_s:
-            self._rates.count(size / took_s)
-
-    def figures(self) -> list[Histogram]:
-        """Both histograms."""
-        return [self._seconds.figure(), self._rates.figure()]
+            self.rates.count(size / took_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,17 +99,17 @@ class TierState:
     counters: Counter[str] = field(default_factory=Counter)
     finding: int = 0  # Finds in progress; lookup.py, as the next two
     loading: int = 0  # Loads in progress
-    load_calls: Calls = field(default_factory=lambda: Calls("load"))
+    load_times: CallTimes = field(default_factory=lambda: CallTimes("load"))
     queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next three
     queued_bytes: int = 0
     saving: set[int] = field(default_factory=set)  # Saves in progress, by number
-    save_calls: Calls = field(default_factory=lambda: Calls("save"))
-    usage: Usage | None = None
+    save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
+    usage: Usage = _NO_USAGE  # as of the last probe
     error: str = ""  # the last one
     failed_at: float = 0.0
     probing: float | None = None  # since when
     probe_after: float = 0.0
-    enforced: Rules = field(default_factory=Rules)  # the last ones that a local tier was told
+    enforced: Rules = NO_RULES  # the last ones that a local tier has followed
     enforcing: bool = False  # an Enforce is in progress
     enforce_after: float = 0.0
 
@@ -130,7 +118,11 @@ class TierState:
         """Its bit in `Shard.tiers`."""
         return 1 << self.number
 
-    # -- circuit breaker and probes
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    # -- circuit breakers and probes
 
     @property
     def is_searchable(self) -> bool:
@@ -147,45 +139,38 @@ class TierState:
         if self.breaker.succeeded(now):
             for breaker in self.breakers.values():
                 breaker.forgive()  # they failed with the tier
-            log.info("tier %s recovered", self.config.name, extra={"tier": self.config.name})
+            log.info("tier %s recovered", self.name, extra={"tier": self.name})
         if kind and self.breakers[kind].succeeded():
-            log.info("tier %s: %s succeed again", self.config.name, kind, extra={"tier": self.config.name})
+            log.info("tier %s: %s succeed again", self.name, kind, extra={"tier": self.name})
 
     def call_failed(self, now: float, why: str, kind: str) -> bool:
         """Note a call that failed; returns whether this opens the circuit breaker of the tier, or that of writes.
 
         Calls of a kind that is known to fail tell nothing about the tier; its probes do.
         """
-        breaker = self.breakers[kind]
+        breaker, why = self.breakers[kind], why[:_MOST_ERROR]
         is_known, was_usable = breaker.is_failing, breaker.usable
-        begins = breaker.failed(now, why[:_MOST_ERROR])
+        begins = breaker.failed(now, why)
         opens = False
         if is_known:
-            self.error, self.failed_at = why[:_MOST_ERROR], now
+            self.error, self.failed_at = why, now
         else:
             opens = self.failed(now, why)
         if begins and self.breaker.usable:
             log.warning(
                 "tier %s: %s fail while other calls succeed, retrying with backoff; check what its user may do: %s",
-                self.config.name,
-                kind,
-                why[:_MOST_ERROR],
-                extra={"tier": self.config.name},
-            )
+                self.name, kind, why, extra={"tier": self.name},
+            )  # fmt: skip
         return opens or (kind == WRITES and was_usable and not breaker.usable)
 
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
         """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
         self.error, self.failed_at = why[:_MOST_ERROR], now
         opens = self.breaker.failed(now, is_probe)
-        self.counters["breaker_openings"] += opens
         if opens:
-            log.warning(
-                "tier %s: circuit breaker open, retrying with backoff: %s",
-                self.config.name,
-                self.error,
-                extra={"tier": self.config.name},
-            )
+            self.counters["breaker_openings"] += 1
+            message = "tier %s: circuit breaker open, retrying with backoff: %s"
+            log.warning(message, self.name, self.error, extra={"tier": self.name})
         return opens
 
     def probe(self, now: float) -> Probe | None:
@@ -215,13 +200,13 @@ class TierState:
     def enforce(self, now: float, rules: Rules) -> Enforce | None:
         """Start to enforce these rules if they are new, or if objects may have expired since the last time."""
         own = msgspec.structs.replace(rules, ttl_s=shortest(rules.ttl_s, self.config.options.ttl_s))
-        is_due = own != self.enforced or (own != Rules() and now >= self.enforce_after)
+        is_due = own != self.enforced or (own != NO_RULES and now >= self.enforce_after)
         if self.enforcing or not (self.config.is_local and self.breaker.usable and is_due):
             return None
         self.enforcing = True
         return Enforce(EnforceToken(self, own), self.number, own)
 
-    def told(self, token: EnforceToken, outcome: Enforced | KVDepotError, now: float) -> None:
+    def rules_enforced(self, token: EnforceToken, outcome: Enforced | KVDepotError, now: float) -> None:
         """Handle the end of an Enforce. After a failure, or while it is behind, the next tick starts another one."""
         self.enforcing = False
         if isinstance(outcome, Enforced):
@@ -230,17 +215,19 @@ class TierState:
 
     # -- status
 
-    def status(self, now: float, undemoted: dict[str, int]) -> TierStatus:
+    def status(self, now: float, undemoted: int) -> TierStatus:
         """The tier's status. undemoted: a counter from saving.py."""
-        usage = self.usage or Usage()
+        usage = self.usage
         failing = [kind for kind, breaker in self.breakers.items() if breaker.is_failing]
         state, error = "up", self.error
         if not self.breaker.usable:
             state = "circuit breaker open"
         elif failing:
             state, error = f"{' and '.join(failing)} fail", self.breakers[failing[0]].error
+        times = (self.load_times, self.save_times)
+        counters = {**usage.counters, **self.counters, **({"undemoted_chunks": undemoted} if undemoted else {})}
         return TierStatus(
-            name=self.config.name,
+            name=self.name,
             write=self.config.options.write,
             state=state,
             objects=usage.objects,
@@ -250,8 +237,8 @@ class TierState:
             queued_bytes=self.queued_bytes,
             saves=len(self.saving),
             loads=self.loading,
-            histograms=[*self.load_calls.figures(), *self.save_calls.figures()],
-            counters={**usage.counters, **self.counters, **undemoted},
+            histograms=[buckets.figure() for each in times for buckets in (each.seconds, each.rates)],
+            counters=counters,
             error=error,
             error_s=now - self.failed_at if self.error else None,
         )
@@ -296,3 +283,9 @@ def facts_of(namespace: Namespace, rank: int) -> Facts:
             namespace.layouts[rank],
         )
     return known
+
+
+def part_of(chunk: Chunk, rank: int, shard: Shard) -> Part:
+    """A shard as a tier loads or saves it."""
+    facts = facts_of(chunk.namespace, rank)
+    return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born)

@@ -7,16 +7,24 @@ tasks (`Decision`), to be handled in order.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.tiering.deadlines import Deadlines, HalfTime, Overdue
-from kvdepot.core.tiering.erasing import DropToken, Erasures, Unsaved
-from kvdepot.core.tiering.forgetting import FORGET_S, Forgetting, Forgettings, ForgetToken
-from kvdepot.core.tiering.lookup import Arrived, EraseToken, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
+from kvdepot.core.tiering.forgetting import (
+    FORGET_S,
+    EraseToken,
+    Erasures,
+    Forgetting,
+    Forgettings,
+    ForgetToken,
+    Unsaved,
+)
+from kvdepot.core.tiering.lookup import Arrived, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
 from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
 from kvdepot.errors import KVDepotError
@@ -24,7 +32,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.rules import Rules, owner_prefix
+from kvdepot.tiers.rules import NO_RULES, Rules, owner_prefix
 from kvdepot.tiers.worker import (
     Enforced,
     Erase,
@@ -46,19 +54,30 @@ Decision: TypeAlias = LookupDecision | Forgetting
 """A tier task, a tier lookup or forgetting whose reply is due, or an `Arrived` for `keep_nearer`."""
 
 
+class _Deadline(NamedTuple):
+    """The time at which a tier lookup or forgetting is to be answered, or, at half time, continues with what it has."""
+
+    when: float
+    number: int  # deadlines at the same time stay in the order in which they began
+    subject: TierLookup | Forgetting
+    is_half_time: bool
+
+
 class Tiering:
     """All tiers of one depot, nearest first."""
 
     def __init__(self, configs: Sequence[TierConfig], index: Index, lookup_s: float) -> None:
         self._tiers = [TierState(number, config) for number, config in enumerate(configs)]
+        self._local = [tier for tier in self._tiers if tier.config.is_local]
         self._lookup_s = lookup_s
         self._forgettings = Forgettings(self._tiers)
         self._lookups = Lookups(self._tiers, index, self._forgettings)
         self._saves = Saves(self._tiers, index)
         self._erasures = Erasures(self._tiers)
-        self._deadlines = Deadlines()
-        self._index = index
-        self._rules = Rules()
+        self._deadlines: list[_Deadline] = []
+        self._numbers = itertools.count()
+        self._accounts = index.accounts
+        self._rules = NO_RULES
         self.set_rules()
 
     def __repr__(self) -> str:
@@ -70,24 +89,26 @@ class Tiering:
     # -- time
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next."""
-        return self._deadlines.next()
+        """When `expire` must be called next; infinity if nothing is due."""
+        return self._deadlines[0].when if self._deadlines else float("inf")
+
+    def _add_deadline(self, when: float, subject: TierLookup | Forgetting, is_half_time: bool = False) -> None:
+        while self._deadlines and self._deadlines[0].subject.ended:
+            heapq.heappop(self._deadlines)
+        heapq.heappush(self._deadlines, _Deadline(when, next(self._numbers), subject, is_half_time))
 
     def expire(self, now: float) -> list[Decision]:
         """Handle the earliest deadline. Its decisions must be carried out before the next call."""
-        deadline = self._deadlines.pop()
-        if isinstance(deadline, HalfTime):
-            return [*self._lookups.half_time(deadline.of)]
-        if isinstance(deadline.of, TierLookup):
-            return self._overdue(deadline.of, now)
-        return [deadline.of] if self._forgettings.end(deadline.of) else []
+        _, _, subject, is_half_time = heapq.heappop(self._deadlines)
+        if isinstance(subject, Forgetting):
+            return [subject] if self._forgettings.end(subject) else []
+        return [*self._lookups.half_time(subject)] if is_half_time else self._overdue(subject, now)
 
     def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
         if tier_lookup.ended:
             return []
-        for tier in self._lookups.awaited(tier_lookup):
-            if self._lookups.note_late(tier_lookup, tier):
-                self._failed(tier, now, "does not answer")
+        for tier in self._lookups.late_tiers(tier_lookup):
+            self._failed(tier, now, "does not answer")
         self._lookups.end(tier_lookup)
         return [tier_lookup]
 
@@ -107,34 +128,30 @@ class Tiering:
 
     @property
     def names(self) -> list[str]:
-        """Of all tiers, nearest first."""
-        return [tier.config.name for tier in self._tiers]
+        """The names of all tiers, nearest first."""
+        return [tier.name for tier in self._tiers]
 
     def set_rules(self) -> None:
-        """Quotas have changed; local tiers are told at the next tick."""
-        accounts = self._index.accounts
+        """Quotas have changed; local tiers follow them from the next tick on."""
+        accounts = self._accounts
         quotas = {(each.tenant, each.salt): each.quota for each in accounts.all() if each is not accounts.rest}
         self._rules = Rules.of(quotas, accounts.salt_ttls, accounts.ttl_s)
 
     def fault(self, tenant: str, salt: bytes, quota: Quota) -> str:
         """Why local tiers cannot give a tenant or a salt (as chunks are stored under) this quota beside the others';
         empty if they can, or are not open."""
-        local = [tier for tier in self._tiers if tier.config.is_local]
-        if quota.is_on_disk and not local:
+        if quota.is_on_disk and not self._local:
             return "a quota on disk needs a tier disk://"
         rules = Rules(self._rules.quotas | {owner_prefix(tenant, salt): quota})
-        for tier in local:
-            capacity = tier.usage.capacity_bytes if tier.usage is not None else None
-            if capacity is not None and (fault := rules.fault(capacity)):
-                return f"tier {tier.config.name}: {fault}"
+        for tier in self._local:
+            if (capacity := tier.usage.capacity_bytes) is not None and (fault := rules.fault(capacity)):
+                return f"tier {tier.name}: {fault}"
         return ""
 
     def bytes_of(self, account: Account) -> int | None:
-        """Bytes of a tenant or salt with a quota in local tiers, as of their last probes; None if there is no such
-        tier."""
-        local = [tier.usage for tier in self._tiers if tier.config.is_local]
+        """Bytes of a tenant or salt with a quota in local tiers, as of their last probes; None if there are none."""
         owner = owner_prefix(account.tenant, account.salt)
-        return sum(usage.owners.get(owner, 0) for usage in local if usage is not None) if local else None
+        return sum(tier.usage.owners.get(owner, 0) for tier in self._local) if self._local else None
 
     # -- lookups
 
@@ -146,12 +163,17 @@ class Tiering:
         held: chunks of the prefix in memory; held, as are the loaded ones, until `release`. If the tier lookup has not
         ended on return, it is returned once as a decision when it ends, unless `end` is called first.
         """
-        tier_lookup = self._lookups.begin(namespace, request, salt, first, held, now)
-        if tier_lookup is None:
+        by_place = {(chunk.namespace.number, chunk.key): chunk for chunk in held}
+        tier_lookup = TierLookup(
+            namespace, request.request, request.hashes, request.chained, salt, first, now, by_place
+        )
+        tier_tasks = self._lookups.begin(tier_lookup)
+        if tier_tasks is None:
             return None
-        self._deadlines.add(now + self._lookup_s / 2, HalfTime(tier_lookup))
-        self._deadlines.add(now + self._lookup_s, Overdue(tier_lookup))
-        return tier_lookup, self._lookups.ask(tier_lookup)
+        if not tier_lookup.ended:
+            self._add_deadline(now + self._lookup_s / 2, tier_lookup, is_half_time=True)
+            self._add_deadline(now + self._lookup_s, tier_lookup)
+        return tier_lookup, tier_tasks
 
     def end(self, tier_lookup: TierLookup) -> None:
         """End a tier lookup early; the caller replies with what is in memory by now."""
@@ -195,10 +217,10 @@ class Tiering:
     def forget(self, forgetting: Forgetting, now: float) -> list[Forget]:
         """Begin to forget in the tiers; returned once as a decision when tiers and memory are done, or at its deadline.
 
-        Loads in progress are dropped when they arrive; a tier is told once its saves in progress have ended. The caller
+        Loads in progress are dropped when they arrive; a tier begins once its saves in progress have ended. The caller
         removes from memory, and then calls `forgotten_here`.
         """
-        self._deadlines.add(now + FORGET_S, Overdue(forgetting))
+        self._add_deadline(now + FORGET_S, forgetting)
         return self._forgettings.begin(forgetting)
 
     def forgotten_here(self, forgetting: Forgetting, chunks: int) -> bool:
@@ -245,17 +267,15 @@ class Tiering:
                 self._saves.saved(token, outcome)
                 return [*self._forgettings.save_ended(tier, token.number), *self._saves.dispatch(tier)]
             case ForgetToken(), Forgotten() | KVDepotError():
-                return [token.forgetting] if self._forgettings.told(token, outcome) else []
+                return [token.forgetting] if self._forgettings.tier_ended(token, outcome) else []
             case ProbeToken(), Usage() | KVDepotError():
                 tier.probed(outcome)
                 return []
             case EnforceToken(), Enforced() | KVDepotError():
-                tier.told(token, outcome, now)
+                tier.rules_enforced(token, outcome, now)
                 return []
-            case DropToken(), Erased() | KVDepotError():
-                return [*self._erasures.ended(token, outcome)]
             case EraseToken(), Erased() | KVDepotError():
-                return []
+                return [*self._erasures.ended(token, outcome)]
         raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
 
     def _failed(self, tier: TierState, now: float, why: str, is_probe: bool = False) -> None:
