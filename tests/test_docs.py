@@ -100,7 +100,7 @@ _PRELUDE = r"""
 set -euo pipefail
 python() { "$PYTHON" "$@"; }
 kvdepot() {
-  if [ "$1" != serve ]; then "$PYTHON" -m kvdepot.cli "$@"; return; fi
+  if [ "${1-}" != serve ]; then "$PYTHON" -m kvdepot.cli "$@"; return; fi
   stop_server
   : > "$FOLDER/serve.log"
   "$PYTHON" -m kvdepot.cli "$@" > "$FOLDER/serve.log" 2>&1 &

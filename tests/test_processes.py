@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot import processes
-from tests.conftest import HANG_S, Depot
+from tests.conftest import HANG_S
 
 PACKAGE = Path(processes.__file__).parent
 BAITS = ("click", "msgspec", "zmq", "numpy", "runpy", "json", "pickle", "multiprocessing", "kvdepot")
@@ -48,12 +48,6 @@ def test_code_and_modules_import_nothing_from_the_working_directory(
     assert run_in(trap, processes.module_command("kvdepot.cli", "--version")).startswith("kvdepot ")
 
 
-@pytest.mark.faults
-def test_the_clients_of_a_benchmark_import_nothing_from_the_working_directory(trap: Path, depot: Depot) -> None:
-    small = ("-c", "1", "-n", "1", "--prompts", "1", "--chunks", "1", "--chunk-bytes", "4KiB")
-    assert "retrieve" in run_in(trap, processes.module_command("kvdepot.cli", "bench", "--url", depot.url, *small))
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 gives multiprocessing no way to prevent it")
 def test_parallel_replays_import_nothing_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # as the command `kvdepot` is one: its own import path has no working directory
@@ -67,7 +61,7 @@ def test_parallel_replays_import_nothing_from_the_working_directory(trap: Path, 
 
 def test_every_start_of_python_keeps_the_working_directory_off_the_import_path() -> None:
     """Others name the interpreter for people, start a script, isolate it (-I), or repeat their own command line."""
-    others = {"install.py", "cli/checkout.py", "cli/copies.py", "client/launch.py"}
+    others = {"install.py", "cli/copies.py", "client/launch.py"}
     users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "sys.executable" in path.read_text()}
     assert users - others == {"processes.py"}
     assert (PACKAGE / "client/launch.py").read_text().count("sys.executable") == 1

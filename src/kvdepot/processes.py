@@ -1,7 +1,7 @@
 """Processes of ours: the command lines that start Python code of ours, and what such a process does first.
 
 Python puts the working directory first on the import path for `-m` and `-c`, so a file `click.py` in the folder where
-somebody types `kvdepot bench` would run. `-P` prevents that, from Python 3.11 on; for 3.10 the code itself drops the
+somebody types `kvdepot serve` would run. `-P` prevents that, from Python 3.11 on; for 3.10 the code itself drops the
 entry. Not `-I`, which also ignores PYTHONPATH and what a user has installed with `pip install --user`.
 """
 

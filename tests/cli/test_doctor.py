@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.cli.findings import findings
+from kvdepot.cli.doctor import findings
+from kvdepot.cli.options import Address
 from kvdepot.memory import shm
 from tests.cli.command import doctor, run
 from tests.conftest import Depot, StartDepot
@@ -30,23 +31,23 @@ def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
 
 
 @pytest.mark.faults
-def test_doctor_and_config_tell_the_settings_of_the_server_that_runs(start_depot: StartDepot, tmp_path: Path) -> None:
+def test_config_shows_the_settings_of_the_running_server_without_secrets(
+    start_depot: StartDepot, tmp_path: Path
+) -> None:
     tier = "redis://:hunter2@127.0.0.1:1/0"
-    depot = start_depot("--policy", "s3fifo", "--tiers", tier, arena_mib=16)
-    _, found = doctor("--url", depot.url, KVDEPOT_ARENA_GIB="100000", KVDEPOT_POLICY="adaptive")
-    (_, other) = found["settings"]
-    assert "policy s3fifo (here adaptive)" in other["text"] and "arena_gib 0.015625 (here 100000)" in other["text"]
-    assert "tiers redis://***@127.0.0.1:1/0 (here empty)" in other["text"]
+    depot = start_depot("--verify", "always", "--tiers", tier, arena_mib=16)
     assert "hunter2" not in json.dumps(depot.status())
+    _, found = doctor("--url", depot.url)
     (_, down) = found["server"]
     assert down["text"].count("redis://127.0.0.1:1") == 1 and down["text"].endswith(" Connection refused")
-    assert "Connection refused. " in (told := " ".join(run("status", "--url", depot.url).stdout.split())), told
-    given = json.loads(run("config", "--url", depot.url, "--policy", "adaptive", "--json").stdout)
-    assert given["settings"]["policy"]["value"] == "adaptive"
-    assert given["server"]["settings"]["policy"] == "s3fifo"
-    table = run("config", "--url", depot.url, "--policy", "adaptive").stdout
-    assert re.search(r"^policy +adaptive +--policy +s3fifo *$", table, re.M), table
-    assert re.search(rf"^url +{re.escape(depot.url)} +--url *$", table, re.M), "what is equal is not told again"
+    assert "Connection refused. " in (shown := " ".join(run("status", "--url", depot.url).stdout.split())), shown
+    given = json.loads(run("config", "--url", depot.url, "--verify", "off", "--json").stdout)
+    assert given["settings"]["verify"]["value"] == "off"
+    assert given["server"]["settings"]["verify"] == "always"
+    table = run("config", "--url", depot.url, "--verify", "off").stdout
+    assert re.search(r"^verify +off +--verify +always *$", table, re.M), table
+    assert re.search(r"redis://\*\*\*@127.0.0.1:1/0 *$", table, re.M), table
+    assert re.search(rf"^url +{re.escape(depot.url)} +--url *$", table, re.M), "what is equal is not repeated"
     assert json.loads(run("config", "--url", f"ipc://{tmp_path}/x", "--json").stdout)["server"] is None
 
 
@@ -63,7 +64,9 @@ def test_doctor_says_what_to_do_where_there_is_no_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm, "SHM", tmp_path / "shm")
-    found = [each for each in findings(None, f"ipc://{tmp_path}/x", "", lambda what: None) if each.state == "fail"]
+    found = [
+        each for each in findings(None, Address(f"ipc://{tmp_path}/x", None), lambda what: None) if each.state == "fail"
+    ]
     (shared,) = [each for each in found if each.what == "shared memory"]
     assert "No such file or directory" in shared.text and "mount -t tmpfs" in shared.advice
 

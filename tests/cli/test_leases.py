@@ -1,4 +1,4 @@
-"""The commands for leases: lease, release, leases."""
+"""The commands for leases: `lease` and `release`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from tests.cli.command import run, terminal
 from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
-from tests.conftest import Depot, StartDepot, eventually
-from tests.server.process import kill
+from tests.conftest import Depot, eventually
 
 
 @pytest.fixture
@@ -25,7 +24,6 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(depot: Depot) -> Iterator[Engine]:
-    """An engine that has stored one chunk, and pins nothing."""
     with engine_with_a_chunk(depot) as engine:
         yield engine
 
@@ -35,33 +33,45 @@ def chunks_of(depot: Depot, engine: Engine) -> int:
 
 
 @pytest.mark.faults
-def test_a_lease_is_begun_shown_with_its_receipt_and_released_with_its_chunks(
-    depot: Depot, engine: Engine, file: Path
-) -> None:
-    which = ("--tokens", file, "--model", engine.model, "--url", depot.url, "--json")
+def test_a_lease_is_started_listed_and_released_with_its_chunks(depot: Depot, engine: Engine, file: Path) -> None:
+    which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
     name = f"agent-{uuid.uuid4().hex[:6]}"
-    done = run("lease", name, *which, "--seconds", "600", "--priority", "70")
+    done = run("lease", name, *which, "--seconds", "600", "--priority", "70", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "leased": 1}), done.stderr
-    shown = json.loads(run("leases", "--url", depot.url, "--json").stdout)
-    (lease,) = [each for each in shown["leases"] if each["name"] == name]
-    assert (lease["kind"], lease["chunks"], lease["priority"], lease["ended"]) == ("retain", 1, 70, "")
+    listed = json.loads(run("lease", "--url", depot.url, "--json").stdout)
+    (lease,) = [each for each in listed if each["name"] == name]
+    assert (lease["kind"], lease["chunks"], lease["priority"]) == ("retain", 1, 70)
     assert 0 < lease["ends_s"] <= 600 and lease["bytes"] > 0
-    assert [each["kind"] for each in shown["sums"]] == ["retain"]
-    table = run("leases", "--url", depot.url).stdout
-    assert name in table and "saved tokens" in table and "(no tenant)" in table
-    done = run("release", *which, "-y")
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed": 0}), "it is leased"
+    assert name in run("lease", "--url", depot.url).stdout
+    assert run("release", *which, "-y").stdout == "removed from memory: 0 of 1 chunk\n", "it is leased"
     done = run("release", name, "--url", depot.url, "--json", "-y")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"released": name}), done.stderr
     eventually(lambda: chunks_of(depot, engine) == 0)
     done = run("release", name, "--url", depot.url, "-y")
-    assert done.returncode == 1 and name in done.stderr
+    assert done.returncode == 1 and name in done.stderr and "`kvdepot lease` lists them" in done.stderr
 
 
 @pytest.mark.faults
-def test_a_prompts_chunks_are_released_but_for_those_that_are_to_stay(depot: Depot, engine: Engine, file: Path) -> None:
+def test_a_lease_of_a_prompt_to_come_says_so_and_can_end_without_it(depot: Depot, engine: Engine, file: Path) -> None:
+    file.write_text(json.dumps([4] * CHUNK))
+    which = ("--tokens", str(file), "--model", engine.model, "--url", depot.url)
+    done = run("lease", "later", *which)
+    said = "lease later: 0 of 1 chunk; the others are not in memory: it takes those that engines store within the next"
+    assert (done.returncode, done.stdout) == (0, f"{said} minute\n"), done.stderr
+    engine.store([4] * CHUNK, [0, 1, 2, 3])
+    assert run("lease", "later", *which).stdout == "lease later: 1 of 1 chunk\n"
+    assert "its chunks stay" in run("release", "later", "--keep", "--dry-run", "--url", depot.url).stdout
+    done = run("release", "later", "--keep", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (0, "lease later has ended; its chunks stay\n"), done.stderr
+    assert chunks_of(depot, engine) == 2
+
+
+@pytest.mark.faults
+def test_the_chunks_of_a_prompt_are_removed_but_for_the_first(depot: Depot, engine: Engine, file: Path) -> None:
     which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
-    done = run("release", *which, "--keep", "1", "--yes")
+    done = run("release", *which, "--dry-run", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed_at_most": 1})
+    done = run("release", *which, "--keep-first", "1", "--yes")
     assert (done.returncode, done.stdout) == (0, "removed from memory: 0 of 1 chunk\n"), done.stderr
     done = run("release", *which, "-y")
     assert (done.returncode, done.stdout) == (0, "removed from memory: 1 of 1 chunk\n"), done.stderr
@@ -73,12 +83,15 @@ def test_a_prompts_chunks_are_released_but_for_those_that_are_to_stay(depot: Dep
     [
         (["release"], "give either the NAME of a lease"),
         (["release", "a", "--tokens", "p.json"], "give either the NAME of a lease"),
-        (["release", "a", "--keep", "1"], "are for a prompt"),
+        (["release", "a", "--keep-first", "1"], "are for a prompt"),
+        (["release", "--keep", "--tokens", "p.json"], "--keep is for a lease"),
+        (["lease", "--tokens", "p.json"], "give the lease a NAME"),
         (["lease", "a", "--tokens", "p.json", "--kind", "expire"], "--seconds"),
         (["lease", "a", "--tokens", "p.json", "--kind", "forever"], "--kind"),
-        (["lease", "a", "--tokens", "p.json", "--priority", "101"], "'101' is not a whole number from 0 to 100"),
-        (["lease", "a", "--tokens", "p.json", "--seconds", "-1"], "'-1' is not a whole number of at least 0"),
+        (["lease", "a", "--tokens", "p.json", "--priority", "101"], "101 is not in the range 0<=x<=100"),
+        (["lease", "a", "--tokens", "p.json", "--seconds", "-1"], "-1 is not in the range x>=0"),
         (["lease", "a"], "--tokens and --hashes"),
+        (["warm", "--tokens", "a", "--hashes", "b"], "exactly one of --tokens and --hashes"),
     ],
     ids=str,
 )
@@ -89,43 +102,18 @@ def test_wrong_usage_is_refused_with_the_reason(words: list[str], said: str, tmp
 
 
 @pytest.mark.faults
-def test_leases_end_with_their_server_and_their_chunks_stay(start_depot: StartDepot, file: Path) -> None:
-    """Also those of clients that are gone by then."""
-    depot = start_depot(name=f"leases-{uuid.uuid4().hex[:8]}")
-    with engine_with_a_chunk(depot) as engine:
-        pass
-    which = ("--tokens", file, "--model", engine.model)
-    assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
-    before = json.loads(run("leases", "--url", depot.url, "--json").stdout)
-    assert [each["chunks"] for each in before["leases"]] == [1]
-    kill(depot)
-    depot = start_depot(name=depot.name)
-    assert json.loads(run("leases", "--url", depot.url, "--json").stdout) == {"leases": [], "sums": []}
-    assert chunks_of(depot, engine) == 1
-    assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
-    done = run("release", "agent", "--url", depot.url, "--yes")
-    assert done.returncode == 0, done.stderr
-    eventually(lambda: chunks_of(depot, engine) == 0)
-
-
-@pytest.mark.faults
-def test_a_release_asks_first_and_can_be_tried(depot: Depot, engine: Engine, file: Path) -> None:
+def test_a_release_asks_before_it_removes_chunks(depot: Depot, engine: Engine, file: Path) -> None:
     which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
-    done = run("release", *which)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--yes" in done.stderr and "--dry-run" in done.stderr
-    done = run("release", *which, "--dry-run", "--json")
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed_at_most": 1})
     assert run("lease", "asked", *which).returncode == 0
+    for words in (which, ("asked", "--url", depot.url)):
+        done = run("release", *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--yes" in done.stderr and "--dry-run" in done.stderr
     done = run("release", "asked", "--url", depot.url, "--dry-run")
     assert done.returncode == 0 and "lease asked: 1 chunk," in done.stdout and "dry run" in done.stdout
-    with terminal("release", "asked", "--url", depot.url) as shown:
-        eventually(lambda: "[y/N]" in shown.text)
-        shown.press("n\n")
-        assert shown.end() == 1 and "nothing was changed" in shown.text
-    assert chunks_of(depot, engine) == 1
-    with terminal("release", "asked", "--url", depot.url) as shown:
-        eventually(lambda: "[y/N]" in shown.text)
-        shown.press("y\n")
-        assert shown.end() == 0
-    eventually(lambda: chunks_of(depot, engine) == 0)
+    for answer, code, chunks in (("n\n", 1, 1), ("y\n", 0, 0)):
+        with terminal("release", "asked", "--url", depot.url) as shown:
+            eventually(lambda shown=shown: "[y/N]" in shown.text)
+            shown.press(answer)
+            assert shown.end() == code
+        eventually(lambda chunks=chunks: chunks_of(depot, engine) == chunks)

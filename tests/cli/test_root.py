@@ -13,12 +13,13 @@ import click
 import pytest
 
 from kvdepot import cli
+from kvdepot.cli.root import REMOVED, root
 from kvdepot.processes import module_command
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
 
-def test_a_mistyped_command_or_option_is_answered_with_the_one_that_was_meant(
+def test_a_mistyped_command_or_option_is_answered_with_the_right_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["stauts"]) == 2
@@ -28,7 +29,7 @@ def test_a_mistyped_command_or_option_is_answered_with_the_one_that_was_meant(
 
 
 @pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
-def test_wrong_usage_is_answered_in_one_line_that_names_the_help_of_the_command_that_was_meant(
+def test_wrong_usage_is_answered_in_one_line_that_names_the_help(
     capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert cli.main(words) == 2
@@ -36,9 +37,7 @@ def test_wrong_usage_is_answered_in_one_line_that_names_the_help_of_the_command_
     assert said.count("\n") == 1 and said.startswith("kvdepot: ") and f" (see `kvdepot {words[0]} --help`)" in said
 
 
-def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvdepot.cli.root import root
-
+def test_every_command_has_help_and_the_first_help_has_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert re.findall(r"^    (\d+)  ", said, re.MULTILINE) == ["0", "1", "2", "130"]
@@ -51,8 +50,6 @@ def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: 
 
 
 def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
-    from kvdepot.cli.root import root
-
     context = click.Context(root)
     owners: dict[str, set[str]] = {}
     for name in root.list_commands(context):
@@ -62,16 +59,16 @@ def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
             for word in option.opts:
                 owners.setdefault(word, set()).add(name)
     assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
-    assert owners["--hashes"] == {"inspect", "warm", "pin", "lease", "release"}
+    assert owners["--hashes"] == {"inspect", "warm", "lease", "release"}
 
 
-@pytest.mark.parametrize("words", [["warm"], ["pin", "name"]], ids=" ".join)
-def test_a_prompt_that_is_named_twice_or_not_at_all_is_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for given in ([], ["--tokens", "a", "--hashes", "b"]):
-        assert cli.main([*words, *given]) == 2
-        assert "give exactly one of --tokens and --hashes" in capsys.readouterr().err
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--some", "option"]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"kvdepot: `kvdepot {name}` was removed: use {REMOVED[name]} (see `kvdepot --help`)\n"
+    )
 
 
 def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
@@ -133,7 +130,6 @@ def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: lis
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["token"], "--http-token-file"),
         (["check"], "--on-stop keep"),
         (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
     ],
@@ -173,12 +169,10 @@ def test_every_encoding_of_the_terminal_will_do(
     assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout
 
 
-def test_help_is_a_command_too_and_no_guess_names_something_destructive(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_command_and_no_guess_names_a_destructive_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help"]) == 0
     assert "Run and watch" in capsys.readouterr().out
     assert cli.main(["help", "status"]) == 0
     assert "Show the state of a running server" in capsys.readouterr().out
     assert cli.main(["get"]) == 2
     assert "forget" not in capsys.readouterr().err
-    assert cli.main(["completion"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -198,7 +198,7 @@ def test_an_engine_of_another_version_is_refused_before_a_model_is_loaded(
 
 
 def test_the_range_is_the_same_wherever_it_is_said() -> None:
-    from kvdepot.cli.findings import VLLM_RELEASES
+    from kvdepot.cli.doctor import VLLM_RELEASES
     from kvdepot.integrations.vllm.versions import KV_FORMATS
 
     assert list(VLLM_RELEASES) == list(KV_FORMATS)

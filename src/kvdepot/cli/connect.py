@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvdepot.cli.options import Address
 from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
 
@@ -42,7 +43,7 @@ def running(url: str, key: str) -> Status:
 
 
 @contextmanager
-def connect(url: str | None, key: str | None) -> Iterator[Client]:
+def connect(server: Address) -> Iterator[Client]:
     """A connected client, which says goodbye when a signal ends the command, too; else the server counts it as dead.
 
     On a terminal, prints a message if it takes long. Raises ConfigError, Unavailable.
@@ -50,8 +51,7 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
     from kvdepot.client import admin
     from kvdepot.protocol.curve import read_client_key
 
-    place = endpoint(url)
-    key = key or default_key()
+    url, key = endpoint(server.url), server.key or default_key()
     try:
         if key:
             read_client_key(key)
@@ -59,14 +59,14 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
         raise ConfigError(
             f"key: {exc}; give --key or KVDEPOT_KEY a client's key file created by `kvdepot keygen`"
         ) from exc
-    message = f"kvdepot: waiting for a server at {place}; Ctrl-C stops"
+    message = f"kvdepot: waiting for a server at {url}; Ctrl-C stops"
     waiting = threading.Timer(_PATIENCE_S, print, [message], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()
     with _interrupted_by_signals():
         try:
-            with admin.connect(place, key) as client:
+            with admin.connect(url, key) as client:
                 waiting.cancel()
                 yield client
         finally:

@@ -1,19 +1,85 @@
-"""`kvdepot doctor`; findings.py has the checks."""
+"""`kvdepot doctor`: what could keep a server from working here, and what to do.
+
+`_CHECKS` has the checks. They change nothing. A check that cannot find something out reports that; it does not fail.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
+import resource
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TypeAlias
 
 import click
 import msgspec
 
+from kvdepot import __version__, install, locks
 from kvdepot.cli import options
-from kvdepot.cli.output import clean, console, print_json, progress, size
-from kvdepot.config import default_key
+from kvdepot.cli.connect import running
+from kvdepot.cli.output import clean, print_folded, print_json, progress, size
+from kvdepot.cli.status import ask_health
+from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
+from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
+from kvdepot.memory.room import free_shm, limits
+from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.curve import read_client_key
+from kvdepot.protocol.endpoints import holder
+from kvdepot.protocol.health import judge
+from kvdepot.protocol.status import Status
 from kvdepot.values import plural
+from kvdepot.web.child import missing_packages
 
-__all__ = ["doctor"]
+__all__ = ["VLLM_RELEASES", "Finding", "doctor", "findings"]
+
+VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
+"""As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
+
+_FEW_FILES = 4096
+_NAMED = 3
+_PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
+"""The module that a tier imports, by extra."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The result of one check. state: ok, warn (it works, with a drawback) or fail. advice: what to do."""
+
+    state: str
+    what: str
+    text: str
+    advice: str = ""
+
+
+Said: TypeAlias = tuple[str, str] | tuple[str, str, str]
+"""State, text and advice of a finding."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the checks are about: the settings of a server started here, the client's key, and the running server."""
+
+    config: Config
+    settings: Said
+    key: str
+    server: Status | None
+    silence: Said | None
+    """Why there is no status of a server."""
+
+    @property
+    def here(self) -> Status | None:
+        """The running server, if it runs on this host."""
+        return self.server if socket_path(self.config.url) is not None else None
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """Memory that the arena of a server started here would take; 0 if one runs here."""
+        return 0 if self.here is not None else self.config.arena_bytes
 
 
 @click.command()
@@ -21,32 +87,389 @@ __all__ = ["doctor"]
 @click.option("--fix", is_flag=True, help="remove tensors in /dev/shm that ended engines have left behind")
 @options.server
 @options.as_json
-def doctor(file: str | None, fix: bool, url: str | None, key: str | None, as_json: bool) -> int:
+def doctor(file: str | None, fix: bool, server: options.Address, as_json: bool) -> int:
     """Diagnose common problems of this machine, this user, the installation and the server, and say what to do.
 
     Exit code 1 if something would keep kvdepot from working.
     """
-    from kvdepot.cli.findings import findings
-
     if fix:
         removed = {name: taken for name, taken in shm.left_tensors() if shm.remove_left_tensors(name)}
         what = f"{plural(len(removed), 'file')} of ended engines, {size(sum(removed.values()))}"
         print(f"kvdepot: removed {what}", file=sys.stderr)
     with progress() as update:
-        found = list(findings(file, url, key or default_key(), lambda what: update(f"checking {what}", 0, 0)))
-    worst = {finding.state for finding in found}
+        found = list(findings(file, server, lambda what: update(f"checking {what}", 0, 0)))
     if as_json:
-        print_json(msgspec.to_builtins(found))
-        return 1 if "fail" in worst else 0
-    from rich.table import Table
-    from rich.text import Text
+        print_json(found)
+    else:
+        styles = {"ok": "", "warn": "yellow", "fail": "bold red"}
+        print_folded(
+            (),
+            (
+                (styles[each.state], (each.state, each.what, each.text + f"\n-> {each.advice}" * bool(each.advice)))
+                for each in found
+            ),
+        )
+    return 1 if any(each.state == "fail" for each in found) else 0
 
-    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for finding in found:
-        text = Text(clean(finding.text), overflow="fold")
-        if finding.advice:
-            text.append(f"\n-> {clean(finding.advice)}", "bold" if finding.state == "fail" else "")
-        table.add_row(Text(f"{finding.state:<4}", styles[finding.state]), Text(finding.what), text)
-    console().print(table)
-    return 1 if "fail" in worst else 0
+
+def findings(file: str | None, server: options.Address, begin: Callable[[str], None]) -> Iterator[Finding]:
+    """Run all checks. begin: called with the name of a check before it runs."""
+    begin("the server")
+    facts = _gather(file, server)
+    for what, check in _CHECKS.items():
+        begin(what)
+        for state, *texts in check(facts):
+            yield Finding(state, what, *texts)
+
+
+def _gather(file: str | None, server: options.Address) -> Facts:
+    key = server.key or default_key()
+    settings: Said = ("ok", f"those of a server started here: from {file or 'environment and defaults'}")
+    try:
+        config = load(file, {"url": server.url})
+    except ConfigError as exc:
+        settings = "fail", str(exc), "fix it; `kvdepot config` shows every setting"
+        config = Config(url=server.url or load(environ={}).url)
+    found = _ask(config.url, key)
+    status, silence = (found, None) if isinstance(found, Status) else (None, found)
+    return Facts(config, settings, key, status, silence)
+
+
+def _ask(url: str, key: str) -> Status | Said:
+    """The server's status, or why there is none."""
+    path = socket_path(url)
+    start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
+    if path is not None and not path.exists():
+        return "warn", f"no server of this user at {url}", start
+    if path is not None and (owner := path.stat().st_uid) != os.geteuid():
+        advice = f"run as user {owner}, or start your own server with another --url"
+        return "fail", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice
+    try:
+        return running(url, key)
+    except KVDepotError as exc:
+        if path is not None and not holder(url):
+            return "warn", f"the server at {url} has stopped", start
+        what, _, advice = str(exc).partition("; ")
+        return "fail", what, advice or "see its log"
+
+
+# -- the machine
+
+
+def _system(facts: Facts) -> Iterator[Said]:
+    text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    if sys.platform != "linux":
+        yield "fail", text, "kvdepot needs Linux: it relies on its shared memory and file locks"
+    else:
+        yield "ok", text
+
+
+def _processor(facts: Facts) -> Iterator[Said]:
+    usable, machine = len(os.sched_getaffinity(0)), os.uname().machine
+    text = f"{usable} of {os.cpu_count()} {machine} cores are usable"
+    if machine != "x86_64":
+        yield "warn", text, "only tested on x86-64; run `make test` here before you rely on it"
+    elif usable < 2:
+        yield "warn", text, "the server decides on one core and copies on others; give it at least two"
+    else:
+        yield "ok", text
+
+
+def _settings(facts: Facts) -> Iterator[Said]:
+    yield facts.settings
+    if warning := odd_chunk_size(facts.config.chunk_size):
+        yield "warn", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"
+    for name, advice in stray_variables(os.environ):
+        yield "warn", f"environment variable {name} is not a setting", advice
+
+
+def _endpoint(facts: Facts) -> Iterator[Said]:
+    yield "ok", facts.config.url
+
+
+def _shared_memory(facts: Facts) -> Iterator[Said]:
+    try:
+        room = os.statvfs(shm.SHM)
+    except OSError as exc:
+        advice = f"mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}; containers have it by default"
+        yield "fail", f"{shm.SHM}: {exc.strerror}; the arena is a file there", advice
+        return
+    whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    path = shm.SHM / facts.config.arena
+    there = path.stat().st_blocks * 512 if path.exists() else 0  # already allocated to the arena
+    if facts.here is not None:
+        wanted, whose = facts.here.capacity_bytes, "the running server's"
+        there = there or wanted  # under a name that only the server knows
+    else:
+        wanted, whose = facts.config.arena_bytes, "the"
+    text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; {whose} arena takes {size(wanted)}"
+    advice = (
+        "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
+        "medium Memory), or make the arena smaller: --arena-gib"
+    )
+    if not os.access(shm.SHM, os.W_OK):
+        yield "fail", f"{shm.SHM} is not writable", "make it writable for this user"
+    elif wanted - there > free:
+        yield "fail", text, advice
+    elif free - (wanted - there) < whole // 20:
+        yield "warn", f"{text}, which leaves little for engines", advice
+    else:
+        yield "ok", text
+    yield from _engine_kv(facts)
+    yield from _left_behind()
+
+
+def _engine_kv(facts: Facts) -> Iterator[Said]:
+    """Engines on CPUs have their own KV in shared memory, too."""
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if not space.isdecimal() or not int(space):
+        return
+    free = free_shm() - facts.unfilled_bytes
+    text = f"an engine's KV takes {space} GiB of {shm.SHM} (VLLM_CPU_KVCACHE_SPACE)"
+    if int(space) << 30 > free:
+        advice = f"enlarge {shm.SHM}, or lower VLLM_CPU_KVCACHE_SPACE: an engine whose KV does not fit is not cached"
+        yield "warn", f"{text}, which has {size(max(0, free))} free beside the arena", advice
+    else:
+        yield "ok", text
+
+
+def _left_behind() -> Iterator[Said]:
+    """Arenas without a server, and KV of engines that were killed together with torch's helper process."""
+    arenas = [(path.name, taken) for path in sorted(shm.SHM.glob("*")) if (taken := _left_bytes(path))]
+    if arenas:
+        names = ", ".join(name for name, _ in arenas[:_NAMED]) + ", ..." * (len(arenas) > _NAMED)
+        take = f"take{'s' * (len(arenas) == 1)} {size(sum(taken for _, taken in arenas))}"
+        advice = f"start a server with the same --url or --arena-name to reuse one, or remove the files in {shm.SHM}"
+        yield "warn", f"{plural(len(arenas), 'unused arena')} {take}: {names}", advice
+    if tensors := dict(shm.left_tensors()):
+        text = f"{plural(len(tensors), 'file')} of ended engines take {size(sum(tensors.values()))}: "
+        text += next(iter(tensors)) + ", ..." * (len(tensors) > 1)
+        yield "warn", text, "no process has them open: kvdepot doctor --fix removes them"
+
+
+def _left_bytes(path: Path) -> int:
+    """The bytes that a shared-memory file occupies if it is an arena without a server; otherwise 0."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return 0  # another user's, or gone
+    try:
+        is_arena = os.pread(descriptor, len(shm.ARENA_MAGIC), 0) == shm.ARENA_MAGIC
+        return os.fstat(descriptor).st_blocks * 512 if is_arena and not locks.is_locked(descriptor) else 0
+    except OSError:
+        return 0  # not a plain file
+    finally:
+        os.close(descriptor)
+
+
+def _memory(facts: Facts) -> Iterator[Said]:
+    found = [limit for limit in limits() if limit.what != str(shm.SHM)]
+    text = "; ".join(f"{limit.what}: {size(limit.free)} of {size(limit.most)} available" for limit in found)
+    wanted = facts.unfilled_bytes  # a running server's arena is no longer available memory
+    if found and wanted > found[0].free:
+        advice = f"the arena alone takes {size(wanted)}: lower --arena-gib, or {found[0].advice}"
+        yield "fail" if found[0].is_hard and wanted > found[0].most else "warn", text, advice
+    else:
+        yield "ok", text
+
+
+def _huge_pages(facts: Facts) -> Iterator[Said]:
+    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        mode = path.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
+    except OSError:
+        yield "ok", "not supported for shared memory by this kernel"
+        return
+    if mode in ("never", "deny"):
+        text = f"disabled for shared memory ({mode}): the first use of the arena is slower"
+        yield "warn", text, f"as root: echo advise > {path}"
+    else:
+        yield "ok", f"enabled for shared memory: {mode}"
+
+
+def _locked_memory(facts: Facts) -> Iterator[Said]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    needs = [tier.name for tier in facts.config.tier_configs if tier.own.get("protocol") == "rdma"]
+    if soft == resource.RLIM_INFINITY:
+        yield "ok", "unlimited"
+    elif needs:
+        advice = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
+        yield "fail", f"limit {size(soft)}, but {needs[0]} registers memory for RDMA", advice
+    else:
+        yield "ok", f"limit {size(soft)}; only a Mooncake pool over RDMA needs more"
+
+
+def _open_files(facts: Facts) -> Iterator[Said]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
+        yield "ok", "unlimited" if hard == resource.RLIM_INFINITY else f"limit {hard}"
+    else:
+        advice = (
+            f"ulimit -Hn 65536 (systemd: LimitNOFILE=65536), or accept fewer than {facts.config.max_clients} clients"
+        )
+        yield "warn", f"limit {hard}: enough for a few engines only", advice
+
+
+# -- the installation
+
+
+def _tiers(facts: Facts) -> Iterator[Said]:
+    from kvdepot.tiers import KINDS
+
+    for tier in facts.config.tier_configs if facts.server is None else []:
+        extra = KINDS[tier.kind]
+        module = _PACKAGES.get(extra, "")
+        if module and importlib.util.find_spec(module) is None:
+            yield "fail", f"{tier.name}: {module} is not installed", install.advice(extra)
+        else:
+            yield "ok", f"{tier.name}: its packages are installed"
+
+
+def _upper_bound(facts: Facts) -> Iterator[Said]:
+    gain = "hit rates are shown with their upper bound (infinite cache)"
+    if importlib.util.find_spec("datasketches") is None:
+        yield "warn", "datasketches is not installed", f"{install.advice()}: {gain}"
+    else:
+        yield "ok", gain
+
+
+def _version(*names: str) -> str:
+    """The version of the first of these distributions that is installed; empty if none is."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _vllm(facts: Facts) -> Iterator[Said]:
+    found = _version("vllm", "vllm-cpu")
+    if not found:
+        yield "ok", "not installed here; only engines need it"
+    elif not found.startswith(tuple(f"{release}." for release in VLLM_RELEASES)):
+        advice = f"KVDepotConnector refuses to start: it supports vLLM {VLLM_RELEASES[0]} to {VLLM_RELEASES[-1]}"
+        yield "warn", found, advice
+    else:
+        yield "ok", found
+
+
+def _plugin(facts: Facts) -> Iterator[Said]:
+    if not _version("vllm", "vllm-cpu"):
+        return
+    points = metadata.entry_points(group="vllm.general_plugins")
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
+        advice = f"install it into vLLM's environment: {install.again()}"
+        yield "fail", "vLLM does not find KVDepotConnector", advice
+    elif wanted is not None and "kvdepot" not in wanted.split(","):
+        yield "fail", f"VLLM_PLUGINS={clean(wanted)} excludes it", "add kvdepot to it, or unset it"
+    else:
+        yield "ok", "vLLM finds KVDepotConnector"
+
+
+def _nvidia(facts: Facts) -> Iterator[Said]:
+    bindings = _version("cuda-bindings")
+    try:
+        has_driver = Path("/proc/driver/nvidia/version").exists()
+    except OSError:
+        has_driver = False
+    if not has_driver:
+        yield "ok", "no driver here; KV is kept in CPU memory"
+        return
+    if not bindings:
+        advice = f"{install.advice('cuda')}, in the environments of the server and the engines"
+        yield "fail", "driver found, but cuda-python is not installed", advice
+        return
+    from kvdepot.devices.cuda.driver import load as load_driver
+
+    try:
+        cuda = load_driver()
+        names = [f"{cuda.name(device)} {uuid}" for uuid, device in cuda.devices().items()]
+    except DeviceError as exc:
+        yield "fail", str(exc), "KV on GPUs cannot be shared until this is fixed"
+        return
+    if not names:
+        yield "warn", "the driver lists no GPU", "check CUDA_VISIBLE_DEVICES and the devices given to the container"
+    for name in names:
+        yield "ok", f"{name}, cuda-python {bindings}"
+
+
+# -- the server
+
+
+def _key(facts: Facts) -> Iterator[Said]:
+    if not facts.key:
+        yield "ok", "none; a server of the same user on this host needs none"
+        return
+    try:
+        read_client_key(facts.key)
+    except KVDepotError as exc:
+        yield "fail", str(exc), "create keys with `kvdepot keygen`; give the file as KVDEPOT_KEY or --key"
+    else:
+        yield "ok", clean(facts.key)
+
+
+def _server(facts: Facts) -> Iterator[Said]:
+    now = facts.server
+    if now is None:
+        assert facts.silence is not None
+        yield facts.silence
+        return
+    text = f"version {now.version} at {facts.config.url}, pid {now.pid}: "
+    text += f"{plural(now.chunks, 'chunk')}, {plural(now.clients, 'client')}"
+    if now.version != __version__:
+        yield "warn", text, f"this command is {__version__}; restart the server when convenient"
+    else:
+        yield "ok", text
+    for concern in judge(now).concerns:
+        yield "warn", concern.what.rstrip("."), concern.advice.rstrip(".")
+
+
+def _web_page(facts: Facts) -> Iterator[Said]:
+    now = facts.server
+    address = facts.config.http if now is None else now.settings.get("http", facts.config.http)
+    if now is not None and now.http:
+        answer = ask_health(now.http)
+        if answer == 200:
+            yield "ok", f"{now.http} answers; `kvdepot status --http` prints its URL"
+        else:
+            text = f"{now.http}/healthz answers {answer or 'nothing'}: its server does not respond, or is overloaded"
+            yield "warn", text, "see `kvdepot top` and the server's log"
+    elif address == "off":
+        yield "ok", "disabled (http = off)"
+    elif missing := missing_packages():
+        advice = f"{install.advice()} for the page, metrics and API, or --http off"
+        yield "warn", f"{', '.join(missing)} is not installed", advice
+    elif facts.silence is not None and facts.silence[0] == "fail":
+        yield "warn", "not checked", "the finding about the server comes first"
+    elif facts.silence is not None:
+        answers = ask_health(address) is not None
+        text = f"{address} answers, but no kvdepot server of this user is running" if answers else "none"
+        yield "warn", text, "`kvdepot serve` starts it; see the finding about the server"
+    elif ask_health(address) is not None:
+        text = f"another program listens at {address}; do not give it this server's token"
+        yield "warn", text, "restart the server with another --http, such as 127.0.0.1:7078"
+    else:
+        yield "warn", f"the server does not listen for HTTP, although {address} is free", "see its log"
+
+
+_CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
+    "system": _system,
+    "processor": _processor,
+    "settings": _settings,
+    "endpoint": _endpoint,
+    "shared memory": _shared_memory,
+    "memory": _memory,
+    "huge pages": _huge_pages,
+    "locked memory": _locked_memory,
+    "open files": _open_files,
+    "tier": _tiers,
+    "upper bound": _upper_bound,
+    "vLLM": _vllm,
+    "vLLM plugin": _plugin,
+    "NVIDIA": _nvidia,
+    "key": _key,
+    "server": _server,
+    "web page": _web_page,
+}

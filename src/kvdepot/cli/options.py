@@ -1,8 +1,10 @@
-"""Options shared by several commands."""
+"""Options that several commands share. A decorator passes options that belong together to its command as one value."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
@@ -16,142 +18,101 @@ from kvdepot.values import is_size, parse_size
 __all__ = [
     "PROMPT",
     "TOPICS",
-    "Number",
+    "Address",
+    "Consent",
+    "PromptSource",
     "Settings",
-    "Whole",
     "as_json",
     "destructive",
     "flags_of",
     "long",
     "prompt",
-    "seconds_of",
     "server",
     "settings",
     "size_of",
-    "web",
+    "url",
 ]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")
 long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
+url = click.option("-u", "--url", metavar="URL", help="the server's endpoint")
 
 _FILE = click.Path()
 
 
-class Whole(click.IntRange):
-    """A whole number within bounds."""
+@dataclass(frozen=True)
+class Address:
+    """The server that a command asks, and the key file of the client that asks; None: from the environment."""
 
-    name = "whole number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return _within(self, super().convert, value, param, ctx)
-
-
-class Number(click.FloatRange):
-    """A number within bounds."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return _within(self, super().convert, value, param, ctx)
+    url: str | None
+    key: str | None
 
 
-def _within(
-    kind: Whole | Number,
-    convert: Callable[..., Any],
-    value: Any,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> Any:
-    """A value converted, or an error that has the bounds in words: click has them as 1<=x<=256."""
-    try:
-        return convert(value, param, ctx)
-    except click.BadParameter:
-        bounds = f"of at least {kind.min}" if kind.max is None else f"from {kind.min} to {kind.max}"
-        kind.fail(f"{value!r} is not a {kind.name} {bounds}", param, ctx)
+@dataclass(frozen=True)
+class PromptSource:
+    """The prompt that a command is about: a file with its token ids or its chunk hashes, its model and its salt."""
+
+    tokens: str | None
+    hashes: str | None
+    model: str
+    salt: str
 
 
-def destructive(command: Decorated) -> Decorated:
-    """--yes and --dry-run: of a command that asks before a permanent change; see output.agreed."""
-    command = click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing")(command)
-    return click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal")(command)
+@dataclass(frozen=True)
+class Consent:
+    """The user's word on a permanent change, given in advance; see output.agreed."""
+
+    yes: bool
+    dry_run: bool
 
 
-def server(command: Decorated) -> Decorated:
-    """--url and --key: which server, and as whom."""
-    command = click.option(
-        "-k", "--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)"
-    )(command)
-    return click.option("-u", "--url", metavar="URL", help="the server's endpoint")(command)
+def _as_one(name: str, kind: type[Any], *options: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
+    """A decorator that adds options to a command and passes their values to it as one `kind` under `name`."""
+
+    def decorate(command: Decorated) -> Decorated:
+        @functools.wraps(command)
+        def call(**given: Any) -> Any:
+            values = {field: given.pop(field) for field in kind.__dataclass_fields__}
+            return command(**given, **{name: kind(**values)})
+
+        decorated: Any = call
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
 
 
-def web(command: Decorated) -> Decorated:
-    """--config, --url and --http-token-file: which server's page."""
-    for option in (
-        click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, if it has one"),
-        click.option("-u", "--url", metavar="URL", help="the server's endpoint"),
-        click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's settings file (TOML)"),
-    ):
-        command = option(command)
-    return command
-
+server = _as_one(
+    "server", Address, url,
+    click.option("-k", "--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)"),
+)  # fmt: skip
+destructive = _as_one(
+    "consent", Consent,
+    click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal"),
+    click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing"),
+)  # fmt: skip
+prompt = _as_one(
+    "source", PromptSource,
+    click.option("--tokens", metavar="FILE", type=_FILE, help="token ids of the prompt, JSON or plain; - for stdin"),
+    click.option("--hashes", metavar="FILE", type=_FILE, help="chunk hashes of the prompt in hex, from its first "
+                 "chunk; - for stdin"),
+    click.option("-m", "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique "
+                 "prefix"),
+    click.option("--salt", default="", metavar="TEXT", help="the cache_salt of the requests"),
+)  # fmt: skip
 
 PROMPT = """\b
 The token ids of a prompt, as vLLM's server has them:
   curl -s http://127.0.0.1:8000/tokenize -H 'Content-Type: application/json' \\
     -d '{"model": "MODEL", "prompt": "You are ..."}' | jq .tokens > tokens
 """
-"""Where the commands get prompts from that take them, for their help."""
+"""The end of the help of commands that take a prompt: where to get one."""
 
 
-def prompt(command: Decorated) -> Decorated:
-    """--tokens or --hashes, --model and --salt: which prompt."""
-    for option in reversed(
-        [
-            click.option(
-                "--tokens", metavar="FILE", type=_FILE, help="token ids of the prompt, JSON or plain; - for stdin"
-            ),
-            click.option(
-                "--hashes", metavar="FILE", type=_FILE,
-                help="chunk hashes of the prompt in hex, from its first chunk; - for stdin",
-            ),
-            click.option(
-                "-m", "--model", default="", metavar="NAME",
-                help="a name that `kvdepot status` lists, or a unique prefix",
-            ),
-            click.option("--salt", default="", metavar="TEXT", help="the cache_salt of the requests"),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def settings(command: Decorated) -> Decorated:
-    """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
-    hints = get_type_hints(Config, include_extras=True)
-    for field in reversed(msgspec.structs.fields(Config)):
-        if field.name in ONLY_IN_FILE:
-            continue
-        kind, meta = get_args(hints[field.name])
-        many = field.name in _MANY
-        default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
-        command = click.option(
-            *(["-u"] if field.name == "url" else []),
-            _flag(field.name),
-            field.name,
-            metavar=_metavar(field.name, kind),
-            multiple=many,
-            help=f"{meta.description} (default: {default})",
-            shell_complete=_words,
-        )(command)
-    return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
-
-
-def _metavar(name: str, kind: type) -> str:
-    if words := words_of(name):
-        return f"[{'|'.join(words)}]"
-    return _METAVARS.get(name) or ("SIZE" if is_size(name) else "TEXT" if kind is str else "N")
+# -- the server's settings
 
 
 _MANY = ("tiers",)
@@ -174,6 +135,29 @@ TOPICS = {
 """Options of `serve`, by the topics of its help; others come last."""
 
 
+def settings(command: Decorated) -> Decorated:
+    """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
+    hints = get_type_hints(Config, include_extras=True)
+    for field in reversed(msgspec.structs.fields(Config)):
+        if field.name in ONLY_IN_FILE:
+            continue
+        kind, meta = get_args(hints[field.name])
+        many = field.name in _MANY
+        default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
+        command = click.option(
+            *(["-u"] if field.name == "url" else []), _flag(field.name), field.name,
+            metavar=_metavar(field.name, kind), multiple=many, help=f"{meta.description} (default: {default})",
+            shell_complete=_complete,
+        )(command)  # fmt: skip
+    return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
+
+
+def _metavar(name: str, kind: type) -> str:
+    if words := words_of(name):
+        return f"[{'|'.join(words)}]"
+    return _METAVARS.get(name) or ("SIZE" if is_size(name) else "TEXT" if kind is str else "N")
+
+
 def _default(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
@@ -182,7 +166,7 @@ def _flag(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
-def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(word) for word in words_of(param.name or "") if word.startswith(incomplete)]
 
 
@@ -217,6 +201,11 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         yield word
 
 
+def flags_of(given: dict[str, object]) -> dict[str, object]:
+    """The options in the form that `config.load` takes."""
+    return {name: (value or None) if name in _MANY else value for name, value in given.items()}
+
+
 def size_of(option: str, text: str, unit: int) -> int:
     """Bytes of a size such as 64GiB; a plain number counts units. Raises ConfigError, which names the option."""
     try:
@@ -230,19 +219,3 @@ def size_of(option: str, text: str, unit: int) -> int:
     if not 1 <= count < 1 << 60:
         raise ConfigError(f"{option}: {text!r} is out of range, it must be more than 0 and less than 1 EiB")
     return int(count)
-
-
-def seconds_of(option: str, text: str) -> float:
-    """A time between updates. Raises ConfigError, which names the option."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise ConfigError(f"{option}: {text!r} is not a number of seconds between 0.1 and 3600")
-    return seconds
-
-
-def flags_of(given: dict[str, object]) -> dict[str, object]:
-    """The options in the form that `config.load` takes."""
-    return {name: (value or None) if name in _MANY else value for name, value in given.items()}

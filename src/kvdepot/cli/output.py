@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+import click
+import msgspec
+
+from kvdepot.cli.options import Consent
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvdepot.cli.view import Listing
 
 __all__ = [
     "Progress",
@@ -25,20 +31,21 @@ __all__ = [
     "console",
     "count",
     "duration",
+    "print_folded",
     "print_json",
+    "print_tables",
     "progress",
     "ranges",
     "share",
     "shorten",
+    "show",
     "size",
 ]
 
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
-
 _RUNS = 6
 """Runs of numbers that `ranges` shows."""
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -46,7 +53,16 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, indent=2), flush=True)
+    """Print a value, which may have structs in it, as JSON."""
+    print(json.dumps(msgspec.to_builtins(value), indent=2), flush=True)
+
+
+def show(as_json: bool, value: object, *lines: str) -> None:
+    """Print a command's result: a value as JSON, or the lines for people."""
+    if as_json:
+        print_json(value)
+    else:
+        print("\n".join(lines), flush=True)
 
 
 def console() -> Console:
@@ -56,6 +72,29 @@ def console() -> Console:
     columns, lines = shutil.get_terminal_size((_PIPE_COLUMNS, 25))
     # Without a height, rich takes 80 columns where TERM=dumb.
     return Console(width=columns, height=lines, highlight=False, markup=False)
+
+
+def print_tables(*listings: Listing) -> None:
+    """Print tables, which leave out columns that do not fit, with a blank line between two."""
+    out = console()
+    for number, listing in enumerate(listings):
+        if number:
+            out.print()
+        out.print(listing.table(out.width))
+
+
+def print_folded(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Print a table that folds what does not fit, except in the first column. rows: each a style and its cells."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=bool(heads))
+    for style, cells in rows:
+        if not table.columns:
+            for number, head in enumerate(heads or [""] * len(cells)):
+                table.add_column(head, no_wrap=not number, overflow="fold")
+        table.add_row(*(Text("\n".join(map(clean, cell.split("\n")))) for cell in cells), style=style)
+    console().print(table)
 
 
 @contextmanager
@@ -80,23 +119,19 @@ def progress() -> Iterator[Progress]:
         )
 
 
-def agreed(what: str, question: str, yes: bool, preview: Callable[[], Sequence[str]]) -> bool:
-    """Whether a command may go on with what cannot be undone: `yes`, or the answer of the person at the terminal.
+def agreed(consent: Consent, what: str, question: str, preview: Callable[[], Sequence[str]]) -> bool:
+    """Whether a command may go on with what cannot be undone: --yes, or the answer of the person at the terminal.
 
     what: what it does, for the error without a terminal. preview: lines to show before the question, on standard error.
     Blocks until the answer. Raises ConfigError without a terminal, before it calls `preview`.
     """
-    if yes:
+    if consent.yes:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{what}: confirm with --yes, or see what would happen with --dry-run")
     for line in preview():
         print(line, file=sys.stderr)
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline()
-    if not answer.endswith("\n"):
-        print(file=sys.stderr)  # the input ended without a newline
-    if answer.strip().lower() in ("y", "yes"):
+    if click.confirm(question, err=True):
         return True
     print("kvdepot: nothing was changed", file=sys.stderr)
     return False

@@ -7,16 +7,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import clean, console, count, duration, print_json, ranges, size
+from kvdepot.cli.output import clean, count, duration, print_tables, ranges, show, size
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
+    from kvdepot.client.socket import Client
     from kvdepot.protocol.prefixes import ChunkStatus
 
 __all__ = ["inspect", "ls"]
@@ -24,18 +24,14 @@ __all__ = ["inspect", "ls"]
 
 @click.command()
 @click.option("-m", "--model", default="", metavar="NAME", help="only models whose name begins with NAME")
-@click.option(
-    "-s", "--sort", type=click.Choice(SORTS), default="hits",
-    help="what to sort by, the highest first; idle: time since a lookup found some of it (default: hits)",
-)  # fmt: skip
-@click.option(
-    "-n", "--most", type=options.Whole(1, MOST_PREFIXES), default=20, metavar="N",
-    help="how many to show (default: 20)",
-)  # fmt: skip
+@click.option("-s", "--sort", type=click.Choice(SORTS), default="hits", help="what to sort by, the highest first; "
+              "idle: time since a lookup found some of it (default: hits)")  # fmt: skip
+@click.option("-n", "--most", type=click.IntRange(1, MOST_PREFIXES), default=20, metavar="N", help="how many to show "
+              "(default: 20)")  # fmt: skip
 @options.long
 @options.server
 @options.as_json
-def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: str | None, as_json: bool) -> int:
+def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address, as_json: bool) -> int:
     """List the prompts in memory, grouped by their first chunk, whose hash is the id of the group.
 
     A line has the tokens that all prompts of the group share, how many prompts they are, their tokens and bytes in
@@ -44,19 +40,15 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
     """
     from kvdepot.client import admin
 
-    with connect(url, key) as client:
+    with connect(server) as client:
         found = admin.prefixes(client, model, sort, min(most + 1, MOST_PREFIXES))  # to know whether there are more
     has_more, found = len(found) > most, found[:most]
-    if as_json:
-        print_json(msgspec.to_builtins(found))
-        return 0
-    if not found:
-        print(f"no prompts{f' of models named {clean(model)}...' if model else ''} are in memory", flush=True)
+    if as_json or not found:
+        show(as_json, found, f"no prompts{f' of models named {clean(model)}...' if model else ''} are in memory")
         return 0
     from kvdepot.cli import view
 
-    out = console()
-    out.print(view.prefixes(found, is_long).table(out.width))
+    print_tables(view.prefixes(found, is_long))
     if has_more:
         print(f"kvdepot: the first {most}; -n shows more", file=sys.stderr)
     return 0
@@ -68,43 +60,47 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
 @options.long
 @options.server
 @options.as_json
-def inspect(
-    prefix: str, tokens: str | None, hashes: str | None, model: str, salt: str, is_long: bool, url: str | None,
-    key: str | None, as_json: bool,
-) -> int:  # fmt: skip
+def inspect(prefix: str, source: options.PromptSource, is_long: bool, server: options.Address, as_json: bool) -> int:
     """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of its hash), or those of
     the prompt that is given. For an id that `kvdepot ls` shows: the chunks that all prompts of that group share.
 
     It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. Exit code 1 if memory has none of the chunks.
     """
+    if sum(map(bool, (prefix, source.tokens, source.hashes))) != 1:
+        raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
+    end = _digits(prefix) if prefix else b""
+    with connect(server) as client:
+        found, numbers = _up_to(client, source.model, prefix, end) if prefix else _of_prompt(client, source)
+    lacks = f"no chunk whose hash begins with {prefix}" if prefix else f"none of the prompt's {len(numbers)} chunks"
+    if as_json or not found:
+        show(as_json, {"chunks": len(numbers), "in_memory": found}, f"memory has {lacks}")
+    else:
+        _print(found, numbers, is_long)
+    return 0 if found else 1
+
+
+def _up_to(client: Client, model: str, prefix: str, end: bytes) -> tuple[list[ChunkStatus], dict[str, int]]:
+    """The chunks in memory up to one with a hash, or of the group with that id; and the chunks' numbers by hash."""
+    from kvdepot.client import admin
+
+    families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
+    ends = [each.hash for each in families if each.id.startswith(prefix.lower())]
+    found = admin.inspect(client, model, end=bytes.fromhex(ends[0]) if len(ends) == 1 else end)
+    found = found if any(each.hash.startswith(prefix.lower()) for each in found) else []
+    return found, {each.hash: each.position for each in found if each.position}
+
+
+def _of_prompt(client: Client, source: options.PromptSource) -> tuple[list[ChunkStatus], dict[str, int]]:
+    """The chunks in memory of a prompt that the options give; and the numbers of all its chunks by hash."""
     from kvdepot.client import admin
     from kvdepot.protocol.keys import HASH_BYTES
 
-    if sum(map(bool, (prefix, tokens, hashes))) != 1:
-        raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
-    end = _digits(prefix) if prefix else b""
-    with connect(url, key) as client:
-        if prefix:
-            families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
-            ends = [each.hash for each in families if each.id.startswith(prefix.lower())]
-            found = admin.inspect(client, model, end=bytes.fromhex(ends[0]) if len(ends) == 1 else end)
-            found = found if any(each.hash.startswith(prefix.lower()) for each in found) else []
-            numbers = {each.hash: each.position for each in found if each.position}
-        else:
-            prompt = admin.read_prompt(client, tokens, hashes, model, salt)
-            found = [each for each in admin.inspect(client, prompt.spec.model, prompt.hashes)
-                     if each.model == prompt.spec.model]  # fmt: skip
-            keys = [prompt.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(prompt.hashes), HASH_BYTES)]
-            numbers = {each: number for number, each in enumerate(keys, 1)}
-    if as_json:
-        print_json({"chunks": len(numbers), "in_memory": msgspec.to_builtins(found)})
-    elif not found:
-        what = f"no chunk whose hash begins with {prefix}" if prefix else f"none of the prompt's {len(numbers)} chunks"
-        print(f"memory has {what}", flush=True)
-    else:
-        _show(found, numbers, is_long)
-    return 0 if found else 1
+    prompt = admin.read_prompt(client, source.tokens, source.hashes, source.model, source.salt)
+    model, hashes = prompt.spec.model, prompt.hashes
+    keys = [hashes[at : at + HASH_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)]
+    found = [each for each in admin.inspect(client, model, hashes) if each.model == model]
+    return found, {each: number for number, each in enumerate(keys, 1)}
 
 
 def _digits(prefix: str) -> bytes:
@@ -120,11 +116,10 @@ def _digits(prefix: str) -> bytes:
         ) from None
 
 
-def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:
+def _print(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:
     """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
     from kvdepot.cli.view import named
 
-    out = console()
     models: dict[tuple[str, str, int], list[ChunkStatus]] = {}
     for each in found:
         models.setdefault((each.tenant, each.model, each.world_size), []).append(each)
@@ -140,7 +135,7 @@ def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> N
         if missing := sorted(at for each, at in numbers.items() if each not in there):
             lines.append(f"chunks {ranges(missing)} are not in memory; whether tiers have them is unknown")
         print("\n" * bool(number) + "\n".join(lines) + "\n", flush=True)
-        out.print((_chunks(parts, numbers) if is_long else _groups(parts, numbers)).table(out.width))
+        print_tables(_chunks(parts, numbers) if is_long else _groups(parts, numbers))
 
 
 def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:

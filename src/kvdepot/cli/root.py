@@ -7,55 +7,58 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import click
 
 from kvdepot import __version__
 from kvdepot.errors import ConfigError, KVDepotError
 
-__all__ = ["COMPLETE", "root", "run"]
+__all__ = ["REMOVED", "root", "run"]
 
 _FAMILIES = {
     "Run and watch": {
-        "serve": "run the server",
-        "stop": "stop a running server",
-        "logs": "show the log of a server that an engine started",
-        "status": "show the state of a running server",
-        "top": "watch a running server live; press q to quit",
-        "open": "print the URL of the web page, including the token",
-        "doctor": "diagnose common problems",
-        "config": "show every setting and where its value comes from",
+        "serve": ("serve", "run the server"),
+        "stop": ("serve", "stop a running server"),
+        "status": ("status", "show the state of a running server"),
+        "top": ("top", "watch a running server live; press q to quit"),
+        "doctor": ("doctor", "diagnose common problems"),
+        "config": ("serve", "show every setting and where its value comes from"),
     },
     "Chunks": {
-        "ls": "list the prompts in memory, by their first chunk",
-        "inspect": "show where the chunks of one prompt are",
-        "warm": "load a prompt's chunks from the tiers into memory",
-        "pin": "keep a prompt's chunks in memory under a name",
-        "unpin": "end a pin",
-        "lease": "keep a prompt's chunks for a time, or remove them after it",
-        "release": "end a lease and remove its chunks",
-        "leases": "show what leases hold, cost and saved",
-        "forget": "remove chunks from memory and from all tiers",
-        "quota": "show or set how much memory a tenant or salt may take",
-        "check": "verify an arena: its records and checksums",
+        "ls": ("prefixes", "list the prompts in memory, by their first chunk"),
+        "inspect": ("prefixes", "show where the chunks of one prompt are"),
+        "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
+        "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
+        "release": ("leases", "end a lease, and remove its chunks"),
+        "forget": ("chunks", "remove chunks from memory and from all tiers"),
+        "quota": ("quota", "show or set how much memory a tenant or salt may take"),
+        "check": ("check", "verify an arena: its records and checksums"),
     },
     "Size and measure": {
-        "size": "show how many tokens, prompts and chats of a model fit into memory",
-        "simulate": "replay request traces: hit rates by cache size and policy",
-        "bench": "measure a running server (--url), or this machine (in a checkout)",
-        "demo": "show a vLLM engine reusing stored KV (in a checkout)",
-        "calibrate": "measure GPU copy paths",
+        "size": ("size", "show how many tokens, prompts and chats of a model fit into memory"),
+        "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
+        "calibrate": ("setup", "measure GPU copy paths"),
     },
     "Set up": {
-        "keygen": "generate the keys of a server and its clients",
-        "token": "print the HTTP bearer token",
-        "completion": "print a shell completion script",
+        "keygen": ("setup", "generate the keys of a server and its clients"),
     },
 }
-"""Commands and their descriptions, in the order of the help."""
-_COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
-COMPLETE = "_KVDEPOT_COMPLETE"
+"""Commands with their modules and descriptions, in the order of the help. A module is imported when it is used."""
+_COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}
+REMOVED = {
+    "bench": "`make bench` in a checkout, or `python bench/load.py --url URL` for a running server",
+    "completion": 'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)", or zsh_source, fish_source',
+    "demo": "`make demo` in a checkout",
+    "leases": "`kvdepot lease` without arguments, which lists them",
+    "logs": "`kvdepot status`, which prints the path of the log",
+    "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
+    "pin": "`kvdepot lease NAME` without --seconds",
+    "token": "`kvdepot status --http`, which prints the URL of the web page with the token",
+    "unpin": "`kvdepot release NAME --keep`",
+}
+"""Commands of the release before this one, and what to use instead. The next release forgets them."""
+_COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,46 +72,13 @@ Exit codes:
   130  interrupted
 
 Settings can also be given in the environment, e.g. KVDEPOT_URL. KVDEPOT_KEY names the key file of a client that needs
-one. NO_COLOR=1 disables colour.
+one. NO_COLOR=1 disables colour. eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)" makes bash complete commands and
+options; zsh_source and fish_source are for those shells.
 """
 
 
-def _module(command: str) -> Any:
-    """Import the module of a command. Only these names are imported, and only when they are used."""
-    match command:
-        case "serve" | "config":
-            return importlib.import_module("kvdepot.cli.serve")
-        case "stop" | "logs":
-            return importlib.import_module("kvdepot.cli.stop")
-        case "status":
-            return importlib.import_module("kvdepot.cli.status")
-        case "top":
-            return importlib.import_module("kvdepot.cli.top")
-        case "open" | "token":
-            return importlib.import_module("kvdepot.cli.web")
-        case "doctor":
-            return importlib.import_module("kvdepot.cli.doctor")
-        case "quota":
-            return importlib.import_module("kvdepot.cli.quota")
-        case "lease" | "release" | "leases":
-            return importlib.import_module("kvdepot.cli.leases")
-        case "warm" | "pin" | "unpin" | "forget" | "check":
-            return importlib.import_module("kvdepot.cli.chunks")
-        case "ls" | "inspect":
-            return importlib.import_module("kvdepot.cli.prefixes")
-        case "size":
-            return importlib.import_module("kvdepot.cli.size")
-        case "simulate":
-            return importlib.import_module("kvdepot.cli.simulate")
-        case "bench" | "demo":
-            return importlib.import_module("kvdepot.cli.checkout")
-        case "keygen" | "calibrate" | "completion":
-            return importlib.import_module("kvdepot.cli.setup")
-    raise AssertionError(command)
-
-
 class Root(click.Group):
-    """A group that imports commands lazily, and suggests a name for a mistyped one."""
+    """A group that imports commands lazily, and suggests a name for a mistyped or removed one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -116,7 +86,8 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        return cast(click.Command, getattr(_module(cmd_name), cmd_name))
+        module = importlib.import_module(f"kvdepot.cli.{_COMMANDS[cmd_name][0]}")
+        return cast(click.Command, getattr(module, cmd_name))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -126,18 +97,21 @@ class Root(click.Group):
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()
-        if args[0] not in _COMMANDS and not args[0].startswith("-"):
+        name = args[0]
+        if name in REMOVED:
+            ctx.fail(f"`kvdepot {name}` was removed: use {REMOVED[name]}")
+        if name not in _COMMANDS and not name.startswith("-"):
             from difflib import get_close_matches
 
-            close = get_close_matches(args[0], _COMMANDS, 1, 0.7)  # get is not a mistyped forget
+            close = get_close_matches(name, _COMMANDS, 1, 0.7)  # get is not a mistyped forget
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            ctx.fail(f"No such command {args[0]!r}.{hint}")
+            ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for family, commands in _FAMILIES.items():
             with formatter.section(family):
-                formatter.write_dl(list(commands.items()), col_max=12)
+                formatter.write_dl([(name, text) for name, (_, text) in commands.items()], col_max=12)
 
 
 @click.command(
@@ -153,10 +127,10 @@ def root() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
-    if COMPLETE in os.environ:
+    if _COMPLETE in os.environ:
         from click.shell_completion import shell_complete
 
-        return shell_complete(root, {}, "kvdepot", COMPLETE, os.environ[COMPLETE])
+        return shell_complete(root, {}, "kvdepot", _COMPLETE, os.environ[_COMPLETE])
     try:
         with root.make_context("kvdepot", list(words)) as context:
             return root.invoke(context) or 0
@@ -167,20 +141,19 @@ def run(words: Sequence[str]) -> int:
         return 2
     except click.UsageError as exc:
         where = (exc.ctx or _context(words)).command_path
-        print(f"kvdepot: {' '.join(exc.format_message().split()).rstrip('.')} (see `{where} --help`)", file=sys.stderr)
-        return 2
+        return _failed(f"{' '.join(exc.format_message().split()).rstrip('.')} (see `{where} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)
     except KVDepotError as exc:
         return _failed(exc, 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output has closed the pipe
         return _unwritten()
     except OSError as exc:
         if exc.errno not in _FULL:
             raise
-        print(f"kvdepot: cannot write the output: {exc.strerror}; free some space and try again", file=sys.stderr)
+        _failed(f"cannot write the output: {exc.strerror}; free some space and try again", 1)
         return _unwritten()
 
 
@@ -197,6 +170,6 @@ def _context(words: Sequence[str]) -> click.Context:
     return whole if command is None else click.Context(command, whole, words[0])
 
 
-def _failed(exc: KVDepotError, code: int) -> int:
-    print(f"kvdepot: {exc}", file=sys.stderr)
+def _failed(what: object, code: int) -> int:
+    print(f"kvdepot: {what}", file=sys.stderr)
     return code

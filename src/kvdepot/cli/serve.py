@@ -1,4 +1,4 @@
-"""`kvdepot serve`, and `kvdepot config`, which shows its settings."""
+"""`kvdepot serve`, `kvdepot stop`, which ends a server in an orderly way, and `kvdepot config`, its settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -26,17 +27,18 @@ from kvdepot.config import (
     reported,
     stray_variables,
 )
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError, Unavailable
 
 if TYPE_CHECKING:
     from kvdepot.protocol.status import Status
     from kvdepot.server.loop import Server
 
-__all__ = ["config", "serve"]
+__all__ = ["config", "serve", "stop"]
 
 log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_CHECK_S = 0.1
 _WHERE = (
     "Every setting can also be given in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
     "KVDEPOT_CHUNK_SIZE=512. Flags override the environment, which overrides the file. A SIZE may have a unit: 64GiB, "
@@ -91,6 +93,65 @@ def _stop_at_eof(server: Server) -> None:
         server.stop()
 
 
+# -- stop
+
+
+@click.command()
+@click.option("-t", "--timeout", "timeout_s", type=click.FloatRange(0.0, 3600.0), default=30.0, metavar="SECONDS",
+              help="how long to wait for its end (default: 30)")  # fmt: skip
+@options.url
+def stop(timeout_s: float, url: str | None) -> int:
+    """Stop the server at a unix socket of this user: it answers what it has begun, and ends.
+
+    Engines recompute until there is a server again. One that engines start by themselves comes back with the next
+    engine that starts.
+    """
+    from kvdepot.protocol.addresses import socket_path
+    from kvdepot.protocol.endpoints import holder, lock_file
+
+    place = load(flags={"url": url}).url
+    path = socket_path(place)
+    if path is None:
+        raise ConfigError(f"{place} is not a unix socket with a path: use the service manager that started the server")
+    who = holder(place)
+    if not who:
+        print(f"no server is running at {place}", flush=True)
+        return 0
+    # A container of the same pod may have the server's host name and another process of that number.
+    pid = who.removeprefix("pid ")
+    if not pid.isdecimal() or not _has_open(int(pid), lock_file(path)):
+        raise Unavailable(
+            f"the server at {place} is {who}, which cannot be signalled from here: stop it as its own user and in its "
+            "own container"
+        )
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(int(pid), signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while holder(place) == who:
+        if time.monotonic() >= deadline:
+            raise Unavailable(
+                f"the server at {place} ({who}) has not ended within {timeout_s:g} s; end it with `kill -9 {pid}`: "
+                "the next server takes over its chunks"
+            )
+        time.sleep(_CHECK_S)
+    print(f"the server at {place} ({who}) has stopped", flush=True)
+    return 0
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    """Whether a process has this file open."""
+    with contextlib.suppress(OSError):
+        wanted = file.stat()
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), wanted):
+                    return True
+    return False
+
+
+# -- config
+
+
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 @options.as_json
@@ -99,55 +160,43 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
 
     If a server runs at this endpoint, also those of its settings that differ.
     """
-    from kvdepot.cli.output import clean, print_json
+    from kvdepot.cli.output import clean, print_folded, print_json, size
 
     settings, sources = load_with_sources(file, options.flags_of(given))
-    warnings = [
-        f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)
-    ]
-    for line in filter(None, [*warnings, odd_chunk_size(settings.chunk_size)]):
+    stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
+    for line in filter(None, [*stray, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
     server = _server_at(settings.url)
+    shown = masked(settings)
     if as_json:
         print_json(
             {
-                "settings": {
-                    name: {"value": value, "source": sources[name]} for name, value in masked(settings).items()
-                },
+                "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
                 "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
                 "server": server and {"pid": server.pid, "settings": server.settings},
             }
         )
         return 0
-    _print_settings(settings, sources, server)
+    heads = ["setting", "value", "from"]
+    heads += [f"running server (pid {server.pid}), where it differs"] if server else []
+    derived = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
+    rows = []
+    for name, other in _differences(settings, server).items():
+        value = shown[name]
+        text = "\n".join(value) if isinstance(value, list) else in_text(value)
+        if name in derived and not value:
+            text = f"{text} ({derived[name]})".strip()
+        style = "dim" if sources[name] == "default" and not other else ""
+        rows.append((style, [name, text, sources[name], other][: len(heads)]))
+    print_folded(heads, rows)
     return 0
 
 
-def _print_settings(settings: Config, sources: Mapping[str, str], server: Status | None) -> None:
-    """Print a table of the settings; beside them, if a server runs, those of its settings that differ."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from kvdepot.cli.output import clean, console, size
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("from", overflow="fold")
-    if server is not None:
-        table.add_column(f"running server (pid {server.pid}), where it differs", overflow="fold")
-    here = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
-    ours = reported(settings)
-    theirs = ours if server is None else ours | server.settings
-    for name, value in masked(settings).items():
-        text = "\n".join(map(clean, value)) if isinstance(value, list) else clean(in_text(value))
-        if name in here and not value:
-            text = f"{text} ({here[name]})".strip()
-        differs = theirs.get(name) != ours.get(name)
-        cells = [text, clean(sources[name]), clean(theirs[name] or "empty") if differs else ""]
-        is_plain = sources[name] == "default" and not differs
-        table.add_row(name, *map(Text, cells[: len(table.columns) - 1]), style="dim" * is_plain)
-    console().print(table)
+def _differences(settings: Config, server: Status | None) -> dict[str, str]:
+    """A running server's values of the settings that differ; of all other settings an empty text."""
+    ours, theirs = reported(settings), server.settings if server is not None else {}
+    different = {name: value or "empty" for name, value in theirs.items() if value != ours.get(name, value)}
+    return {name: different.get(name, "") for name in settings.__struct_fields__}
 
 
 def _server_at(url: str) -> Status | None:

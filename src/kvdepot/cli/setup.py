@@ -1,4 +1,4 @@
-"""Commands for setting up: `keygen`, `calibrate`, and the shell's `completion`."""
+"""Commands for setting up: `keygen` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 import click
-import msgspec
 
 from kvdepot.cli import options
-from kvdepot.cli.output import print_json, progress
+from kvdepot.cli.output import print_json, progress, show
 from kvdepot.config import load
 
-__all__ = ["calibrate", "completion", "keygen"]
+__all__ = ["calibrate", "keygen"]
 
 
 @click.command()
@@ -29,10 +28,7 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
     from kvdepot.protocol.curve import generate
 
     paths = [str(path) for path in generate(folder, list(clients), tenant)]
-    if as_json:
-        print_json({"files": paths})
-    else:
-        print("\n".join(paths), flush=True)
+    show(as_json, {"files": paths}, *paths)
     return 0
 
 
@@ -73,25 +69,5 @@ def calibrate(gpu: str, busy: bool, as_json: bool) -> int:
         if busy:
             print(f"beside a busy GPU: kvdepot serve --gpu-dma-from-kib {measuring.dma_from(choice) >> 10}", flush=True)
     if as_json:
-        print_json(msgspec.to_builtins(found))
-    return 0
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> int:
-    """Print a script that makes a shell complete commands, options and their values.
-
-    \b
-    kvdepot completion bash > ~/.local/share/bash-completion/completions/kvdepot
-    kvdepot completion zsh > "${fpath[1]}/_kvdepot"
-    kvdepot completion fish > ~/.config/fish/completions/kvdepot.fish
-    """
-    from click.shell_completion import get_completion_class
-
-    from kvdepot.cli.root import COMPLETE, root
-
-    kind = get_completion_class(shell)
-    assert kind is not None, shell
-    print(kind(root, {}, "kvdepot", COMPLETE).source(), flush=True)
+        print_json(found)
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdepot.cli import options
-from kvdepot.cli.output import clean, console, count, print_json
+from kvdepot.cli.output import clean, count, print_json, print_tables
 from kvdepot.cli.output import size as shown
 from kvdepot.errors import ConfigError
 
@@ -21,7 +21,8 @@ __all__ = ["size"]
 
 _DEFAULT_SIZES = ("16GiB", "64GiB", "256GiB")
 _MOST_CONFIG = 64 << 20
-_COUNT = options.Whole(1, 1 << 30)
+_COUNTS = ("tokens", "prompts", "chats")
+_COUNT = click.IntRange(1, 1 << 30)
 
 
 @click.command()
@@ -63,13 +64,8 @@ def size(
         raise ConfigError(f"--prompt-tokens and --chat-tokens must be at least a chunk ({chunk_size} tokens)")
     average = prompt / (prompt_tokens // chunk_size * chunk_size)
     rows = [
-        {
-            "bytes": capacity,
-            "tokens": int(capacity / average),
-            "prompts": capacity // prompt,
-            "chats": capacity // chat,
-        }
-        for capacity in capacities
+        {"bytes": each, "tokens": int(each / average), "prompts": each // prompt, "chats": each // chat}
+        for each in capacities
     ]
     if as_json:
         print_json(
@@ -86,11 +82,7 @@ def size(
     from kvdepot.cli.view import Listing
 
     heads = (">memory", ">tokens", f">prompts of {count(prompt_tokens)}", f">chats of {count(chat_tokens)}")
-    listing = Listing(heads, [
-        (shown(row["bytes"]), count(row["tokens"]), count(row["prompts"]), count(row["chats"])) for row in rows
-    ])  # fmt: skip
-    out = console()
-    out.print(listing.table(out.width))
+    print_tables(Listing(heads, [(shown(row["bytes"]), *(count(row[name]) for name in _COUNTS)) for row in rows]))
     return 0
 
 
@@ -113,20 +105,17 @@ def _lines(model: KvSize) -> list[str]:
 def _read(place: str) -> dict[str, Any]:
     """The configuration in a file or folder; `-`: standard input. Raises ConfigError."""
     path = Path("standard input" if place == "-" else place)
+    name = clean(str(path))
     try:
         if place != "-" and path.is_dir():
             path /= "config.json"
         text = sys.stdin.read(_MOST_CONFIG) if place == "-" else path.read_bytes()[:_MOST_CONFIG].decode()
-        if not text.strip():
-            raise ConfigError(f"{clean(str(path))}: it is empty; the config.json of a model is expected")
         found = json.loads(text)
-    except FileNotFoundError as exc:
-        hint = ": give the config.json of a model that you have; nothing is downloaded"
-        raise ConfigError(f"{clean(str(path))}: {exc.strerror}{hint}") from exc
     except OSError as exc:
-        raise ConfigError(f"{clean(str(path))}: {exc.strerror}") from exc
+        hint = ": give the config.json of a model that you have; nothing is downloaded"
+        raise ConfigError(f"{name}: {exc.strerror}{hint * isinstance(exc, FileNotFoundError)}") from exc
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{clean(str(path))}: not JSON: {clean(str(exc))[:200]}") from exc
+        raise ConfigError(f"{name}: not JSON, the config.json of a model is expected: {clean(str(exc))[:200]}") from exc
     if not isinstance(found, dict):
-        raise ConfigError(f"{clean(str(path))}: not the configuration of a model: a JSON object is expected")
+        raise ConfigError(f"{name}: not the configuration of a model: a JSON object is expected")
     return found

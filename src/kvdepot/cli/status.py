@@ -1,67 +1,151 @@
-"""`kvdepot status`: the state of a running server, once or again and again."""
+"""`kvdepot status`: the state of a running server, once or again and again; the URL of its web page; its log."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from kvdepot.cli import options
-from kvdepot.cli.connect import connect
-from kvdepot.cli.output import console, print_json
-from kvdepot.errors import KVDepotError
+from kvdepot.cli.connect import connect, endpoint
+from kvdepot.cli.output import clean, console, print_json, print_tables, show
+from kvdepot.config import load
+from kvdepot.errors import ConfigError, KVDepotError, Unavailable
+from kvdepot.protocol.addresses import socket_path
 
-__all__ = ["status"]
+__all__ = ["ask_health", "status"]
 
 _ANSWER_S = 5.0
+_HEALTH_S = 2.0
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @click.command()
-@click.option("-w", "--watch", metavar="[SECONDS]", is_flag=False, flag_value="2", help="print it again every SECONDS "
-    "(without a value: 2) until interrupted; with --json, one line each")  # fmt: skip
+@click.option("-w", "--watch", metavar="[SECONDS]", is_flag=False, flag_value=2.0, type=click.FloatRange(0.1, 3600),
+              help="print it again every SECONDS (without a value: 2) until interrupted; with --json, one line "
+              "each")  # fmt: skip
+@click.option("--http", "shows_page", is_flag=True, help="print the URL of the web page instead, with the token")
+@click.option("--http-token-file", metavar="FILE", type=click.Path(), help="with --http: the server's token file, if "
+              "it has one")  # fmt: skip
 @options.server
 @options.as_json
-def status(watch: str | None, url: str | None, key: str | None, as_json: bool) -> int:
+def status(
+    watch: float | None, shows_page: bool, http_token_file: str | None, server: options.Address, as_json: bool
+) -> int:
     """Show the state of a running server: memory, tokens reused and their upper bound (infinite cache), saved prefill,
-    latencies, engines, models, tiers, evictions and failures, and GPUs."""
+    latencies, engines, models, tiers, evictions and failures, and GPUs; and the path of the log if an engine started
+    the server. Other servers log to where they were started: a terminal, the journal of a service, a container's log.
+
+    With --http, only the URL of the web page, as the server reports it. The token follows the #, and browsers do not
+    send it; anyone with this URL can forget, lease and load chunks. HTTP requests that change something need the token
+    (Authorization: Bearer), and so do all requests from other hosts, or where clients need keys.
+    """
     from kvdepot.protocol import wire
 
-    interval = None if watch is None else options.seconds_of("--watch", watch)
-    with connect(url, key) as client:
-        while True:
-            try:
-                answer = client.ask(wire.Status()).result(timeout=_ANSWER_S)
-            except KVDepotError as exc:
-                if interval is None:
-                    raise
-                print(f"kvdepot: {exc}", file=sys.stderr, flush=True)
-            else:
-                _show(answer, client.server_url, as_json, interval is not None)
-            if interval is None:
-                return 0
-            time.sleep(interval)
+    place = endpoint(server.url)
+    try:
+        with connect(server) as client:
+            if shows_page:
+                return _show_page(client.ask(wire.Status()).result(_ANSWER_S), place, http_token_file, as_json)
+            while True:
+                try:
+                    _show(client.ask(wire.Status()).result(_ANSWER_S), place, as_json, watch is not None)
+                except KVDepotError as exc:
+                    if watch is None:
+                        raise
+                    print(f"kvdepot: {exc}", file=sys.stderr, flush=True)
+                if watch is None:
+                    return 0
+                time.sleep(watch)
+    except Unavailable:
+        if (log := _log_at(place)) is not None:
+            print(f"kvdepot: the log of the last server that an engine started here: {log}", file=sys.stderr)
+        raise
 
 
-def _show(answer: Any, place: str, as_json: bool, is_one_of_many: bool) -> None:
+def _show(answer: Any, place: str, as_json: bool, repeats: bool) -> None:
     if as_json:
-        if is_one_of_many:
-            print(json.dumps(answer), flush=True)
-        else:
-            print_json(answer)
+        print(json.dumps(answer), flush=True) if repeats else print_json(answer)
         return
     from kvdepot.cli import view
     from kvdepot.protocol.status import read
 
     now = read(answer)
     out = console()
-    if is_one_of_many and out.is_terminal:
+    if repeats and out.is_terminal:
         out.clear()
     out.print(view.summary(now, place))
-    for listing in view.listings(now):
+    log = _log_at(place)
+    if log is not None and _writes_to(now.pid, log):
+        out.print(f"log       {clean(str(log))}")
+    out.print()
+    print_tables(*view.listings(now))
+    if repeats and not out.is_terminal:
         out.print()
-        out.print(listing.table(out.width))
-    if is_one_of_many and not out.is_terminal:
-        out.print()
+
+
+def _log_at(place: str) -> Path | None:
+    """The log of the last server that an engine started at an endpoint; None if there is none."""
+    from kvdepot.client.launch import Shared
+
+    log = Shared(place).log if socket_path(place) is not None else None
+    return log if log is not None and log.is_file() else None
+
+
+def _writes_to(pid: int, log: Path) -> bool:
+    """Whether a process of this user logs to this file."""
+    try:
+        return os.path.samestat(Path(f"/proc/{pid}/fd/2").stat(), log.stat())
+    except OSError:
+        return False
+
+
+# -- the web page
+
+
+def _show_page(answer: Any, place: str, token_file: str | None, as_json: bool) -> int:
+    from kvdepot.protocol.status import read
+    from kvdepot.web.token import read_token
+
+    # Ask the server, because another user's server may have the address in the settings, and would get our token.
+    address = read(answer).http
+    if not address:
+        raise Unavailable(
+            f"the server at {place} has no web page (yet): HTTP is off, its packages are not installed, or its "
+            "address is in use; see the log of `kvdepot serve`, or run `kvdepot doctor`"
+        )
+    if ask_health(address) is None:
+        raise Unavailable(f"the web page at {_local(address)} does not answer; see the server's log")
+    try:
+        token = read_token(load(flags={"url": place, "http_token_file": token_file}))
+    except ConfigError as exc:
+        advice = "a server creates its token when it starts, for its own user; --http-token-file names another file"
+        raise ConfigError(f"{exc}; {advice}") from exc
+    url = f"{_local(address)}/#token={quote(token, safe='')}"
+    show(as_json, {"url": url, "token": token}, url)
+    return 0
+
+
+def _local(address: str) -> str:
+    """The URL of an address for a browser on this host."""
+    host, _, port = address.rpartition(":")
+    return f"http://{_EVERYWHERE.get(host.strip('[]'), host)}:{port}"
+
+
+def ask_health(address: str) -> int | None:
+    """The status code of `/healthz` there: 200 if the server is healthy; None if nothing answers."""
+    connection = http.client.HTTPConnection(_local(address).removeprefix("http://"), timeout=_HEALTH_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

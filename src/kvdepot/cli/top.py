@@ -47,14 +47,14 @@ _NAMES = {
 @click.option(
     "-i",
     "--interval",
-    type=options.Number(0.1, 3600),
+    type=click.FloatRange(0.1, 3600),
     default=1.0,
     metavar="SECONDS",
     help="time between updates (default: 1)",
 )
 @options.server
 @options.as_json
-def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int:
+def top(interval: float, server: options.Address, as_json: bool) -> int:
     """Watch a running server: its status, redrawn every second. Press q to quit.
 
     The digits 1 to 7, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
@@ -69,18 +69,18 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
     error, and the command continues.
     """
     if as_json:
-        return _print_lines(url, key, interval)
+        return _print_lines(server, interval)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(_NO_TERMINAL)
-    with connect(url, key) as client:
+    with connect(server) as client:
         _watch(client, interval)
     return 0
 
 
-def _print_lines(url: str | None, key: str | None, interval: float) -> int:
+def _print_lines(server: options.Address, interval: float) -> int:
     from kvdepot.protocol import wire
 
-    with connect(url, key) as client:
+    with connect(server) as client:
         while True:
             try:
                 answer = client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S)

@@ -1,4 +1,4 @@
-"""Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `pin`, `forget`), and resetting an engine's cache.
+"""Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `lease`, `forget`), and resetting an engine's cache.
 
 Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other.
 """
@@ -220,7 +220,7 @@ def end_lease(client: Client, name: str, drops: bool = False) -> None:
     """End a lease. drops: also remove its chunks, see wire.Drop. Blocks until the server has answered, which does not
     wait for the removal. Raises BadRequest if there is no lease of that name."""
     if not client.ask(wire.EndLease(name, drops)).result(_ANSWER_S):
-        raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
+        raise BadRequest(f"there is no lease {name!r}; `kvdepot lease` lists them")
 
 
 def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:

@@ -1,6 +1,6 @@
 """The header of an arena's file, and a client's check whether the arena's server lives.
 
-Used by memory/arena.py, cli/check_arena.py and the client, so it imports little. Nothing here maps the arena.
+Used by memory/arena.py, cli/check.py and the client, so it imports little. Nothing here maps the arena.
 
     page 0               the header
     table_bytes          one record per sealed shard (memory/records.py), for the next server

@@ -1,7 +1,7 @@
 """Records that survive the server's process, in the arena's file: one per sealed shard, and one per namespace.
 
 Written by core/index/ on the deciding thread; read by core/index/recovery.py when a server takes an arena over, and by
-cli/check_arena.py. Invariant: a shard has a record only while its bytes are complete. It is written after the last byte
+cli/check.py. Invariant: a shard has a record only while its bytes are complete. It is written after the last byte
 has arrived and erased before the first byte can be overwritten, so the records are true whenever the server dies.
 
 The table is an array of slots. A record is msgpack, split over as many slots as it needs (usually one):

@@ -163,8 +163,8 @@ SERVER = (
         "leases_refused", "leases",
         "Leases beyond the budget of their tenant, or beyond 16,384 leases or 1,048,576 hashes in all.",
         "leases refused", _REQUESTS,
-        "End leases (`kvdepot unpin`), give them an end or a lower priority, or give the tenant a higher floor or the "
-        "server more memory.",
+        "End leases (`kvdepot release`), give them an end or a lower priority, or give the tenant a higher floor or "
+        "the server more memory.",
         is_event=True,
     ),
     Counted(

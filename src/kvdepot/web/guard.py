@@ -118,7 +118,7 @@ class Guard:
             given = _header(scope, b"authorization") or ""
             scheme, _, token = given.partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
-                message = "this needs the header `Authorization: Bearer TOKEN`; `kvdepot token` prints the token"
+                message = "this needs the header `Authorization: Bearer TOKEN`; `kvdepot status --http` prints it"
                 return 401, Problem("unauthorized", message)
         return None
 

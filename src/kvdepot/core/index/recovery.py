@@ -1,4 +1,4 @@
-"""Rebuilds the index from the records of an earlier server. Called once before a server serves, and by cli/check_arena.
+"""Rebuilds the index from the records of an earlier server. Called once before a server serves, and by cli/check.py.
 
 Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
 the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in

@@ -128,7 +128,7 @@ export function open(name, of, status) {
   });
   if (of && inputs.models) inputs.models.value = of;
   inputs.token = make("input", { type: "password", autocomplete: "off", "aria-describedby": "token-help" });
-  const help = make("small", { id: "token-help", class: "soft" }, "Asked once; kept until this tab is closed. ", make("code", {}, "kvdepot token"), " prints it.");
+  const help = make("small", { id: "token-help", class: "soft" }, "Asked once; kept until this tab is closed. ", make("code", {}, "kvdepot status --http"), " prints it behind #token=.");
   const token = make("div", { id: "action-token" }, make("label", {}, make("span", {}, "Token"), inputs.token), help);
   $("action-fields").replaceChildren(...fields, token);
   current = { action, of, inputs };

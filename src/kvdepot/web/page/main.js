@@ -76,7 +76,7 @@ async function recall(next, stop) {
 
 function explain(problem) {
   if (problem instanceof Refusal && problem.status === 401) {
-    const advice = "Run kvdepot open on the server's machine: it prints this page's URL with the token. kvdepot token prints the token alone.";
+    const advice = "Run kvdepot status --http on the server's machine: it prints this page's URL with the token.";
     return {
       level: "wait",
       headline: hasToken() ? "Wrong token" : "Token required",

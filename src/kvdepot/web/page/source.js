@@ -1,4 +1,4 @@
-// Requests to the server. The token comes in the URL's fragment (`kvdepot open`), which browsers do not send.
+// Requests to the server. The token comes in the URL's fragment (`kvdepot status --http`), which browsers do not send.
 
 /** Longer than the server's long poll. */
 const TIMEOUT_MS = 8000;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import struct
 import uuid
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from kvdepot import cli, locks
-from kvdepot.cli import check_arena
+from kvdepot.cli.check import audit
 from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.values import plural
@@ -146,7 +147,7 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
 def test_an_arena_that_was_fixed_is_free_at_once(left: Left) -> None:
     gc.disable()  # the index is a circle of references, and has the file mapped
     try:
-        assert check_arena.check(left.name, fix=True).fixed
+        assert audit(left.name, fix=True).fixed
         with left.path.open("rb") as file:
             assert not locks.is_locked(file.fileno())
     finally:
@@ -245,3 +246,9 @@ def test_a_header_says_of_itself_whether_it_is_whole(tmp_path: Path) -> None:
     file.write_bytes(bytes(40))
     with file.open("rb") as opened:
         assert Header.read(opened.fileno(), file) is None
+
+
+def test_check_tells_what_it_found_as_json(left: Left, check: Run) -> None:
+    code, said = check(left.name, "--json")
+    found = json.loads(said)
+    assert (code, found["problems"], found["in_use"], found["chunks"]) == (0, [], False, CHUNKS)

@@ -1,12 +1,18 @@
-"""`kvdepot bench --url`: load on a running server, from processes with a model name of their own.
+"""Load on a running server: stores, lookups and retrieves per second of all clients together.
 
-`measure` starts this module once per client (`python -m kvdepot.cli.load`), which reads a plan and then one command per
-line from standard input, and answers each with a line of JSON. A process ends when its input does, so none outlives
-the command. The chunks are forgotten at the end, however it comes.
+    python bench/load.py [--url URL] [--key FILE] [-c CLIENTS] [-n REQUESTS] [--prompts N] [--chunks N] [--json] ...
+
+It uses a model name of its own, whose chunks it removes at the end, also when a signal ends it. It takes memory and
+time from engines, and stores no more than what is free in the arena unless --yes is given. The exit code is 1 if a
+request failed.
+
+`measure` starts this script once per client (`--client`), which reads a plan and then one command per line from
+standard input, and answers each with a line of JSON. A process ends when its input does, so none outlives the script.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -20,31 +26,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from kvdepot.errors import KVDepotError, Unavailable
-from kvdepot.processes import module_command
-
-if TYPE_CHECKING:
-    from kvdepot.client.socket import MessagingFuture
-    from kvdepot.client.transfer import Transfer
-    from kvdepot.client.worker import WorkerClient
-
-__all__ = ["KINDS", "MODEL", "Plan", "Result", "measure"]
+from kvdepot.cli.connect import connect
+from kvdepot.cli.options import Address, size_of
+from kvdepot.cli.output import clean, count, duration, print_json, progress, size
+from kvdepot.client import admin
+from kvdepot.client.socket import MessagingFuture
+from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.worker import WorkerClient
+from kvdepot.config import default_key
+from kvdepot.errors import ConfigError, KVDepotError, Unavailable
+from kvdepot.memory.shm import shm_path
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import ROOT
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 KINDS = ("store", "lookup", "retrieve")
 """In this order, because the others find what is stored."""
 MODEL = "kvdepot-bench-"
-"""Models of this command begin with this."""
+"""Models of this script begin with this."""
 BLOCKS = 16
 """Blocks of a chunk, each in one piece."""
 _GO = "go"
 """Tells a client to send the requests that it has prepared, at the same time as the others."""
 _ANSWER_S = 60.0
-_LOOK = 64
-"""Requests between two looks whether the command has ended."""
+_CHECK = 64
+"""Requests between two checks whether the script has ended."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -131,7 +141,7 @@ def _part(times: Sequence[float], part: float) -> float:
 @contextmanager
 def _started(plan: Plan) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        module_command("kvdepot.cli.load"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # an interrupt reaches this process alone, which ends it
     )  # fmt: skip
     try:
@@ -187,8 +197,6 @@ class _Client:
 
     def run(self) -> _Done:
         """Send the requests that `prepare` made, one at a time."""
-        from kvdepot.client.socket import MessagingFuture
-
         plan, kind = self._plan, self._kind
         count = plan.prompts if kind == "store" else plan.requests
         send: Callable[[Transfer], bool] = getattr(self, f"_{kind}")
@@ -196,7 +204,7 @@ class _Client:
         ended: MessagingFuture[object] = MessagingFuture.resolved(None)
         began = time.monotonic()
         for number in range(count):
-            if not number % _LOOK and select.select([sys.stdin], [], [], 0)[0]:
+            if not number % _CHECK and select.select([sys.stdin], [], [], 0)[0]:
                 raise EOFError  # commands come one by one, so its input has ended
             transfer = self._transfers[number % plan.prompts]
             start = time.monotonic()
@@ -209,9 +217,6 @@ class _Client:
         return _Done(times, failed, began, time.monotonic())
 
     def _transfer(self, number: int) -> Transfer:
-        from kvdepot.client.transfer import Transfer, pack_block_ids
-        from kvdepot.protocol.keys import ROOT
-
         name = self._salt + (self._plan.first + number).to_bytes(8, "little")
         hashes = b"".join(
             hashlib.blake2b(name + at.to_bytes(4, "little"), digest_size=32).digest() for at in range(self._plan.chunks)
@@ -227,14 +232,10 @@ class _Client:
 
     def _lookup(self, transfer: Transfer) -> bool:
         # readers 0: not counted among the lookups of engines
-        from kvdepot.client.transfer import PromptChunks
-
         lookup = PromptChunks(self._worker.spec, transfer.hashes).lookup(transfer.request_id)
         return bool(self._worker.client.ask(lookup).result(_ANSWER_S) == self._plan.chunks)
 
     def _end(self, transfer: Transfer) -> MessagingFuture[object]:
-        from kvdepot.protocol import wire
-
         return self._worker.client.ask(wire.EndSession(transfer.request_id))
 
     def _retrieve(self, transfer: Transfer) -> bool:
@@ -247,12 +248,6 @@ class _Client:
 @contextmanager
 def _worker(plan: Plan) -> Iterator[WorkerClient]:
     """A worker whose tensors are one prompt's blocks, of random bytes."""
-    from kvdepot.client import admin
-    from kvdepot.client.transfer import ShardSpec
-    from kvdepot.client.worker import WorkerClient
-    from kvdepot.memory.shm import shm_path
-    from kvdepot.protocol.layout import Layout, Mapping, Segment
-
     block = plan.chunk_bytes // BLOCKS
     size = plan.chunks * plan.chunk_bytes
     name = f"kvdepot-bench-{os.getpid()}-{secrets.token_hex(4)}"
@@ -277,7 +272,7 @@ def _worker(plan: Plan) -> Iterator[WorkerClient]:
             worker.close()
 
 
-def main() -> int:
+def _run_client() -> int:
     """Read a plan and commands from standard input, and answer each."""
     try:
         plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
@@ -296,6 +291,89 @@ def main() -> int:
         print(json.dumps({"error": str(exc)}), flush=True)
         return 1
     return 0
+
+
+# -- the script
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the load; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words == ["--client"]:
+        return _run_client()
+    parser = argparse.ArgumentParser(prog="load.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-u", "--url", help="the server's endpoint (default: KVDEPOT_URL, or this user's)")
+    parser.add_argument("-k", "--key", metavar="FILE", help="this client's key file (default: KVDEPOT_KEY)")
+    parser.add_argument("-c", "--clients", metavar="N", type=int, default=4, help="clients, each a process with one "
+                        "request at a time (default: 4)")  # fmt: skip
+    parser.add_argument("-n", "--requests", metavar="N", type=int, default=2000, help="lookups, and retrieves, of all "
+                        "clients (default: 2000)")  # fmt: skip
+    parser.add_argument("--prompts", metavar="N", type=int, default=64, help="prompts to store, each with one request "
+                        "(default: 64)")  # fmt: skip
+    parser.add_argument("--chunks", metavar="N", type=int, default=8, help="chunks of a prompt (default: 8)")
+    parser.add_argument("--chunk-bytes", metavar="SIZE", default="256KiB", help="KV bytes of a chunk, at least 4KiB "
+                        "(default: 256KiB)")  # fmt: skip
+    parser.add_argument("-y", "--yes", action="store_true", help="proceed even if the server must evict chunks for it")
+    parser.add_argument("-j", "--json", action="store_true", help="print JSON")
+    args = parser.parse_args(words)
+    if min(args.clients, args.requests, args.prompts, args.chunks) < 1 or args.clients > 256:
+        parser.error("--clients is 1 to 256; --requests, --prompts and --chunks are at least 1")
+    try:
+        return _measure_server(args)
+    except KVDepotError as exc:
+        print(f"load.py: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _measure_server(args: argparse.Namespace) -> int:
+    chunk_bytes = size_of("--chunk-bytes", args.chunk_bytes, 1) // BLOCKS * BLOCKS
+    if not 4096 <= chunk_bytes <= 1 << 30:
+        raise ConfigError("--chunk-bytes: give between 4KiB and 1GiB")
+    clients, key = min(args.clients, args.prompts), args.key or default_key()
+    each, per_client = -(-args.prompts // clients), -(-args.requests // clients)
+    total = clients * each * args.chunks * (-(-chunk_bytes // 4096) * 4096)
+    with connect(Address(args.url, key)) as client:
+        now = admin.status(client)
+        free = now.capacity_bytes - now.used_bytes
+        if total > free and not args.yes:
+            raise ConfigError(
+                f"{size(total)} would be stored, and {size(free)} of the arena are free, so chunks of engines would be "
+                "evicted: lower --prompts, --chunks or --chunk-bytes, or give --yes"
+            )
+        model = MODEL + secrets.token_hex(8)
+        plan = Plan(client.server_url, key, model, each, per_client, args.chunks, chunk_bytes)
+        found: list[Result] = []
+        try:
+            with progress() as update:
+                for result in measure(plan, clients, update):
+                    if not args.json:
+                        print(*([] if found else [_HEAD]), _line(result), sep="\n", flush=True)
+                    found.append(result)
+        finally:
+            left = admin.not_forgotten(admin.forget(client, model, ""))
+    for line in left:
+        print(f"load.py: chunks of {model} may remain: {clean(line)}", file=sys.stderr)
+    if args.json:
+        print_json({"clients": clients, "chunks": args.chunks, "chunk_bytes": chunk_bytes, "results": found})
+    if failed := sum(result.failed for result in found):
+        print(f"load.py: {failed} requests failed or missed stored chunks", file=sys.stderr)
+    return 1 if failed or left else 0
+
+
+def _row(kind: str, *cells: str) -> str:
+    widths = (9, 11, 10, 8, 8)
+    return "  ".join([f"{kind:<8}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))])
+
+
+_HEAD = _row("", "requests", "requests/s", "GB/s", "p50", "p99")
+
+
+def _line(result: Result) -> str:
+    moved = f"{result.bytes_per_s / 1e9:.2f}" if result.bytes_per_s else "-"
+    times = duration(result.p50_s), duration(result.p99_s)
+    return _row(result.kind, count(result.requests), count(result.per_s), moved, *times)
 
 
 if __name__ == "__main__":

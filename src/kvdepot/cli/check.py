@@ -1,4 +1,4 @@
-"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Called by cli/chunks.py.
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes.
 
 Invariant: it changes nothing unless asked to fix, and never fixes the arena of a running server. It checks a snapshot
 of an arena in use, and does not report what the server changed in the meantime.
@@ -11,10 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import click
 import numpy as np
 
 from kvdepot import locks
-from kvdepot.cli.output import size
+from kvdepot.cli import options
+from kvdepot.cli.output import agreed, clean, progress, show, size
+from kvdepot.config import load
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.errors import ArenaError, LayoutError
@@ -26,10 +29,30 @@ from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.values import plural
 
-__all__ = ["Report", "check"]
+__all__ = ["Report", "audit", "check"]
 
 _PROGRESS_CHUNKS = 64
 """Chunks between two updates of the progress."""
+
+
+@click.command()
+@click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
+@click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
+@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks; only while no server uses the "
+              "arena")  # fmt: skip
+@options.destructive
+@options.as_json
+def check(fix: bool, consent: options.Consent, as_json: bool, **flags: str | None) -> int:
+    """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
+    arena = load(flags=flags).arena
+    what, lost = "--fix drops damaged records, and so their chunks", "their chunks are lost: engines compute them again"
+    fix = fix and not consent.dry_run
+    if fix and not agreed(consent, what, f"Drop damaged records of {clean(arena)}?", lambda: [lost]):
+        return 1
+    with progress() as update:
+        report = audit(arena, fix, lambda done, total: update("reading chunks", done, total))
+    show(as_json, report, *report.lines())
+    return 1 if report.problems and not report.fixed else 0
 
 
 @dataclass
@@ -60,7 +83,7 @@ class Report:
         ]
 
 
-def check(name: str, fix: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+def audit(name: str, fix: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
     """Check the arena of that name; `fix` drops damaged records. Blocks while it reads every chunk with a checksum.
 
     progress: called with the number of chunks checked, and of all.
