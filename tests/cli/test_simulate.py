@@ -18,8 +18,5 @@ def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     with terminal(*words) as seen:
         assert seen.end() == 0
         assert "replay" in seen.text and "Hit rate in %" in seen.text
-    with terminal("simulate", str(trace), "--hosts", "2", "--capacity-blocks", "10") as seen:
-        assert seen.end() == 0
-        assert "replay" in seen.text and "Hit rate in %" in seen.text
     done = run(*words)
     assert (done.returncode, done.stderr) == (0, "")
