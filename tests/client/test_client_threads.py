@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
+from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient
 from kvdepot.client import contract
 from kvdepot.client.contract import PromptChains, RequestType
 from kvdepot.client.device_events import EventQueue
@@ -143,32 +143,6 @@ def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(cli
                 assert torch.equal(cache[ids], right[ids]), "the bytes of another prompt"
 
     on_threads(work)
-
-
-def test_schedulers_of_two_threads_on_one_client_find_their_own_prompts_under_one_request_id(depot: Depot) -> None:
-    client = MessageQueueClient(depot.url, depot.context)
-    place = (depot.url, depot.context, "schedulers", 1, 0, 64)
-    said = prompts(3, 2, 40)
-    sent: list[bytes] = []
-
-    class Noting(LMCacheMPSchedulerAdapter):
-        """Records the hashes that it looks up, and sends nothing."""
-
-        def submit_lookup(self, request_id: str, hashes: bytes, *args: Any, **kwargs: Any) -> None:
-            sent.append(hashes)
-
-    adapters = [Noting(*place, client=client) for _ in said]
-
-    def work(number: int) -> None:
-        for i in range(200):
-            which = (number + i) % 2
-            adapters[number].maybe_submit_lookup_request("reused", token_ids=list(said[which]))
-
-    on_threads(work, 2)
-    right = {alone(tokens) for tokens in said}
-    wrong = [i for i, hashes in enumerate(sent) if hashes not in right]
-    client.close()
-    assert len(sent) == 400 and not wrong, f"{len(wrong)} of 400 lookups had hashes of neither prompt"
 
 
 def test_what_is_put_while_the_queue_is_stopped_ends_once_and_one_thread_sees_to_it() -> None:

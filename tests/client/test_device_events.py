@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvdepot.client import device_events as events
-from kvdepot.client.device_events import EventQueue, happened
-from kvdepot.errors import BadRequest, DeadlineExceeded, DeviceError, KVDepotError, Unavailable
+from kvdepot.client.device_events import EventQueue
+from kvdepot.errors import DeadlineExceeded, DeviceError, KVDepotError, Unavailable
 from tests.conftest import HANG_S, eventually
 
 
@@ -219,13 +219,3 @@ def test_nothing_is_asked_while_nothing_waits(waits: EventQueue) -> None:
         return switches() == before == last
 
     eventually(settled)
-
-
-@pytest.mark.parametrize("event", [7, "no event", object()])
-def test_what_is_no_event_is_named(event: Any) -> None:
-    with pytest.raises(BadRequest, match="not an event"):
-        happened(event)
-
-
-def test_none_has_happened() -> None:
-    assert happened(None)

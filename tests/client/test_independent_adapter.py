@@ -117,35 +117,6 @@ def test_several_requests_go_in_one_message_and_each_key_has_its_answer(engine: 
     assert read_blocks(caches, [14, 15]) == untouched
 
 
-def test_a_range_that_starts_behind_a_prefix_stores_and_retrieves_only_its_chunks(engine: Engine) -> None:
-    worker, caches = engine.workers[0], engine.caches[0]
-    first = next(_tokens) * 1_000_000
-    tokens = range(first, first + 3 * CHUNK)
-    worker.store("head", worker.names.of_tokens("r", tokens[:CHUNK]), [0, 1])
-    worker.store("rest", worker.names.of_tokens("r", tokens, start=CHUNK), [2, 3, 4, 5])
-    assert engine.finish() == {"head": True, "rest": True}
-    assert engine.lookups.hit_tokens(worker.names.of_tokens("other", tokens)) == 3 * CHUNK
-    worker.retrieve("r", worker.names.of_tokens("third", tokens, start=2 * CHUNK), [8, 9])
-    assert engine.finish() == {"r": [True]}
-    assert read_blocks(caches, [8, 9]) == read_blocks(caches, [4, 5])
-
-
-def test_with_two_ranks_a_hit_needs_both(depot: Depot) -> None:
-    pair = Engine(depot, world_size=2)
-    keys = [name_chunks(pair, "tokens", 1)[0]]
-    as_rank_1 = pair.workers[1].names.of_tokens(keys[0].request_id, keys[0].token_ids)
-    pair.workers[0].store("s", keys, [0, 1])
-    assert pair.finish(0) == {"s": True}
-    assert pair.lookups.hit_tokens(keys) == 0
-    pair.workers[1].store("s", as_rank_1, [2, 3])
-    assert pair.finish(1) == {"s": True}
-    assert pair.lookups.hit_tokens(keys) == CHUNK
-    pair.workers[1].retrieve("r", as_rank_1, [8, 9])
-    assert pair.finish(1) == {"r": [True]}
-    assert read_blocks(pair.caches[1], [8, 9]) == read_blocks(pair.caches[1], [2, 3])
-    pair.close()
-
-
 def test_layers_without_names_may_be_registered_one_by_one(depot: Depot) -> None:
     engine = Engine(depot)
     worker, tensors = engine.workers[0], [torch.randn(BLOCKS, BLOCK, 2), torch.randn(BLOCKS, BLOCK, 5)]
@@ -159,18 +130,6 @@ def test_layers_without_names_may_be_registered_one_by_one(depot: Depot) -> None
         assert torch.equal(tensor[6], tensor[0])
         assert torch.equal(tensor[5], tensor[1])
     engine.close()
-
-
-def test_a_session_that_ends_releases_what_its_lookup_pinned(depot: Depot, engine: Engine) -> None:
-    worker = engine.workers[0]
-    keys = name_chunks(engine, "tokens", 1)
-    worker.store("s", keys, [0, 1])
-    assert engine.finish() == {"s": True}
-    before = depot.status()["sessions"]
-    assert engine.lookups.hit_tokens(keys) == CHUNK
-    assert depot.status()["sessions"] == before + 1
-    engine.lookups.end(keys[0].request_id)
-    assert depot.status()["sessions"] == before
 
 
 @pytest.mark.parametrize("direction", ["its chunks to our adapters", "our adapters' chunks to it"])

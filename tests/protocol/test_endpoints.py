@@ -61,7 +61,7 @@ def test_a_file_that_lies_where_a_socket_is_to_be_is_not_taken_away(tmp_path: Pa
     assert {each.name for each in tmp_path.iterdir()} == {"s", "notes"}
 
 
-def test_what_a_dead_process_left_behind_is_taken_and_what_somebody_listens_on_is_not(tmp_path: Path) -> None:
+def test_a_dead_process_leaves_its_place_and_a_listening_one_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import subprocess
@@ -13,7 +12,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.errors import BadRequest, KVDepotError
+from kvdepot.errors import BadRequest
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain, derive_root, engine_hash
 
 TOKEN = st.integers(0, 2**32 - 1)
@@ -87,11 +86,6 @@ def test_hashes_are_the_same_in_every_process_and_on_every_host(seed: str) -> No
     assert dict(line.split("=") for line in ran.stdout.splitlines()) == GOLDEN
 
 
-@given(st.lists(TOKEN, max_size=40), st.integers(1, 7))
-def test_a_chain_is_what_its_specification_says(tokens: list[int], size: int) -> None:
-    assert hashed(tokens, size) == by_hand(tokens, size)
-
-
 @given(st.lists(TOKEN, max_size=60), st.integers(1, 7), st.data())
 def test_a_prompt_that_grows_hashes_like_one_from_scratch(tokens: list[int], size: int, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)))
@@ -101,23 +95,6 @@ def test_a_prompt_that_grows_hashes_like_one_from_scratch(tokens: list[int], siz
         assert chunks_of(chain)[: cut // size] == by_hand(tokens, size)[: cut // size]
         assert len(chain) >= cut // size
     assert chunks_of(chain) == by_hand(tokens, size)
-
-
-@given(st.lists(st.lists(FEW, max_size=12), max_size=8), st.integers(1, 4))
-def test_a_chain_that_is_given_any_prompts_in_turn_never_remembers_a_wrong_one(
-    prompts: list[list[int]], size: int
-) -> None:
-    chain = ChunkChain(size)
-    for prompt in prompts:
-        chain.extend(prompt)
-        assert chunks_of(chain)[: len(prompt) // size] == by_hand(prompt, size)
-
-
-def test_a_prompt_that_gets_shorter_than_what_was_hashed_is_hashed_anew() -> None:
-    chain = ChunkChain(2)
-    chain.extend([1, 2, 3, 4, 5, 6])
-    chain.extend([1, 2, 3])
-    assert chunks_of(chain) == by_hand([1, 2, 3], 2)
 
 
 def test_the_same_tokens_as_fresh_int_objects_continue_the_chain() -> None:
@@ -144,29 +121,12 @@ def test_a_list_that_was_changed_in_the_middle_is_noticed(position: int, grow: i
     assert chunks_of(chain) == by_hand(tokens, 4)
 
 
-@given(st.lists(TOKEN, min_size=1, max_size=40), st.integers(1, 5), st.data())
-def test_a_changed_token_changes_its_chunk_and_all_behind_it_and_none_before(
-    tokens: list[int], size: int, data: st.DataObject
-) -> None:
-    position = data.draw(st.integers(0, len(tokens) - 1))
-    other = list(tokens)
-    other[position] = (other[position] + data.draw(st.integers(1, 2**32 - 1))) % 2**32
-    one, two = hashed(tokens, size), hashed(other, size)
-    same = [a == b for a, b in zip(one, two, strict=True)]
-    assert same == [i < position // size for i in range(len(one))]
-
-
 def test_tokens_may_come_as_a_list_a_tuple_or_any_sequence() -> None:
     for tokens in (list(range(20)), tuple(range(20)), range(20)):
         chain = ChunkChain(4)
         chain.extend(tokens[:9])
         chain.extend(tokens)
         assert chunks_of(chain) == by_hand(list(range(20)), 4)
-
-
-def test_a_tail_shorter_than_a_chunk_has_no_hash() -> None:
-    assert hashed([1, 2, 3], 4) == [] == hashed([], 4)
-    assert len(hashed(list(range(11)), 4)) == 2
 
 
 def test_parents_and_slices_are_the_hashes_of_the_chunks_they_name() -> None:
@@ -184,23 +144,7 @@ PARTS = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=3
 @given(PARTS, PARTS)
 def test_no_two_lists_of_parts_share_a_root(one: list[tuple[str, str]], two: list[tuple[str, str]]) -> None:
     assert (derive_root(*one) == derive_root(*two)) == (one == two)
-
-
-def test_roots_do_not_depend_on_where_one_text_ends_and_the_next_begins() -> None:
-    texts = itertools.product(["", "a", "ab", "b"], repeat=2)
-    assert len({derive_root(pair) for pair in texts}) == 16
-
-
-def test_no_parts_at_all_are_the_plain_root() -> None:
-    assert derive_root() == ROOT
-
-
-def test_every_chunk_under_another_root_has_another_hash() -> None:
-    tokens = list(range(32))
-    plain = set(hashed(tokens, 8))
-    salted = set(hashed(tokens, 8, derive_root(("salt", "a"))))
-    lora = set(hashed(tokens, 8, derive_root(("lora", "a"))))
-    assert len(plain | salted | lora) == 12
+    assert (derive_root(*one) == ROOT) == (not one)
 
 
 def test_a_prompt_whose_tokens_spell_a_salt_does_not_reach_the_root_of_that_salt() -> None:
@@ -258,33 +202,17 @@ BAD = [-1, 2**32, 1.5, "7", None, b"7", [7], 2**70]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_what_is_no_token_id_is_a_bad_request(bad: object) -> None:
-    chain = ChunkChain(2)
-    with pytest.raises(BadRequest):
-        chain.extend([1, bad])  # type: ignore[list-item]
-    assert len(chain) == 0
-
-
-@pytest.mark.parametrize("bad", BAD, ids=repr)
 @pytest.mark.parametrize("position", [0, 3, 4])
-def test_what_is_no_token_id_is_a_bad_request_also_in_a_chain_that_goes_on(bad: object, position: int) -> None:
+def test_what_is_no_token_id_is_a_bad_request_and_spoils_no_chain(bad: object, position: int) -> None:
     chain = ChunkChain(2)
-    chain.extend([1, 2, 3, 4])
-    tokens: list[object] = [1, 2, 3, 4, 5, 6]
-    tokens[position] = bad
-    with pytest.raises(KVDepotError) as raised:
-        chain.extend(tokens)  # type: ignore[arg-type]
-    assert isinstance(raised.value, BadRequest)
-
-
-@pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_after_a_bad_request_a_chain_still_hashes_right(bad: object) -> None:
-    chain = ChunkChain(2)
-    chain.extend([1, 2, 3, 4])
-    with pytest.raises(BadRequest):
-        chain.extend([1, 2, 3, 4, bad, 6])  # type: ignore[list-item]
-    chain.extend([1, 2, 3, 4, 5, 6])
-    assert chunks_of(chain) == by_hand([1, 2, 3, 4, 5, 6], 2)
+    for known in ([], [1, 2, 3, 4]):
+        chain.extend(known)
+        tokens: list[object] = [1, 2, 3, 4, 5, 6]
+        tokens[position] = bad
+        with pytest.raises(BadRequest):
+            chain.extend(tokens)  # type: ignore[arg-type]
+        chain.extend([1, 2, 3, 4, 5, 6])
+        assert chunks_of(chain) == by_hand([1, 2, 3, 4, 5, 6], 2)
 
 
 def ahead(tokens: list[int], size: int, lookahead: int, extras: tuple[tuple[int, bytes], ...] = ()) -> list[bytes]:
@@ -294,21 +222,18 @@ def ahead(tokens: list[int], size: int, lookahead: int, extras: tuple[tuple[int,
     return chunks_of(chain)
 
 
-@given(st.lists(TOKEN, max_size=40), st.integers(1, 7), st.integers(1, 9))
-def test_with_a_lookahead_a_chunk_has_a_hash_once_the_tokens_after_it_are_known(
-    tokens: list[int], size: int, lookahead: int
-) -> None:
+def ahead_by_hand(tokens: list[int], size: int, lookahead: int) -> list[bytes]:
     found, parent = [], ROOT
     for first in range(0, len(tokens), size):
         covered = tokens[first : first + size + lookahead]
         if len(covered) == size + lookahead:
             parent = blake3(parent + b"".join(token.to_bytes(4, "little") for token in covered)).digest()
             found.append(parent)
-    assert ahead(tokens, size, lookahead) == found
+    return found
 
 
-@given(st.lists(TOKEN, min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_with_a_lookahead_a_changed_token_changes_the_chunks_whose_drafts_depend_on_it(
+@given(st.lists(TOKEN, min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 6), st.data())
+def test_a_changed_token_changes_the_chunks_that_depend_on_it_and_all_behind(
     tokens: list[int], size: int, lookahead: int, data: st.DataObject
 ) -> None:
     position = data.draw(st.integers(0, len(tokens) - 1))
@@ -325,7 +250,7 @@ def test_with_a_lookahead_a_changed_token_changes_the_chunks_whose_drafts_depend
     st.integers(0, 5),
     st.lists(st.tuples(st.integers(0, 14), st.binary(max_size=2)), max_size=3),
 )
-def test_with_a_lookahead_a_chain_that_is_given_any_prompts_in_turn_never_remembers_a_wrong_one(
+def test_a_chain_that_is_given_any_prompts_in_turn_never_remembers_a_wrong_one(
     prompts: list[list[int]], size: int, lookahead: int, extras: list[tuple[int, bytes]]
 ) -> None:
     extras.sort(key=lambda extra: extra[0])
@@ -333,6 +258,7 @@ def test_with_a_lookahead_a_chain_that_is_given_any_prompts_in_turn_never_rememb
     for prompt in prompts:
         chain.extend(prompt, extras)
         fresh = ahead(prompt, size, lookahead, tuple(extras))
+        assert extras or fresh == ahead_by_hand(prompt, size, lookahead)
         assert chunks_of(chain)[: len(fresh)] == fresh
 
 

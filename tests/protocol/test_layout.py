@@ -131,44 +131,9 @@ def test_segments_are_every_byte_of_every_block_once_in_one_order(given: Tensors
     assert_describes(layout, given.views, given.axes)
 
 
-def test_a_dense_tensor_with_the_block_axis_first_is_one_segment() -> None:
-    view = dense("l", (5, 2, 4, 3, 2))
-    assert build_layout([view], [0]).segments == [Segment(0, 0, 96, 96)]
-
-
 def test_key_and_value_halves_are_two_segments() -> None:
     view = dense("l", (2, 5, 4, 3, 2))
     assert build_layout([view], [1]).segments == [Segment(0, 0, 48, 48), Segment(0, 240, 48, 48)]
-
-
-def test_mla_layers_are_one_segment_each() -> None:
-    views = [dense(f"l{i}", (7, 4, 10), "float8_e4m3fn") for i in range(3)]
-    layout = build_layout(views, [0, 0, 0])
-    assert layout.segments == [Segment(i, 0, 40, 40) for i in range(3)]
-    assert layout.block_bytes == 120
-
-
-def test_heads_before_tokens_in_memory_are_still_one_segment() -> None:
-    view = strided("l", (5, 4, 3, 8), (0, 2, 1, 3), (0, 0, 0, 0))  # seen as tokens, heads; stored as heads, tokens
-    layout = build_layout([view], [0])
-    assert layout.segments == [Segment(0, 0, 192, 192)]
-    assert_describes(layout, [view], [0])
-
-
-def test_heads_outside_the_blocks_are_a_segment_a_head() -> None:
-    view = strided("l", (5, 4, 3, 8), (2, 0, 1, 3), (0, 0, 0, 0))
-    layout = build_layout([view], [0])
-    assert layout.segments == [Segment(0, head * 5 * 64, 64, 64) for head in range(3)]
-    assert_describes(layout, [view], [0])
-
-
-def test_layers_that_lie_side_by_side_in_every_block_become_one_segment() -> None:
-    views = [
-        TensorView(f"l{i}", "all", 4 * 3 * 32, i * 32, (4, 2, 8), (96, 16, 2), 2, "bfloat16") for i in range(3)
-    ]  # [block, layer, token, dim] cut into its layers
-    layout = build_layout(views, [0, 0, 0])
-    assert layout.segments == [Segment(0, 0, 96, 96)]
-    assert_describes(layout, views, [0, 0, 0])
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -189,23 +154,6 @@ def test_layers_behind_each_other_in_one_mapping_stay_apart() -> None:
     layout = build_layout(views, [0, 0])
     assert layout.segments == [Segment(0, 0, 16, 16), Segment(0, 64, 16, 16)]
     assert layout.mappings == [Mapping("m", 128)]
-
-
-def test_layers_that_lie_side_by_side_only_in_the_first_block_stay_apart() -> None:
-    views = [
-        TensorView("a", "m", 96, 0, (2, 8), (32, 2), 2, "bfloat16"),
-        TensorView("b", "m", 96, 16, (2, 8), (64, 2), 2, "bfloat16"),
-    ]
-    layout = build_layout(views, [0, 0])
-    assert layout.segments == [Segment(0, 0, 32, 16), Segment(0, 16, 64, 16)]
-    assert_describes(layout, views, [0, 0])
-
-
-def test_padding_between_blocks_and_rows_is_no_part_of_a_block() -> None:
-    rows = strided("l", (3, 4, 6), (0, 1, 2), (0, 0, 2))
-    assert build_layout([rows], [0]).segments == [Segment(0, row * 16, 64, 12) for row in range(4)]
-    blocks = strided("l", (3, 4, 6), (0, 1, 2), (0, 1, 0))
-    assert build_layout([blocks], [0]).segments == [Segment(0, 0, 60, 48)]
 
 
 def test_a_single_block_can_be_described_whatever_its_stride_says() -> None:
@@ -233,22 +181,21 @@ def test_tensors_whose_blocks_overlap_or_run_backwards_are_refused(
         build_layout([TensorView("l", "m", 4096, 1024, shape, strides, 2, "bfloat16")], [0])
 
 
-def test_layers_with_different_numbers_of_blocks_are_refused_with_the_numbers() -> None:
-    with pytest.raises(LayoutError, match=r"\[4, 5\]"):
-        build_layout([dense("a", (4, 8)), dense("b", (5, 8))], [0, 0])
-
-
-def test_no_tensors_or_as_many_axes_as_not_tensors_are_refused() -> None:
-    with pytest.raises(LayoutError):
-        build_layout([], [])
-    with pytest.raises(LayoutError):
-        build_layout([dense("a", (4, 8))], [0, 0])
-
-
 def test_tensors_in_too_many_pieces_are_refused() -> None:
     scattered = strided("l", (2, MAX_SEGMENTS + 1, 1), (1, 0, 2), (0, 0, 0))
     with pytest.raises(LayoutError, match="l"):
         build_layout([scattered], [0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes", "why"),
+    [([], [], "0 KV tensors"), ([(4, 8)], [0, 0], "2 block axes"), ([(4, 8), (5, 8)], [0, 0], r"\[4, 5\]")],
+)
+def test_layers_that_do_not_go_together_are_refused(layers: list[tuple[int, ...]], axes: list[int], why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        build_layout([dense(f"l{i}", shape) for i, shape in enumerate(layers)], axes)
+    with pytest.raises(LayoutError):
+        find_block_axes([])
 
 
 @pytest.mark.parametrize("axis", [-1, 3, 7, None, "0"])
@@ -312,11 +259,6 @@ def test_shapes_that_can_be_read_two_ways_or_none_are_refused_and_shown(
     for view in views:
         assert f"{view.name} {list(view.shape)}" in str(raised.value)
     assert "block_axes" in str(raised.value)
-
-
-def test_no_tensors_have_no_block_axis() -> None:
-    with pytest.raises(LayoutError):
-        find_block_axes([])
 
 
 def test_many_layers_that_cannot_be_read_are_refused_at_once_and_in_one_sentence() -> None:

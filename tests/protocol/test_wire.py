@@ -141,28 +141,15 @@ def test_any_msgpack_that_is_no_message_gets_a_protocol_error(raw: Raw, body: by
     assert type(raw.ask_bytes(body)) is errors.ProtocolError
 
 
-@given(frame=st.binary(max_size=100))
-def test_decoding_never_raises_and_keeps_the_number(frame: bytes) -> None:
-    number, request = wire.decode_request(frame)
-    assert number == (frame[:8] if len(frame) >= 8 else bytes(8))
-    assert isinstance(request, errors.ProtocolError | wire.Request)
-
-
-@given(frame=st.binary(max_size=100))
-def test_a_reply_decodes_or_raises_protocol_error(frame: bytes) -> None:
-    try:
-        number, boot, _ = wire.decode_reply(frame)
-    except errors.ProtocolError:
-        return
-    assert (number.to_bytes(8, "little"), boot) == (frame[:8], frame[8:16])
-
-
-def test_deeply_nested_bytes_are_no_message(known: Raw) -> None:
+def test_deeply_nested_bytes_are_no_message(depot: Depot, known: Raw) -> None:
     assert isinstance(known.ask_bytes(b"\x91" * 100_000), errors.ProtocolError)
     assert isinstance(known.ask_bytes(b"\x92\xa5Hello" + b"\x91" * 100_000), errors.ProtocolError)
+    before = bad_messages(depot)
+    known.ask_bytes(b"\xc1")
+    assert bad_messages(depot) == before + 1
 
 
-@pytest.mark.parametrize("length", range(8))
+@pytest.mark.parametrize("length", [0, 7])
 def test_a_frame_too_short_for_a_number_is_answered_under_number_zero(known: Raw, length: int) -> None:
     known.send(b"\x07" * length)
     number, value = known.receive()
@@ -178,10 +165,6 @@ def test_every_truncation_of_a_message_gets_a_protocol_error(known: Raw) -> None
     assert type(known.ask_bytes(whole)) is errors.UnknownInstance
 
 
-def test_bytes_behind_a_message_are_a_protocol_error(known: Raw) -> None:
-    assert type(known.ask_bytes(wire.encode_request(0, wire.Noop())[8:] + b"\0")) is errors.ProtocolError
-
-
 @pytest.mark.parametrize(
     "body", [["Nonsense"], ["noop"], [], [0], [None], ["Noop", 1, {}, [2]], {"type": "Noop"}, "Noop", ["Answer", 1]]
 )
@@ -189,13 +172,6 @@ def test_unknown_tags_and_shapes_are_answered_and_the_connection_goes_on(known: 
     value = known.ask_bytes(msgspec.msgpack.encode(body))
     assert isinstance(value, errors.ProtocolError) or (body[:1] == ["Noop"] and value == "ok")
     assert known.ask(wire.Noop()) == "ok"
-
-
-def test_bad_messages_are_counted(depot: Depot, known: Raw) -> None:
-    before = bad_messages(depot)
-    for _ in range(3):
-        known.ask_bytes(b"\xc1")
-    assert bad_messages(depot) == before + 3
 
 
 # -- frames
@@ -266,11 +242,6 @@ def test_another_protocol_version_is_refused_and_said(raw: Raw, version: int) ->
     assert type(raw.ask(wire.Noop())) is errors.UnknownClient
 
 
-def test_a_second_hello_changes_nothing(known: Raw) -> None:
-    known.hello()
-    assert known.ask(wire.Noop()) == "ok"
-
-
 @pytest.mark.parametrize(
     "liveness",
     [
@@ -300,24 +271,10 @@ def test_a_liveness_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) ->
     "changes",
     [
         {"num_blocks": BLOCKS + 1},
-        {"num_blocks": 0},
-        {"num_blocks": -1},
         {"num_blocks": 2**63},
-        {"segments": []},
-        {"segments": [Segment(1, 0, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(-1, 0, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 1, BLOCK_BYTES, BLOCK_BYTES)]},
         {"segments": [Segment(0, -64, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 0, BLOCK_BYTES, 0)]},
-        {"segments": [Segment(0, 0, BLOCK_BYTES, -8)]},
-        {"segments": [Segment(0, 0, 8, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 0, 0, BLOCK_BYTES)]},
         {"segments": [Segment(0, 2**64 - 64, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 0, 2**63, BLOCK_BYTES)]},
         {"segments": [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)] * 70_000},
-        {"mappings": []},
-        {"fingerprint": b""},
-        {"fingerprint": bytes(33)},
     ],
 )
 def test_a_layout_outside_its_memory_is_refused(known: Raw, memory: str, changes: dict[str, Any]) -> None:
@@ -325,32 +282,9 @@ def test_a_layout_outside_its_memory_is_refused(known: Raw, memory: str, changes
     assert type(known.ask(wire.Store(1, 1, [shards()]))) is errors.UnknownInstance
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "/etc/passwd", "../../etc/passwd", "a/b", "nobody-has-this", "a\0b", "x" * 300, "ü", "a b"],
-)
-def test_memory_by_a_name_that_is_none_is_refused(known: Raw, name: str) -> None:
-    assert type(known.ask(wire.Register(1, layout(name)))) is errors.LayoutError
-    assert known.ask(wire.Unregister(1)) is None
-
-
 @pytest.mark.parametrize("size", [0, SIZE + 1, 2**62, 2**64 - 1])
 def test_memory_of_another_size_than_said_is_refused(known: Raw, memory: str, size: int) -> None:
     assert type(known.ask(wire.Register(1, layout(memory, mappings=[Mapping(memory, size)])))) is errors.LayoutError
-
-
-def test_memory_behind_a_link_or_that_is_no_file_is_refused(known: Raw, memory: str, tmp_path: Path) -> None:
-    link = SHM / f"kvdepot-test-link-{uuid.uuid4().hex[:12]}"
-    link.symlink_to(SHM / memory)
-    try:
-        assert type(known.ask(wire.Register(1, layout(link.name)))) is errors.LayoutError
-    finally:
-        link.unlink()
-    link.mkdir()
-    try:
-        assert type(known.ask(wire.Register(1, layout(link.name)))) is errors.LayoutError
-    finally:
-        link.rmdir()
 
 
 @pytest.mark.parametrize(
@@ -381,24 +315,13 @@ def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
     eventually(lambda: mapped() == 0)
 
 
-def test_unregistering_what_never_was_is_fine(known: Raw) -> None:
-    assert known.ask(wire.Unregister(12345)) is None
-
-
 # -- lookups, stores and retrieves
-
-
-@pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33), bytes(95)])
-def test_hashes_of_a_wrong_length_are_refused(known: Raw, memory: str, hashes: bytes) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    assert type(known.ask(wire.Lookup("m", 1, 0, "r", 1, hashes))) is errors.BadRequest
-    assert type(known.ask(wire.Store(1, 1, [shards(hashes=hashes)]))) is errors.BadRequest
-    assert type(known.ask(wire.Retrieve(1, [shards(hashes=hashes)]))) is errors.BadRequest
 
 
 @pytest.mark.parametrize(
     "changes",
     [
+        {"hashes": bytes(63)},
         {"block_ids": ids(0, 1, 2, BLOCKS)},
         {"block_ids": ids(0, 1, 2, 2**32 - 1)},
         {"block_ids": ids(0, 1, 2, 2)},
@@ -437,18 +360,6 @@ def test_a_store_or_retrieve_that_makes_no_sense_is_refused_and_touches_nothing(
     assert (SHM / memory).read_bytes() == bytes_before
 
 
-def test_two_parts_of_a_retrieve_that_write_one_block_are_refused(known: Raw, memory: str) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    parts = [shards(), shards(block_ids=ids(4, 5, 6, 3))]
-    assert type(known.ask(wire.Retrieve(1, parts))) is errors.BadRequest
-
-
-def test_a_store_or_retrieve_of_nothing_is_answered(known: Raw, memory: str) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    assert known.ask(wire.Store(1, 1, [])) is True
-    assert known.ask(wire.Retrieve(1, [])) == []
-
-
 def test_one_clients_instance_is_unknown_to_another(depot: Depot, known: Raw, memory: str) -> None:
     assert known.ask(wire.Register(1, layout(memory))) is None
     other = Raw(depot).hello()
@@ -456,15 +367,6 @@ def test_one_clients_instance_is_unknown_to_another(depot: Depot, known: Raw, me
     assert other.ask(wire.Unregister(1)) is None
     other.close()
     assert known.ask(wire.Retrieve(1, [shards(hashes=secrets.token_bytes(64))])) == [False, False]
-
-
-def test_the_same_chunk_twice_in_one_store_is_stored_once(known: Raw, memory: str) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    key = secrets.token_bytes(32)
-    before = known.ask(wire.Status())["chunks"]
-    assert known.ask(wire.Store(1, 1, [shards(hashes=key * 2), shards(hashes=key * 2)])) is True
-    status = known.ask(wire.Status())
-    assert (status["chunks"], status["reserved_shards"]) == (before + 1, 0)
 
 
 _KEYS = [bytes([n]) * 32 for n in range(6)]
@@ -570,12 +472,6 @@ def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held
 
 
 # -- the messages themselves
-
-
-@given(number=st.integers(0, 2**64 - 1), part=_shards)
-def test_a_request_survives_the_way_there(number: int, part: wire.Shards) -> None:
-    request = wire.Retrieve(3, [part])
-    assert wire.decode_request(wire.encode_request(number, request)) == (number.to_bytes(8, "little"), request)
 
 
 @given(value=st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.lists(st.booleans()))
