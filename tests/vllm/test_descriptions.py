@@ -9,7 +9,7 @@ import pytest
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
-from kvdepot.integrations.vllm.descriptions import Descriptions
+from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT, ChunkChain, derive_root, split_tokens
 from tests.client.answers import Answering
@@ -62,19 +62,19 @@ def test_what_is_stored_is_described_each_time_and_what_is_found_once(lookahead:
     request: Any = Request(tokens)
     chain = chain_of(tokens, lookahead=lookahead)
     keys = [chain.slice(i, i + 1) for i in range(len(chain))]
-    desk.descriptions.found(request, chain, 2)
+    desk.descriptions.found(request, chain, 2, len(chain))
     assert desk.told() == keys[:2]
-    desk.descriptions.found(request, chain, 2)
-    desk.descriptions.found(request, chain, 0)
+    desk.descriptions.found(request, chain, 2, len(chain))
+    desk.descriptions.found(request, chain, 0, len(chain))
     assert desk.told() == []
-    desk.descriptions.stored(request, chain, 2, 4)
+    desk.descriptions.ordered(request, chain, range(2, 4), ())
     assert desk.told() == keys[2:4]
-    desk.descriptions.found(request, chain, 5)
+    desk.descriptions.found(request, chain, 5, len(chain))
     assert desk.told() == keys[4:]
-    desk.descriptions.stored(request, chain, 0, 1)
+    desk.descriptions.ordered(request, chain, range(1), ())
     assert desk.told() == keys[:1]
     desk.descriptions.restarted()
-    desk.descriptions.found(request, chain, 5)
+    desk.descriptions.found(request, chain, 5, len(chain))
     assert desk.told() == keys
 
 
@@ -82,9 +82,9 @@ def test_only_the_latest_are_remembered() -> None:
     desk, tokens = Desk(most=3), prompt(1, 4 * CHUNK)
     request: Any = Request(tokens)
     chain = chain_of(tokens)
-    desk.descriptions.stored(request, chain, 0, 4)
+    desk.descriptions.ordered(request, chain, range(4), ())
     assert len(desk.told()) == 4
-    desk.descriptions.found(request, chain, 4)
+    desk.descriptions.found(request, chain, 4, len(chain))
     assert len(desk.told()) == 4, "the first is forgotten, and a description needs its parent's"
 
 
@@ -92,17 +92,17 @@ def test_salted_prompts_are_not_described() -> None:
     desk, tokens = Desk(), prompt(1, 2 * CHUNK)
     request: Any = Request(tokens)
     chain = chain_of(tokens, derive_root(("salt", "alice")))
-    desk.descriptions.stored(request, chain, 0, 2)
-    desk.descriptions.found(request, chain, 2)
+    desk.descriptions.ordered(request, chain, range(2), ())
+    desk.descriptions.found(request, chain, 2, len(chain))
     assert desk.told() == []
 
 
 def test_long_prompts_take_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.integrations.vllm.descriptions._MOST_TOKENS", 3 * CHUNK)
+    monkeypatch.setattr("kvdepot.integrations.vllm.events._MOST_TOKENS", 3 * CHUNK)
     desk, tokens = Desk(), prompt(1, 7 * CHUNK)
     request: Any = Request(tokens)
     chain = chain_of(tokens)
-    desk.descriptions.stored(request, chain, 0, 7)
+    desk.descriptions.ordered(request, chain, range(7), ())
     assert len(desk.peer.asked) == 3
     assert desk.told() == [chain.slice(i, i + 1) for i in range(7)]
 
@@ -111,7 +111,7 @@ def test_a_server_that_wants_no_tokens_gets_none() -> None:
     desk, tokens = Desk(), prompt(1, 2 * CHUNK)
     desk.peer.wants_tokens = False
     request: Any = Request(tokens)
-    desk.descriptions.stored(request, chain_of(tokens), 0, 2)
+    desk.descriptions.ordered(request, chain_of(tokens), range(2), ())
     assert desk.told() == []
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.transfer import GroupSpec
+from kvdepot.client.transfer import GroupSpec, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.integrations.vllm.plan import PlanRules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -31,7 +32,7 @@ def config(*specs: Any, **options: Any) -> Any:
 def fitted(cache: Any, least_tokens: int = 256) -> Any:
     from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment
 
-    return fit_groups(find_groups(cache), "model", 1, 0, least_tokens, hit_alignment(cache))
+    return fit_groups(find_groups(cache), ShardSpec.fit_blocks("model", 1, 0, least_tokens, hit_alignment(cache)))
 
 
 def test_one_group_of_which_all_is_needed_is_told_as_before_there_were_groups() -> None:
@@ -115,7 +116,7 @@ def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_
     assert told.groups == (GroupSpec(0, 16), GroupSpec(0, 8), GroupSpec(2, 16), GroupSpec(4, 16))
     assert told.blocks_in_chunk == 16
     tables = [[100 * table + i for i in range(1, 33)] for table in range(4)]
-    pieces = make_plan(groups, told, 0).to_store(tables, 0, 1, 300)
+    pieces = make_plan(groups, told, PlanRules()).to_store(tables, range(1), 300)
     assert [(piece.group, piece.blocks[0], len(piece.blocks)) for piece in pieces] == [
         (0, 101, 16), (1, 301, 8), (2, 1, 16), (3, 201, 16),
     ]  # fmt: skip
@@ -188,11 +189,11 @@ def test_blocks_whose_tokens_are_spread_over_ranks_have_that_many_times_the_toke
     cache = config(spec("MLAAttentionSpec"), spec("MLAAttentionSpec", dcp_sharded=False))
     groups, alignment = find_groups(cache, 4), hit_alignment(cache, 4)
     assert ([group.block_tokens for group in groups], alignment) == ([64, 16], 64)
-    told = fit_groups(groups, "model", 8, 3, 100, alignment)
+    told = fit_groups(groups, ShardSpec.fit_blocks("model", 8, 3, 100, alignment))
     assert (told.chunk_tokens, told.groups) == (128, (GroupSpec(0, 2), GroupSpec(0, 8)))
-    plan = make_plan(groups, told, 0)
+    plan = make_plan(groups, told, PlanRules())
     tables = [[10, 11, 12, 13], list(range(20, 36))]
-    (sharded, whole) = plan.to_store(tables, 0, 2, 300)
+    (sharded, whole) = plan.to_store(tables, range(2), 300)
     assert (sharded.blocks, whole.blocks) == (tables[0], tables[1])
     (sharded, whole) = plan.to_load(tables, 64 + 128, 2)  # the engine has a block and a half chunk itself
     assert (sharded.first, sharded.skip, whole.first, whole.skip) == (1, 1, 1, 4)
@@ -202,7 +203,7 @@ def test_one_group_spread_over_ranks_has_fewer_blocks_per_chunk() -> None:
     from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment
 
     cache = config(spec("FullAttentionSpec"))
-    told = fit_groups(find_groups(cache, 2), "model", 4, 1, 256, hit_alignment(cache, 2))
+    told = fit_groups(find_groups(cache, 2), ShardSpec.fit_blocks("model", 4, 1, 256, hit_alignment(cache, 2)))
     assert (told.chunk_tokens, told.blocks_in_chunk, told.block_tokens, told.groups) == (256, 8, 32, ())
 
 

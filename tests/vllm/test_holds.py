@@ -20,7 +20,7 @@ def ids(blocks: Any) -> list[int]:
 
 
 def test_a_held_block_is_given_to_nobody_until_every_rank_has_stored_it() -> None:
-    from kvdepot.integrations.vllm.holds import Holds
+    from kvdepot.integrations.vllm.stores import Holds
 
     blocks = pool()
     holds = Holds(ranks=2)
@@ -41,7 +41,7 @@ def test_a_held_block_is_given_to_nobody_until_every_rank_has_stored_it() -> Non
 
 
 def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -> None:
-    from kvdepot.integrations.vllm.holds import Holds
+    from kvdepot.integrations.vllm.stores import Holds
 
     holds = Holds(ranks=1)
     assert holds.hold([]) and not holds.hold([1])
@@ -56,8 +56,7 @@ def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -
 
 def test_stores_that_are_dropped_release_what_they_hold_and_those_that_are_sent_do_not() -> None:
     from kvdepot.client.transfer import Transfer
-    from kvdepot.integrations.vllm.holds import Holds
-    from kvdepot.integrations.vllm.stores import WaitingStores
+    from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 
     blocks = pool()
     holds = Holds(ranks=1)
@@ -67,7 +66,8 @@ def test_stores_that_are_dropped_release_what_they_hold_and_those_that_are_sent_
     for step, (name, mine) in enumerate(of.items(), 1):
         assert holds.hold(mine)
         blocks.free_blocks([blocks.blocks[block] for block in mine])
-        stores.add(step, [Transfer(name, b"", 0, b"", b"", group=group) for group in (0, 1)], mine, 0, None, mine)
+        transfers = [Transfer(name, b"", 0, b"", b"", group=group) for group in (0, 1)]
+        stores.add(WaitingStore(step, transfers, [], mine, held=mine))
     free = 20 - 8
     assert blocks.get_num_free_blocks() == free
     stores.drop("a")

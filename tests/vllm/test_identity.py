@@ -21,10 +21,10 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.vllm import facts, foreign_code, versions
+from kvdepot.integrations.vllm import environment, versions
 from kvdepot.integrations.vllm import identity as vllm_identity
 from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_environment
-from kvdepot.integrations.vllm.fields import HARMLESS, describe_config
+from kvdepot.integrations.vllm.fields import HARMLESS, describe_config, harmless_fields
 from kvdepot.integrations.vllm.identity import namespace
 from kvdepot.protocol.model_names import key_of_model
 from tests.conftest import Depot
@@ -64,7 +64,7 @@ def _instances(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield path, value
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        harmless = field.name in HARMLESS.get(type(value).__name__, ())
+        harmless = field.name in harmless_fields(type(value))
         is_config = dataclasses.is_dataclass(inner) and not isinstance(inner, type)
         if is_config and not harmless and not hasattr(inner, "to_dict"):  # transformers' are described by to_dict
             yield from _instances(inner, f"{path}.{field.name}")
@@ -77,13 +77,13 @@ def _logged(config: VllmConfig) -> str:
     """What an engine logs about its configuration."""
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
-        patch.setattr(facts.log, "debug", lambda text, *values: lines.append(text % values))
-        facts.describe_engine(config, vouched=False)
+        patch.setattr(vllm_identity.log, "debug", lambda text, *values: lines.append(text % values))
+        vllm_identity.describe_engine(config, "")
     return "\n".join(lines)
 
 
 def _text(value: Any) -> str:
-    return json.dumps(describe_config(value, vouched=False), sort_keys=True)
+    return json.dumps(describe_config(value), sort_keys=True)
 
 
 @pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
@@ -95,7 +95,7 @@ def test_every_field_of_the_installed_version_separates_engines_unless_it_is_lis
     before = _text(instance)
     for name in names:
         object.__setattr__(instance, name, "another value")
-        assert (_text(instance) == before) == (name in HARMLESS.get(cls.__name__, ())), f"{cls.__name__}.{name}"
+        assert (_text(instance) == before) == (name in harmless_fields(cls)), f"{cls.__name__}.{name}"
         object.__setattr__(instance, name, None)
 
 
@@ -106,7 +106,7 @@ def test_every_field_of_a_real_configuration_is_reached(config: VllmConfig) -> N
         for field in dataclasses.fields(instance):
             value = getattr(instance, field.name)
             object.__setattr__(instance, field.name, "another value")
-            is_harmless = field.name in HARMLESS.get(type(instance).__name__, ())
+            is_harmless = field.name in harmless_fields(type(instance))
             assert (_text(config) == before) == is_harmless, f"{path}.{field.name}"
             object.__setattr__(instance, field.name, value)
             changed += 1
@@ -146,18 +146,17 @@ def test_attributes_that_are_no_fields_separate_engines_too(config: VllmConfig) 
         value = getattr(config.model_config, name)
         setattr(config.model_config, name, "another value")
         is_derived = isinstance(getattr(type(config.model_config), name, None), functools.cached_property)
-        assert (_text(config) == before) == (is_derived or name in HARMLESS["ModelConfig"]), name
+        assert (_text(config) == before) == (is_derived or name in harmless_fields(type(config.model_config))), name
         setattr(config.model_config, name, value)
 
 
 def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
-    for name, fields in HARMLESS.items():
+    for name, reasons in HARMLESS.items():
+        assert all(len(reason) > 10 for reason in reasons)
         if name == "PreTrainedConfig":
             continue  # transformers': plain attributes
         known = {field.name for field in dataclasses.fields(CLASSES[name])} | OF_OTHER_RELEASES.get(name, set())
-        assert fields.keys() <= known, name
-    for reasons in HARMLESS.values():
-        assert all(len(reason) > 10 for reason in reasons.values())
+        assert {field for fields in reasons.values() for field in fields} <= known, name
 
 
 def test_a_name_is_the_same_again_and_for_a_copy_of_the_configuration(config: VllmConfig) -> None:
@@ -192,7 +191,7 @@ def test_an_engine_has_one_name_whatever_building_the_model_changes(
 ) -> None:
     from vllm.config import KVTransferConfig
 
-    monkeypatch.setattr(facts, "loaded_since", lambda: time.time() + 60)
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
     settings = {"kvdepot.start": "never"}
     transfer: dict[str, Any] = {"kv_connector": "KVDepotConnector", "kv_connector_extra_config": settings}
     if is_child:
@@ -289,7 +288,7 @@ def test_code_of_others_separates_engines_by_its_contents(
     from vllm.model_executor.models.registry import ModelRegistry
 
     def name(given: VllmConfig = config) -> str:
-        foreign_code._digest.cache_clear()
+        environment._digest.cache_clear()
         importlib.invalidate_caches()
         return _name(given)
 

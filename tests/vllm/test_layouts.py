@@ -62,7 +62,7 @@ def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kind: str, split: int) -> None:
-    from kvdepot.integrations.vllm.worker import describe_kv
+    from kvdepot.integrations.vllm.paged_kv import describe_kv
 
     for layout in KINDS[kind][split]:
         raw, caches = laid_out(kind, layout, TOKENS // split)
@@ -134,7 +134,7 @@ def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layo
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvdepot.integrations.vllm.worker import describe_kv
+    from kvdepot.integrations.vllm.paged_kv import describe_kv
 
     specs = [MLAAttentionSpec(TOKENS, num_kv_heads=1, head_size=size, dtype=torch.bfloat16) for size in (48, 16)]
     block = sum(LAYERS * spec.page_size_bytes for spec in specs)
@@ -153,7 +153,7 @@ def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layo
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_padding(layout: str) -> None:
-    from kvdepot.integrations.vllm.worker import describe_kv
+    from kvdepot.integrations.vllm.paged_kv import describe_kv
 
     raw, groups = overlaid(layout)
     described = {kind: describe_kv(caches, BLOCKS, "backend") for kind, caches in groups.items()}
@@ -180,7 +180,7 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
     alloc_conf = pytest.importorskip("vllm.device_allocator.alloc_conf")  # since 0.31
 
-    from kvdepot.integrations.vllm.worker import without_expandable_segments
+    from kvdepot.integrations.vllm.paged_kv import without_expandable_segments
 
     before = torch._C._accelerator_getAllocatorSettings()
     mine = "expandable_segments:True,max_split_size_mb:512"
@@ -198,7 +198,7 @@ def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
     from vllm.config import VllmConfig
 
     from kvdepot.devices import share
-    from kvdepot.integrations.vllm.worker import mem_pool_context
+    from kvdepot.integrations.vllm.paged_kv import mem_pool_context
 
     context = mem_pool_context(VllmConfig())
     assert context is not None

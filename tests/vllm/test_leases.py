@@ -31,15 +31,15 @@ class Desk:
     """The leases of an engine, and the client that records what they send."""
 
     def __init__(self, saves_decode: bool = False) -> None:
-        from kvdepot.integrations.vllm.leases import Leases
-        from kvdepot.integrations.vllm.stats import Figures
+        from kvdepot.integrations.vllm.leases import RequestLeases
+        from kvdepot.integrations.vllm.settings import ConnectorSettings
+        from kvdepot.integrations.vllm.stats import OperationStats
 
         self.peer: Any = Answering()
         config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=""))
-        self.figures = Figures(config, lambda request_id: None)
-        self.leases = Leases(
-            SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.figures, saves_decode, 1 << 31
-        )
+        self.stats = OperationStats(config, lambda request_id: None)
+        settings = ConnectorSettings(save_decode=saves_decode)
+        self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats, settings)
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
@@ -77,7 +77,7 @@ class Desk:
         raise AssertionError(message)
 
     def counted(self) -> dict[str, int]:
-        stats = self.figures.take()
+        stats = self.stats.take()
         return stats.data if stats is not None else {}
 
 
@@ -148,11 +148,11 @@ def test_refused_hints_and_refused_leases_are_counted_and_each_reason_is_logged_
     for _ in range(3):
         desk.leases.prompt_stored(tracked)
     desk.peer.answer(4)
-    desk.leases.hear()
+    desk.leases.check_answers()
     assert desk.counted() == {}
     desk.peer.answer(Busy("the leases of this tenant hold too much"))
     desk.peer.answer(Busy("the leases of this tenant hold too much"))
-    desk.leases.hear()
+    desk.leases.check_answers()
     assert desk.counted() == {"lease_errors": 2}
     said = [record.getMessage() for record in caplog_vllm.records]
     # Where vLLM's plugins have been loaded in this process, copies with the product's name reach vLLM's handlers, too.

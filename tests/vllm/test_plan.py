@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.integrations.vllm.plan import NULL_BLOCK, Piece, Place, Plan, State
+from kvdepot.integrations.vllm.plan import NULL_BLOCK, GroupBlocks, GroupPlan, Piece, PlanRules, StateBlock
 
 CHUNK = 256
 
@@ -15,16 +15,16 @@ def table(group: int, tokens: int, block: int, skipped: int = 0) -> list[int]:
     return [NULL_BLOCK if i < skipped // block else 1000 * (group + 1) + i for i in range(-(-tokens // block))]
 
 
-def whole(table_number: int = 0, block: int = 128) -> Place:
-    return Place(table_number, CHUNK // block, CHUNK // block, 0)
+def whole(table_number: int = 0, block: int = 128) -> GroupBlocks:
+    return GroupBlocks(table_number, CHUNK // block, CHUNK // block, 0)
 
 
-def window(tokens: int, table_number: int = 1, block: int = 128) -> Place:
+def window(tokens: int, table_number: int = 1, block: int = 128) -> GroupBlocks:
     """A sliding window, as groups.py fits it."""
     needed, span = tokens - 1, CHUNK // block
     if needed <= CHUNK:
-        return Place(table_number, span, -(-needed // block), 1)
-    return Place(table_number, span, span, -(-needed // CHUNK))
+        return GroupBlocks(table_number, span, -(-needed // block), 1)
+    return GroupBlocks(table_number, span, span, -(-needed // CHUNK))
 
 
 def covered(plan: list[Piece], group: int) -> set[int]:
@@ -35,7 +35,7 @@ def covered(plan: list[Piece], group: int) -> set[int]:
 
 
 def test_a_group_of_which_all_is_needed_is_loaded_from_where_the_engines_own_blocks_end() -> None:
-    plan = Plan([whole()], CHUNK)
+    plan = GroupPlan([whole()], CHUNK)
     blocks = table(0, 5 * CHUNK, 128)
     assert plan.to_load([blocks], 0, 5) == [Piece(0, 0, 5, blocks)]
     assert plan.to_load([blocks], 2 * CHUNK, 5) == [Piece(0, 2, 5, blocks[4:])]
@@ -43,7 +43,7 @@ def test_a_group_of_which_all_is_needed_is_loaded_from_where_the_engines_own_blo
 
 
 def test_of_a_window_only_the_last_chunks_are_loaded_and_no_null_block_is_written() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128, skipped=8 * CHUNK - 511)]
     full, windowed = plan.to_load(tables, 0, 8)
     assert (full.first, full.end, full.skip) == (0, 8, 0)
@@ -56,8 +56,8 @@ def test_of_a_window_only_the_last_chunks_are_loaded_and_no_null_block_is_writte
 
 def test_a_window_that_begins_within_a_chunk_skips_the_blocks_before_it() -> None:
     place = window(300, block=16)
-    assert place == Place(1, 16, 16, 2)
-    plan = Plan([whole(block=16), place], CHUNK)
+    assert place == GroupBlocks(1, 16, 16, 2)
+    plan = GroupPlan([whole(block=16), place], CHUNK)
     tables = [table(0, 4 * CHUNK, 16), table(1, 4 * CHUNK, 16, skipped=4 * CHUNK - 299)]
     windowed = plan.to_load(tables, 0, 4)[1]
     assert (windowed.first, windowed.end, windowed.skip) == (2, 4, 13)
@@ -66,14 +66,14 @@ def test_a_window_that_begins_within_a_chunk_skips_the_blocks_before_it() -> Non
 
 def test_of_a_window_shorter_than_a_chunk_only_its_blocks_are_loaded() -> None:
     place = window(100, block=16)
-    assert place == Place(1, 16, 7, 1)
-    plan = Plan([whole(block=16), place], CHUNK)
+    assert place == GroupBlocks(1, 16, 7, 1)
+    plan = GroupPlan([whole(block=16), place], CHUNK)
     tables = [table(0, 4 * CHUNK, 16), table(1, 4 * CHUNK, 16, skipped=4 * CHUNK - 99)]
     assert plan.to_load(tables, 0, 4)[1] == Piece(1, 3, 4, tables[1][57:64])
 
 
 def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
-    plan = Plan([whole(), Place(1, 2, 2, 3)], CHUNK)  # local chunks of 1,024 tokens
+    plan = GroupPlan([whole(), GroupBlocks(1, 2, 2, 3)], CHUNK)  # local chunks of 1,024 tokens
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128, skipped=4 * CHUNK)]
     assert [piece.group for piece in plan.to_load(tables, 0, 4)] == [0]
     tables[1] = table(1, 6 * CHUNK, 128, skipped=4 * CHUNK)
@@ -82,69 +82,69 @@ def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
 
 
 def test_the_last_token_of_a_prompt_is_computed_with_all_that_its_window_needs() -> None:
-    assert Plan([whole()], CHUNK).most_chunks(4 * CHUNK) == 4
-    assert Plan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK) == 3
-    assert Plan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK + 1) == 4
+    assert GroupPlan([whole()], CHUNK).most_chunks(4 * CHUNK) == 4
+    assert GroupPlan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK) == 3
+    assert GroupPlan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK + 1) == 4
 
 
 # -- stores
 
 
 def test_parts_are_stored_for_the_ends_of_a_prompt_and_for_no_others() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 9 * CHUNK, 128), table(1, 9 * CHUNK, 128)]
-    pieces = plan.to_store(tables, 0, 8, 8 * CHUNK + 17)
+    pieces = plan.to_store(tables, range(8), 8 * CHUNK + 17)
     assert pieces[0] == Piece(0, 0, 8, tables[0][:16])
     assert pieces[1:] == [Piece(1, 6, 8, tables[1][12:16])]
     # Of a prompt of whole chunks the last one cannot be loaded for the same prompt, but for a longer one.
-    assert covered(plan.to_store(tables, 0, 8, 8 * CHUNK), 1) == {5, 6, 7}
+    assert covered(plan.to_store(tables, range(8), 8 * CHUNK), 1) == {5, 6, 7}
     # Step by step, they are the same.
-    steps = [plan.to_store(tables, first, first + 1, 8 * CHUNK + 17) for first in range(8)]
+    steps = [plan.to_store(tables, range(first, first + 1), 8 * CHUNK + 17) for first in range(8)]
     assert covered([piece for step in steps for piece in step], 1) == {6, 7}
 
 
 def test_a_prompt_shorter_than_the_window_is_stored_whole() -> None:
-    plan = Plan([whole(), window(2048)], CHUNK)
+    plan = GroupPlan([whole(), window(2048)], CHUNK)
     tables = [table(0, 3 * CHUNK, 128), table(1, 3 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, 0, 3, 3 * CHUNK + 5), 1) == {0, 1, 2}
+    assert covered(plan.to_store(tables, range(3), 3 * CHUNK + 5), 1) == {0, 1, 2}
 
 
 def test_long_prompts_have_boundaries_on_the_way_as_far_apart_as_is_said() -> None:
     tables = [table(0, 64 * CHUNK, 128), table(1, 64 * CHUNK, 128)]
-    plan = Plan([whole(), window(512)], CHUNK)
-    assert covered(plan.to_store(tables, 0, 64, 64 * CHUNK + 1), 1) == {14, 15, 30, 31, 46, 47, 62, 63}
-    plan = Plan([whole(), window(2048)], CHUNK)  # 8 chunks: every 32
-    assert covered(plan.to_store(tables, 0, 64, 64 * CHUNK + 1), 1) == {*range(24, 32), *range(56, 64)}
-    plan = Plan([whole(), window(512)], CHUNK, spacing=4)
-    assert covered(plan.to_store(tables, 0, 64, 64 * CHUNK + 1), 1) == {i for i in range(64) if i % 4 >= 2}
-    plan = Plan([whole(), window(512)], CHUNK, spacing=1)
-    assert covered(plan.to_store(tables, 0, 64, 64 * CHUNK + 1), 1) == set(range(64))
+    plan = GroupPlan([whole(), window(512)], CHUNK)
+    assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == {14, 15, 30, 31, 46, 47, 62, 63}
+    plan = GroupPlan([whole(), window(2048)], CHUNK)  # 8 chunks: every 32
+    assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == {*range(24, 32), *range(56, 64)}
+    plan = GroupPlan([whole(), window(512)], CHUNK, PlanRules(spacing=4))
+    assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == {i for i in range(64) if i % 4 >= 2}
+    plan = GroupPlan([whole(), window(512)], CHUNK, PlanRules(spacing=1))
+    assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == set(range(64))
 
 
 def test_where_prompts_have_parted_before_there_is_a_boundary() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 12 * CHUNK, 128), table(1, 12 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, 0, 12, 12 * CHUNK + 1, junction=5 * CHUNK + 130), 1) == {3, 4, 10, 11}
-    assert covered(plan.to_store(tables, 0, 4, 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
-    assert covered(plan.to_store(tables, 4, 8, 12 * CHUNK + 1, junction=5 * CHUNK), 1) == {3, 4}
-    assert covered(plan.to_store(tables, 6, 8, 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
+    assert covered(plan.to_store(tables, range(12), 12 * CHUNK + 1, junction=5 * CHUNK + 130), 1) == {3, 4, 10, 11}
+    assert covered(plan.to_store(tables, range(4), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
+    assert covered(plan.to_store(tables, range(4, 8), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == {3, 4}
+    assert covered(plan.to_store(tables, range(6, 8), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
 
 
 def test_behind_the_prompt_every_chunk_may_be_the_last() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 12 * CHUNK, 128), table(1, 12 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, 0, 12, 4 * CHUNK + 9), 1) == set(range(2, 12))
+    assert covered(plan.to_store(tables, range(12), 4 * CHUNK + 9), 1) == set(range(2, 12))
 
 
 def test_what_has_left_the_window_is_not_read() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128, skipped=6 * CHUNK + 128)]
-    assert covered(plan.to_store(tables, 0, 8, 8 * CHUNK + 1), 0) == set(range(8))
-    assert covered(plan.to_store(tables, 0, 8, 8 * CHUNK + 1), 1) == {7}
+    assert covered(plan.to_store(tables, range(8), 8 * CHUNK + 1), 0) == set(range(8))
+    assert covered(plan.to_store(tables, range(8), 8 * CHUNK + 1), 1) == {7}
 
 
 def test_blocks_that_a_request_read_come_before_those_that_it_computed_and_null_blocks_are_neither() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128, skipped=CHUNK)]
     blocks, read = plan.split(tables, 2 * CHUNK + 1)
     assert blocks[:read] == tables[0][:5] + tables[1][2:5]
@@ -154,63 +154,63 @@ def test_blocks_that_a_request_read_come_before_those_that_it_computed_and_null_
 
 
 def test_only_blocks_that_leave_their_request_are_held() -> None:
-    plan = Plan([whole(), window(512)], CHUNK)
+    plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128)]
-    assert plan.held(plan.to_store(tables, 0, 4, 4 * CHUNK + 1)) == tables[1][4:]
-    assert plan.holds and not Plan([whole()], CHUNK).holds
+    assert plan.held(plan.to_store(tables, range(4), 4 * CHUNK + 1)) == tables[1][4:]
+    assert plan.holds and not GroupPlan([whole()], CHUNK).holds
 
 
 def test_all_blocks_are_held_where_vllm_may_write_to_them_before_it_says_so() -> None:
-    plan = Plan([whole()], CHUNK, holds_all=True)
+    plan = GroupPlan([whole()], CHUNK, PlanRules(holds_all=True))
     blocks = table(0, 4 * CHUNK, 128)
-    assert plan.holds and plan.held(plan.to_store([blocks], 1, 4, 4 * CHUNK + 1)) == blocks[2:]
+    assert plan.holds and plan.held(plan.to_store([blocks], range(1, 4), 4 * CHUNK + 1)) == blocks[2:]
 
 
 # -- states
 
-STATE = Place(1, 1, 1, 1, is_state=True)
+STATE = GroupBlocks(1, 1, 1, 1, is_state=True)
 
 
-def offered(*chunks: int, table: int = 1, size: int = CHUNK) -> list[State]:
-    return [State(table, 900 + chunk, chunk * size) for chunk in chunks]
+def offered(*chunks: int, table: int = 1, size: int = CHUNK) -> list[StateBlock]:
+    return [StateBlock(table, 900 + chunk, chunk * size) for chunk in chunks]
 
 
 def test_of_states_only_the_one_at_the_boundary_is_loaded() -> None:
-    plan = Plan([whole(block=256), STATE], CHUNK)
+    plan = GroupPlan([whole(block=256), STATE], CHUNK)
     tables = [table(0, 4 * CHUNK, 256), [NULL_BLOCK] * 3 + [77]]
     assert plan.to_load(tables, 0, 4)[1] == Piece(1, 3, 4, [77])
     assert plan.to_load(tables, 2 * CHUNK, 4) == [Piece(0, 2, 4, tables[0][2:]), Piece(1, 3, 4, [77])]
 
 
 def test_a_state_is_stored_from_where_vllm_says_and_at_the_end_of_a_chunk_alone() -> None:
-    plan = Plan([whole(block=256), STATE], CHUNK)
+    plan = GroupPlan([whole(block=256), STATE], CHUNK)
     tables = [table(0, 4 * CHUNK, 256), [1, 2, 3, 4]]  # what the table has may be anything
-    pieces = plan.to_store(tables, 0, 4, 4 * CHUNK + 1, offered(4))
+    pieces = plan.to_store(tables, range(4), 4 * CHUNK + 1, offered(4))
     assert pieces == [Piece(0, 0, 4, tables[0]), Piece(1, 3, 4, [904])]
     assert plan.held(pieces) == [904]
-    assert len(plan.to_store(tables, 0, 4, 4 * CHUNK + 1)) == 1
-    assert len(plan.to_store(tables, 0, 4, 4 * CHUNK + 1, [State(1, 904, 4 * CHUNK - 16)])) == 1
-    assert len(plan.to_store(tables, 0, 4, 4 * CHUNK + 1, [State(1, NULL_BLOCK, 4 * CHUNK)])) == 1
-    assert len(plan.to_store(tables, 0, 3, 4 * CHUNK + 1, offered(4))) == 1, "it is not computed yet"
-    assert len(plan.to_store(tables, 4, 5, 4 * CHUNK + 1, offered(4))) == 1, "it is there"
+    assert len(plan.to_store(tables, range(4), 4 * CHUNK + 1)) == 1
+    assert len(plan.to_store(tables, range(4), 4 * CHUNK + 1, [StateBlock(1, 904, 4 * CHUNK - 16)])) == 1
+    assert len(plan.to_store(tables, range(4), 4 * CHUNK + 1, [StateBlock(1, NULL_BLOCK, 4 * CHUNK)])) == 1
+    assert len(plan.to_store(tables, range(3), 4 * CHUNK + 1, offered(4))) == 1, "it is not computed yet"
+    assert len(plan.to_store(tables, range(4, 5), 4 * CHUNK + 1, offered(4))) == 1, "it is there"
 
 
 def test_states_on_the_way_are_stored_once_for_every_so_many_chunks_and_all_behind_the_prompt() -> None:
-    plan = Plan([whole(block=256), STATE], CHUNK, has_all_states=True)
+    plan = GroupPlan([whole(block=256), STATE], CHUNK, PlanRules(has_all_states=True))
     tables = [table(0, 64 * CHUNK, 256), []]
     stored = []
     for first in range(0, 60, 3):  # steps of three chunks
-        pieces = plan.to_store(tables, first, first + 3, 50 * CHUNK + 1, offered(first + 3))
+        pieces = plan.to_store(tables, range(first, first + 3), 50 * CHUNK + 1, offered(first + 3))
         stored += [piece.end for piece in pieces if piece.group]
     assert stored == [18, 33, 48, 51, 54, 57, 60]
-    chosen = Plan([whole(block=256), STATE], CHUNK)  # vLLM itself offers only some
-    assert chosen.to_store(tables, 3, 6, 50 * CHUNK + 1, offered(6))[1:] == [Piece(1, 5, 6, [906])]
+    chosen = GroupPlan([whole(block=256), STATE], CHUNK)  # vLLM itself offers only some
+    assert chosen.to_store(tables, range(3, 6), 50 * CHUNK + 1, offered(6))[1:] == [Piece(1, 5, 6, [906])]
 
 
 def test_windows_beside_states_are_stored_where_the_states_are() -> None:
-    plan = Plan([whole(block=256), window(512, table_number=2, block=256), STATE], CHUNK)
+    plan = GroupPlan([whole(block=256), window(512, table_number=2, block=256), STATE], CHUNK)
     tables = [table(0, 20 * CHUNK, 256), [], table(2, 20 * CHUNK, 256, skipped=15 * CHUNK)]
-    pieces = plan.to_store(tables, 15, 17, 40 * CHUNK + 1, offered(17))
+    pieces = plan.to_store(tables, range(15, 17), 40 * CHUNK + 1, offered(17))
     assert pieces[1:] == [Piece(1, 15, 17, tables[2][15:17]), Piece(2, 16, 17, [917])]
 
 
@@ -223,7 +223,7 @@ def test_what_any_prompt_stores_step_by_step_is_what_the_same_and_a_longer_promp
 ) -> None:
     """Whatever the window, the block, the prompt and the steps: at each boundary that the lookup of the same prompt, or
     of a longer one, would answer, every block that vLLM allocates for a window is in a stored part."""
-    plan = Plan([whole(block=block), window(tokens + 1, block=block)], CHUNK)
+    plan = GroupPlan([whole(block=block), window(tokens + 1, block=block)], CHUNK)
     prompt, step = chunks * CHUNK + rest, step + CHUNK
     stored: dict[int, dict[int, list[int]]] = {0: {}, 1: {}}
     done = saved = 0
@@ -231,7 +231,7 @@ def test_what_any_prompt_stores_step_by_step_is_what_the_same_and_a_longer_promp
         now = min(done + step, prompt)
         # vLLM has taken away what the window of the step's first token does not need.
         tables = [table(0, now, block), table(1, now, block, skipped=max(0, done - tokens))]
-        for piece in plan.to_store(tables, saved, now // CHUNK, prompt) if now // CHUNK > saved else ():
+        for piece in plan.to_store(tables, range(saved, now // CHUNK), prompt) if now // CHUNK > saved else ():
             assert NULL_BLOCK not in piece.blocks and not piece.skip
             each = len(piece.blocks) // (piece.end - piece.first)
             for i, chunk in enumerate(range(piece.first, piece.end)):
@@ -256,27 +256,27 @@ def test_what_any_prompt_stores_step_by_step_is_what_the_same_and_a_longer_promp
 
 
 def test_with_a_lookahead_a_prompt_of_whole_chunks_is_loaded_without_its_last() -> None:
-    plan = Plan([whole()], CHUNK, lookahead=1)
+    plan = GroupPlan([whole()], CHUNK, PlanRules(lookahead=1))
     assert [plan.most_chunks(tokens) for tokens in (0, 1, CHUNK, CHUNK + 1, 2 * CHUNK)] == [0, 0, 0, 1, 1]
-    far = Plan([whole(), window(300)], CHUNK, lookahead=3)
+    far = GroupPlan([whole(), window(300)], CHUNK, PlanRules(lookahead=3))
     assert [far.most_chunks(tokens) for tokens in (CHUNK + 2, CHUNK + 3)] == [0, 1]
 
 
 def test_windows_are_stored_for_the_last_boundary_that_a_lookahead_leaves() -> None:
-    plan = Plan([whole(), window(300)], CHUNK, spacing=99, lookahead=3)
+    plan = GroupPlan([whole(), window(300)], CHUNK, PlanRules(spacing=99, lookahead=3))
     tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, 0, 7, 8 * CHUNK + 2), 1) >= {5, 6}
+    assert covered(plan.to_store(tables, range(7), 8 * CHUNK + 2), 1) >= {5, 6}
 
 
 def test_what_drafters_compute_again_is_not_final() -> None:
-    assert Plan([whole()], CHUNK).final_tokens(1000, 900) == 900
-    assert Plan([whole()], CHUNK, lookahead=1).final_tokens(800, 900) == 800
-    assert Plan([whole()], CHUNK, lookahead=3).final_tokens(800, 900) == 798
+    assert GroupPlan([whole()], CHUNK).final_tokens(1000, 900) == 900
+    assert GroupPlan([whole()], CHUNK, PlanRules(lookahead=1)).final_tokens(800, 900) == 800
+    assert GroupPlan([whole()], CHUNK, PlanRules(lookahead=3)).final_tokens(800, 900) == 798
 
 
 def test_with_a_lookahead_the_last_state_that_vllm_keeps_of_a_prompt_is_stored() -> None:
-    places = [whole(block=256), Place(1, 1, 1, 1, is_state=True)]
-    plan = Plan(places, CHUNK, spacing=99, has_all_states=True, lookahead=1)
+    places = [whole(block=256), GroupBlocks(1, 1, 1, 1, is_state=True)]
+    plan = GroupPlan(places, CHUNK, PlanRules(spacing=99, has_all_states=True, lookahead=1))
     tables = [table(0, 5 * CHUNK, 256), table(1, 5 * CHUNK, 256)]
-    pieces = plan.to_store(tables, 2, 4, 5 * CHUNK + 17, [State(1, 77, 4 * CHUNK)])
+    pieces = plan.to_store(tables, range(2, 4), 5 * CHUNK + 17, [StateBlock(1, 77, 4 * CHUNK)])
     assert Piece(1, 3, 4, [77]) in pieces

@@ -31,7 +31,7 @@ def layer(models: dict[str, Path]) -> Any:
 def test_another_place_within_a_block_is_seen_though_name_and_shape_are_the_same(
     layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdepot.integrations.vllm.probe import _try_writing
+    from kvdepot.integrations.vllm.paged_kv import _try_writing
 
     before = _try_writing("layer", layer, torch.bfloat16)
     assert before == _try_writing("layer", layer, torch.bfloat16)
@@ -53,7 +53,7 @@ def test_another_place_within_a_block_is_seen_though_name_and_shape_are_the_same
 def test_a_layer_that_cannot_be_tried_shares_within_its_release_alone(
     layer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvdepot.integrations.vllm import probe
+    from kvdepot.integrations.vllm import paged_kv as probe
     from kvdepot.integrations.vllm.versions import installed_release
 
     with caplog.at_level("WARNING", probe.log.name):

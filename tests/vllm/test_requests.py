@@ -34,16 +34,16 @@ def request(tokens: list[int], items: list[Any] | None = None, **options: Any) -
 
 
 def hashes(of: Any, named: bool = True) -> bytes:
-    from kvdepot.integrations.vllm.requests import Prompt
+    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
 
-    return bytes(Prompt(of, SIZE, ROOT, named).hash().hashes)
+    return bytes(PromptChunks(of, ROOT, ChunkRules(SIZE, named)).hash().hashes)
 
 
 def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_hash() -> None:
-    from kvdepot.integrations.vllm.requests import Prompt
+    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
 
     def ahead(items: list[Any]) -> bytes:
-        return bytes(Prompt(request(list(range(600)), items), SIZE, ROOT, True, lookahead=1).hash().hashes)
+        return bytes(PromptChunks(request(list(range(600)), items), ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes)
 
     plain, after, later = ahead([]), ahead([item("cat", 256)]), ahead([item("cat", 257)])
     assert len(plain) == 2 * 32
@@ -51,15 +51,15 @@ def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_has
 
 
 def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_it() -> None:
-    from kvdepot.integrations.vllm.requests import Prompt
+    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
 
     decoding = request(list(range(2 * SIZE)))
-    prompt = Prompt(decoding, SIZE, ROOT, True, lookahead=1)
+    prompt = PromptChunks(decoding, ROOT, ChunkRules(SIZE, lookahead=1))
     assert len(prompt.hash()) == 1
     decoding.append_output_token_ids(7)
     assert len(prompt.hash()) == 2
     longer = request([*range(2 * SIZE), 7, 8, 9])
-    assert prompt.hash().hashes == Prompt(longer, SIZE, ROOT, True, lookahead=1).hash().hashes
+    assert prompt.hash().hashes == PromptChunks(longer, ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes
 
 
 def update(session: Any, tokens: list[int], items: list[Any]) -> None:
@@ -77,12 +77,12 @@ def update(session: Any, tokens: list[int], items: list[Any]) -> None:
 
 
 def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> None:
-    from kvdepot.integrations.vllm.requests import Prompt
+    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
 
     last = []
     for name in ("cat", "dog"):
         session = request(list(range(300)), resumable=True)
-        prompt = Prompt(session, SIZE, ROOT, named=True)
+        prompt = PromptChunks(session, ROOT, ChunkRules(SIZE))
         first = bytes(prompt.hash().hashes)
         update(session, [7] * 400, [item(name, 100)])
         whole = bytes(prompt.hash().hashes)
@@ -93,10 +93,10 @@ def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> 
 
 
 def test_an_item_that_changes_where_chunks_are_hashed_already_changes_them() -> None:
-    from kvdepot.integrations.vllm.requests import Prompt
+    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
 
     one = request([7] * 600, [item("cat", 300)])
-    prompt = Prompt(one, SIZE, ROOT, named=True)
+    prompt = PromptChunks(one, ROOT, ChunkRules(SIZE))
     before = bytes(prompt.hash().hashes)
     one.mm_features[0] = item("dog", 300)
     after = bytes(prompt.hash().hashes)
@@ -332,7 +332,7 @@ def names_only(request: Any) -> list[Any]:
 
 
 def roots(prefix_caching: bool = True) -> Any:
-    from kvdepot.integrations.vllm.requests import Roots
+    from kvdepot.integrations.vllm.lora import Roots
 
     config: Any = SimpleNamespace(
         lora_config=object(), cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
@@ -378,7 +378,7 @@ def test_a_salt_that_vllm_takes_for_an_adapters_name_is_not_cached(
         salts = [request.cache_salt] if start == 0 and request.cache_salt else []
         return tuple(names_only(request) + salts) or None, item
 
-    monkeypatch.setattr("kvdepot.integrations.vllm.requests.generate_block_hash_extra_keys", plain)
+    monkeypatch.setattr("kvdepot.integrations.vllm.lora.generate_block_hash_extra_keys", plain)
     assert kv_cache_utils.generate_block_hash_extra_keys is not plain
     engine, tokens, adapter = roots(), list(range(512)), lora(write(tmp_path / "red"))
     assert engine.root(request(tokens, cache_salt="blue")) is not None
@@ -402,12 +402,12 @@ def test_what_was_computed_with_an_adapter_that_is_not_cached_is_not_taken_for_a
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
     from kvdepot.client.transfer import Transfer
-    from kvdepot.integrations.vllm.holds import Holds
-    from kvdepot.integrations.vllm.stores import WaitingStores
+    from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 
     stores = WaitingStores(Holds(1))
     for request_id, step, block_ids, read in requests:
-        stores.add(step, [Transfer(request_id, ROOT, 0, b"", b"")], block_ids, read)
+        transfers = [Transfer(request_id, ROOT, 0, b"", b"")]
+        stores.add(WaitingStore(step, transfers, block_ids[:read], block_ids[read:]))
     return stores
 
 

@@ -30,7 +30,7 @@ class Worker:
 
         from kvdepot.integrations.vllm.connector import KVDepotConnector
         from kvdepot.integrations.vllm.groups import find_groups
-        from kvdepot.integrations.vllm.identity import read_settings
+        from kvdepot.integrations.vllm.settings import read_settings
         from kvdepot.integrations.vllm.worker import WorkerHalf
 
         told = KVTransferConfig(

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from kvdepot.client import MessageQueueClient
+from kvdepot.client.transfer import Transfer
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, clear, eventually
@@ -289,6 +290,10 @@ class Prompt:
         self.chain = ChunkChain(8, derive_root())
         self.chain.extend(self.all_token_ids)
 
+    def transfers(self, first: int, end: int) -> list[Transfer]:
+        """The store of these chunks."""
+        return [Transfer("r", self.chain.parent(first), first, self.chain.slice(first, end), b"")]
+
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """The workers' report of these chunks, in one step."""
         from kvdepot.integrations.vllm.messages import WorkerReport
@@ -358,10 +363,11 @@ def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -
 
 
 def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
-    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.events import KnownChunks
+    from kvdepot.integrations.vllm.groups import EventGroup
 
-    known, one = Known(ranks=2, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
-    known.ordered(one, one.chain, 0, 3)
+    known, one = KnownChunks(2, 8, EventGroup(4)), Prompt(1, 3)
+    known.ordered(one, one.chain, range(3), one.transfers(0, 3))
     known.stored(one.stored(0, 2, 0))
     known.stored(one.stored(0, 2, 0))  # for another request with the same beginning
     assert told(known) == []
@@ -369,7 +375,7 @@ def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
     assert told(known) == [("BlockStored", one.block_hashes[2:4])]
     known.stored(one.stored(0, 1, 1))
     assert told(known) == [("BlockStored", one.block_hashes[:2])]
-    known.ordered(one, one.chain, 2, 3)  # its first order was dropped by a rank: both must store it anew
+    known.ordered(one, one.chain, range(2, 3), one.transfers(2, 3))
     known.stored(one.stored(2, 3, 1))
     assert told(known) == []
     known.stored(one.stored(2, 3, 0, 1))
@@ -377,35 +383,36 @@ def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
 
 
 def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be_loaded() -> None:
-    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.events import KnownChunks
+    from kvdepot.integrations.vllm.groups import EventGroup
 
-    known, one = Known(ranks=1, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
-    known.looked_up(one, one.chain, 2)
+    known, one = KnownChunks(1, 8, EventGroup(4)), Prompt(1, 3)
+    known.found(one, one.chain, 2, len(one.chain))
     assert told(known) == [("BlockStored", one.block_hashes[:2]), ("BlockStored", one.block_hashes[2:4])]
-    known.looked_up(one, one.chain, 2)
+    known.found(one, one.chain, 2, len(one.chain))
     assert told(known) == []
-    known.looked_up(one, one.chain, 1)
+    known.found(one, one.chain, 1, len(one.chain))
     assert told(known) == [("BlockRemoved", one.block_hashes[2:4])]
     known.lost(one.chain.slice(0, 3))
     assert told(known) == [("BlockRemoved", one.block_hashes[:2])]
-    known.looked_up(one, one.chain, 3)
+    known.found(one, one.chain, 3, len(one.chain))
     told(known)
     known.clear()
     assert [kind for kind, _ in told(known)] == ["BlockRemoved"] * 3
 
 
 def test_of_a_window_a_lookup_tells_only_the_parts_that_are_known_and_names_their_group() -> None:
-    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.events import KnownChunks
     from kvdepot.integrations.vllm.groups import EventGroup
 
-    known, one = Known(1, 8, 4, EventGroup(2, "sliding_window", 16, reach=2)), Prompt(1, 4)
-    known.looked_up(one, one.chain, 3, asked=3)
+    known, one = KnownChunks(1, 8, EventGroup(4, 2, "sliding_window", 16, reach=2)), Prompt(1, 4)
+    known.found(one, one.chain, 3, 3)
     stored = list(known.take())
     assert len(stored) == 2
     assert {(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored} == {
         (2, "sliding_window", 16)
     }
-    known.looked_up(one, one.chain, 2, asked=3)
+    known.found(one, one.chain, 2, 3)
     added, removed = known.take()
     assert (added.group_idx, removed.group_idx) == (2, 2)
     assert removed.block_hashes == stored[1].block_hashes
@@ -414,22 +421,24 @@ def test_of_a_window_a_lookup_tells_only_the_parts_that_are_known_and_names_thei
 
 
 def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
-    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.events import KnownChunks
+    from kvdepot.integrations.vllm.groups import EventGroup
 
-    known, one, two = Known(1, 8, 4, most=3), Prompt(1, 3), Prompt(2, 1)
-    known.looked_up(one, one.chain, 3)
-    known.looked_up(one, Prompt(1, 1).chain, 1)  # its first chunk again
+    known, one, two = KnownChunks(1, 8, EventGroup(4), most=3), Prompt(1, 3), Prompt(2, 1)
+    known.found(one, one.chain, 3, len(one.chain))
+    known.found(one, Prompt(1, 1).chain, 1, len(Prompt(1, 1).chain))  # its first chunk again
     told(known)
-    known.looked_up(two, two.chain, 1)
+    known.found(two, two.chain, 1, len(two.chain))
     assert told(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]
 
 
 def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
-    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.events import KnownChunks
+    from kvdepot.integrations.vllm.groups import EventGroup
 
-    known, one = Known(1, 8, 4), Prompt(1, 2)
+    known, one = KnownChunks(1, 8, EventGroup(4)), Prompt(1, 2)
     del one.block_hashes[3:]
-    known.looked_up(one, one.chain, 2)
+    known.found(one, one.chain, 2, len(one.chain))
     assert told(known) == [("BlockStored", one.block_hashes[:2])]
 
 

@@ -55,7 +55,7 @@ def test_a_worker_without_a_server_fails_each_load_and_ends_each_store_in_the_st
     assert worker.take_report(orders(holds=True)).ended == {7: {1}}
     assert (worker.take_report(orders()).step, worker.take_report(orders()).measured) == (7, 3)
     assert step(Orders()) == (None, None, set(), set())
-    assert worker.figures.take() is None
+    assert worker.stats.take() is None
 
 
 def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice(
@@ -162,7 +162,7 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
 )
 def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: str) -> None:
     from kvdepot.errors import ConfigError
-    from kvdepot.integrations.vllm.identity import read_settings
+    from kvdepot.integrations.vllm.settings import read_settings
 
     with pytest.raises(ConfigError) as caught:
         read_settings({"lmcache.mp.host": "left from another connector", **extra})
@@ -172,14 +172,14 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: s
 @pytest.mark.parametrize("required", [False, True])
 def test_an_address_that_cannot_be_connected_to_is_a_server_that_is_away(required: bool, tmp_path: Path) -> None:
     from kvdepot.errors import Unavailable
-    from kvdepot.integrations.vllm.link import Link
-    from kvdepot.integrations.vllm.place import Place
+    from kvdepot.integrations.vllm.link import ServerLink
+    from kvdepot.integrations.vllm.settings import ServerPlace
 
     def make(client: Any) -> Any:
         raise AssertionError("there is no server")
 
     without: Any = SimpleNamespace(hand_over=make)
-    link: Any = Link(Place(f"ipc://{tmp_path}/{'x' * 108}", required=required), without, tells=True)
+    link: Any = ServerLink(ServerPlace(f"ipc://{tmp_path}/{'x' * 108}", required=required), without)
     try:
         if required:
             with pytest.raises(Unavailable, match="at most 107 bytes"):

@@ -161,7 +161,7 @@ def test_what_transformers_tells_of_attributes_that_are_not_set_makes_no_differe
     from kvdepot.integrations.vllm.fields import describe_config
 
     def told(**attributes: Any) -> object:
-        return describe_config(LlamaConfig(**attributes), vouched=False)
+        return describe_config(LlamaConfig(**attributes))
 
     assert told(new_of_a_release=None) == told()
     assert told(new_of_a_release=0) != told()

@@ -16,14 +16,8 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
                                                       loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Until there is a server, other halves of the same methods take their place (unconnected.py, link.py).
-
-Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.start` and `kvdepot.required` (place.py),
-`kvdepot.key` (this client's key file, if the server requires one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store
-decoded chunks, too; default false), `kvdepot.weights_revision` (names weights that their path does not identify),
-`kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py),
-`kvdepot.events_topic` (under which routers know this engine; descriptions.py), `kvdepot.max_hint_s` (the longest time
-for which a request's hints keep its chunks; hints.py), `kvdepot.layout` (how the layers of a block lie; layouts.py).
+Until there is a server, other halves of the same methods take their place (unconnected.py, link.py). settings.py has
+the connector's settings.
 """
 
 from __future__ import annotations
@@ -60,18 +54,18 @@ from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.cpu import enter_pages
 from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
-from kvdepot.integrations.vllm.descriptions import Descriptions
-from kvdepot.integrations.vllm.events import Known
-from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
-from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
-from kvdepot.integrations.vllm.layouts import check_layout, required_layout
-from kvdepot.integrations.vllm.link import Link
+from kvdepot.integrations.vllm.events import Descriptions, KnownChunks, Publisher
+from kvdepot.integrations.vllm.groups import event_group, find_groups, fit_groups, hit_alignment, make_plan
+from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
+from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.place import find_place
+from kvdepot.integrations.vllm.paged_kv import check_layout, check_room, mem_pool_context, required_layout, share_kv
+from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
+from kvdepot.integrations.vllm.settings import find_place, read_settings
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
 from kvdepot.integrations.vllm.unconnected import UnconnectedScheduler, UnconnectedWorker
-from kvdepot.integrations.vllm.worker import WorkerHalf, check_room, mem_pool_context, share_kv
+from kvdepot.integrations.vllm.worker import WorkerHalf
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -95,8 +89,8 @@ __all__ = ["KVDepotConnector"]
 
 log = init_logger(__name__)
 
-SchedulerLink: TypeAlias = "Link[SchedulerHalf, UnconnectedScheduler]"
-WorkerLink: TypeAlias = "Link[WorkerHalf, UnconnectedWorker]"
+SchedulerLink: TypeAlias = "ServerLink[SchedulerHalf, UnconnectedScheduler]"
+WorkerLink: TypeAlias = "ServerLink[WorkerHalf, UnconnectedWorker]"
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -127,19 +121,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            check_layout(settings.layout, vllm_config)
-            without = UnconnectedScheduler(vllm_config, self._model)
+            check_layout(settings, vllm_config)
             place = find_place(settings, self._engine_id)
-            self._connector_scheduler = Link(place, without, tells=not settings.is_embedded)
+            place.is_logged = not settings.is_embedded
+            self._connector_scheduler = ServerLink(place, UnconnectedScheduler(vllm_config, self._model))
             self._connector_scheduler.begin(self._make_scheduler)
         else:
             self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._connector_worker = self._link_worker()
 
     def _link_worker(self) -> WorkerLink:
-        place = find_place(self._settings, self._engine_id, starts_own=self._rank == 0)
-        absent = UnconnectedWorker(self._vllm_config, self._rank, self._fails_whole)
-        return Link(place, absent, tells=self._settings.is_embedded)
+        place = find_place(self._settings, self._engine_id)
+        place.is_logged = self._settings.is_embedded
+        if self._settings.is_embedded and self._rank == 0:
+            place.start_own()
+        return ServerLink(place, UnconnectedWorker(self._vllm_config, self._rank, self._fails_whole))
 
     @property
     def _engine_id(self) -> str:
@@ -154,10 +150,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _fit(self, client: Client) -> ShardSpec:
         """Whose shards this process stores and loads, with the server's chunk size. Raises BadRequest."""
         replicas = tensor_replicas(self._kv_cache_config)
-        spec = fit_groups(
-            self._groups, self._model, self._ranks // replicas, self._rank // replicas, client.chunk_size,
-            self._alignment,
-        )  # fmt: skip
+        ranks, rank = self._ranks // replicas, self._rank // replicas
+        spec = ShardSpec.fit_blocks(self._model, ranks, rank, client.chunk_size, self._alignment)
+        spec = fit_groups(self._groups, spec)
         log.info(
             "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
             self._role.name.lower(),
@@ -168,31 +163,37 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._alignment,
         )
         for group, fitted in zip(self._groups, spec.groups, strict=False):
-            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.tell(fitted))
+            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
         return spec
 
     def _make_scheduler(self, client: Client) -> SchedulerHalf:
         """Called on the link's thread, once there is a server."""
+        rules = PlanRules(
+            spacing=self._settings.boundary_chunks,
+            lookahead=lookahead_tokens(self._vllm_config),
+            has_all_states=self._kv_cache_config.prefix_cache_retention_interval is None,
+            # Runner V2 zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only
+            # of models with states, whose blocks are zeroed, too.
+            holds_all=self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing,
+        )
         spec = self._fit(client)
-        is_dense = self._kv_cache_config.prefix_cache_retention_interval is None
-        lookahead = lookahead_tokens(self._vllm_config)
-        # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only of
-        # models with states, whose blocks are zeroed, too.
-        holds_all = self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing
-        plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead, holds_all)
-        depot = SchedulerClient(client, spec, reports=True)
-        # Either the server publishes what this engine can load, or the engine does: a router must not hear it twice.
-        topic = self._settings.events_topic
-        described = Descriptions(depot) if topic and client.wants_tokens else None
-        known = self._make_known(self._groups, spec, self._ranks) if described is None else None
-        if topic and described is None:
+        depot, plan = SchedulerClient(client, spec, reports=True), make_plan(self._groups, spec, rules)
+        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_publisher(client, depot))
+
+    def _make_publisher(self, client: Client, depot: SchedulerClient) -> Publisher:
+        """The server publishes what this engine can load, or the engine does: with both, routers would get it twice."""
+        if self._settings.events_topic:
+            if client.wants_tokens:
+                return Descriptions(depot)
             log.warning(
                 "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
                 client.server_url,
             )
-        return SchedulerHalf(
-            self._vllm_config, depot, plan, self._ranks, self._settings, known, described
-        )  # fmt: skip
+        events = self._vllm_config.kv_events_config
+        if events is None or not events.enable_kv_cache_events:
+            return Publisher()
+        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config)
+        return KnownChunks(self._ranks, depot.spec.chunk_tokens, event_group(self._groups, depot.spec, hashed))
 
     def _make_worker(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client) -> WorkerHalf:
         """Called on the link's thread, once there is a server."""
@@ -207,14 +208,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             worker.cancel_registration()  # the next attempt is another half's
             raise
         return half
-
-    def _make_known(self, groups: list[Group], spec: ShardSpec, ranks: int) -> Known | None:
-        """Chunks to publish, if vLLM publishes KV events."""
-        told = self._vllm_config.kv_events_config
-        if told is None or not told.enable_kv_cache_events:
-            return None
-        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config) or groups[0].block_tokens
-        return Known(ranks, spec.chunk_tokens, hashed, event_group(groups, spec))
 
     @property
     def _scheduler(self) -> SchedulerHalf | UnconnectedScheduler:
@@ -234,8 +227,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout to ask vLLM for; None: it chooses. Raises ConfigError for settings that make no sense."""
         assert vllm_config.kv_transfer_config is not None
-        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return required_layout(settings.layout, vllm_config)
+        return required_layout(read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config), vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -245,7 +237,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Operations that ended since the last step; None if none did."""
         half = self._scheduler if self._connector_scheduler is not None else self._worker
-        return half.figures.take()
+        return half.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -459,7 +451,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.get_finished(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended, and the loads that failed as a whole."""
+        """The stores and loads that have ended, and the loads that failed as a whole."""
         stored, loaded = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(stored or set(), loaded or set(), self._worker.take_failed_requests())
 

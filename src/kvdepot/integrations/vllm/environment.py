@@ -1,15 +1,34 @@
-"""The environment variables that change no byte of KV, each with a reason. All others that vLLM knows are identity.
+"""The surroundings of an engine that may change its KV: environment variables, the processor, and code of others.
 
-Used by facts.py. Only variables that are set are described: what an unset one stands for is its release's own
-(`KV_FORMATS` in versions.py), so that releases that add variables share with those before.
+Used by identity.py (and, for the processor, by lmcache/identity.py). All of vLLM's variables are identity, except those
+that are listed here with a reason. Only variables that are set are described: what an unset one stands for is its
+release's own (`KV_FORMATS` in versions.py), so that releases that add variables share with those before.
+
+Code of others is plugins, workers, and models that are registered elsewhere; vLLM's own is described by the release's
+KV format, code in a model's folder by the model's files. Invariant: code is described by the contents of its package's
+files, as a version may stay the same while they change (an editable install).
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["HARMLESS_VARIABLES", "describe_environment"]
+import torch
+from blake3 import blake3
+
+from kvdepot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+__all__ = ["HARMLESS_VARIABLES", "describe_code", "describe_environment", "platform_facts"]
 
 HARMLESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "how vLLM was built": (
@@ -100,3 +119,100 @@ def describe_environment() -> dict[str, str]:
     read = {name: str(value) for name, value in envs.compile_factors().items() if name not in harmless}
     others = {name: os.environ.get(name, "") for name in (*_LEFT_OUT, *_OF_LIBRARIES)}
     return {name: value for name, value in (others | read).items() if os.environ.get(name)}
+
+
+# -- the processor
+
+_INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
+    "amx": lambda: torch.cpu._is_amx_tile_supported(),
+    "avx512": lambda: torch.cpu._is_avx512_supported(),
+}
+
+
+def platform_facts() -> list[str]:
+    """vLLM's platform. Its CPU attention packs keys for the CPU's instruction set, with the same backend name and
+    shapes for all of them."""
+    from vllm.platforms import current_platform
+
+    facts = [current_platform.device_type, str(current_platform.fp8_dtype())]
+    if current_platform.is_cpu():
+        facts.append(current_platform.get_cpu_architecture().name)
+        facts += [f"{name} {supported()}" for name, supported in _INSTRUCTION_SETS.items()]
+    return facts
+
+
+# -- code of others
+
+_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+"""Plugins that vLLM loads in its workers."""
+_KNOWN = ("", "auto", "kvdepot", "transformers_modules", "vllm")
+"""Packages whose code is known: we, and vLLM's resolvers of LoRA adapters, compute no KV; a model's folder is described
+by its files; "auto" is a worker of vLLM's."""
+
+
+def describe_code(vllm_config: VllmConfig, models: Sequence[ModelConfig]) -> list[list[str]]:
+    """Each piece of foreign code that this engine loads, with a digest of its package."""
+    parallel = vllm_config.parallel_config
+    names = [*_plugins(), *map(_model, models)]
+    for worker in (parallel.worker_cls, parallel.worker_extension_cls):
+        names.append(worker if isinstance(worker, str) else f"{worker.__module__}.{worker.__qualname__}")
+    return [[name, _digest(package)] for name in sorted({*names}) if (package := _package(name))]
+
+
+def _plugins() -> Iterator[str]:
+    from vllm import envs
+
+    for group in _GROUPS:
+        for point in importlib.metadata.entry_points(group=group):
+            if envs.VLLM_PLUGINS is None or point.name in envs.VLLM_PLUGINS:
+                yield point.value
+
+
+def _model(model: ModelConfig) -> str:
+    """The module of a model's class, which a program may also register without a plugin."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    registered = ModelRegistry.models.get(model.architecture)
+    cls = getattr(registered, "model_cls", None)
+    module = str(getattr(registered, "module_name", "") or getattr(cls, "__module__", ""))
+    if module.startswith("vllm.model_executor.models.transformers"):
+        return f"transformers:{model.architecture}"  # a frame of vLLM's around that library's model
+    return f"{module}:{model.architecture}"
+
+
+def _package(name: str) -> str:
+    """The top-level package of a qualified name; empty if its code is known."""
+    top = name.partition(":")[0].partition(".")[0]
+    return "" if top in _KNOWN else top
+
+
+@cache
+def _digest(package: str) -> str:
+    """A digest of all files of a package, or of a module; "unknown" without files.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    hasher = blake3()
+    found = 0
+    try:
+        for place in _places(package):
+            files = sorted(place.rglob("*")) if place.is_dir() else [place]
+            for file in files:
+                if file.is_file() and "__pycache__" not in file.parts:
+                    hasher.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode())
+                    hasher.update(file.read_bytes())
+                    found += 1
+    except OSError as exc:
+        raise ConfigError(f"kvdepot cannot determine what {package} is, which vLLM loads: {exc}") from exc
+    return hasher.hexdigest()[:32] if found else "unknown"
+
+
+def _places(package: str) -> list[Path]:
+    """A package's folders, or a module's file."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # the program itself
+        return [Path(file)] if (file := getattr(sys.modules[package], "__file__", None)) else []
+    if spec is None:
+        return []
+    return [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]

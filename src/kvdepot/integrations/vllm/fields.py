@@ -1,9 +1,10 @@
 """The fields of vLLM's configuration that change no byte of KV, each with a reason. All others are identity.
 
-Used by identity.py. Engines that differ in a field not listed here do not share KV, so a field that a new version of
-vLLM adds costs hits, but never causes wrong bytes. List a field in `HARMLESS` only if it is known to change no KV byte
-beyond the rounding that the composition of batches causes anyway; and in `NEUTRAL`, so that releases with and without
-it share, only with a value that was seen, in the releases' sources, to mean what releases without the field do.
+Used by identity.py and lmcache/identity.py. Engines that differ in a field not listed here do not share KV, so a field
+that a new version of vLLM adds costs hits, but never causes wrong bytes. List a field in `HARMLESS` only if it is known
+to change no KV byte beyond the rounding that the composition of batches causes anyway; and in `NEUTRAL`, so that
+releases with and without it share, only with a value that was seen, in the releases' sources, to mean what releases
+without the field do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["HARMLESS", "NEUTRAL", "describe_config"]
+__all__ = ["HARMLESS", "NEUTRAL", "describe_config", "harmless_fields"]
 
 _SCHEDULING = "when tokens are computed, not what"
 _FRONTEND = "text and requests before they are tokens"
@@ -33,207 +34,133 @@ _TELLING = "what is logged, measured or published"
 _CAPTURE = "what is captured or cached of the same kernels"
 _FILES = "the description of its files stands for it"
 
-HARMLESS: dict[str, dict[str, str]] = {
+HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
     "VllmConfig": {
-        "observability_config": _TELLING,
-        "logging_config": _TELLING,
-        "watchdog_config": _TELLING,
-        "profiler_config": _TELLING,
-        "kv_events_config": _TELLING,
-        "kv_transfer_config": "how KV is moved; connectors beside ours must load what this engine would compute",
-        "structured_outputs_config": _SAMPLING,
-        "reasoning_config": _SAMPLING,
-        "watermark_config": _SAMPLING,
-        "instance_id": "a random name",
-        "shutdown_timeout": _SCHEDULING,
-        "performance_mode": "presets of fields that are described themselves",
-        "quant_config": "made from fields and files that are described themselves; loading a model changes it",
+        _TELLING: ("observability_config", "logging_config", "watchdog_config", "profiler_config", "kv_events_config"),
+        "how KV is moved; connectors beside ours must load what this engine would compute": ("kv_transfer_config",),
+        _SAMPLING: ("structured_outputs_config", "reasoning_config", "watermark_config"),
+        "a random name": ("instance_id",),
+        _SCHEDULING: ("shutdown_timeout",),
+        "presets of fields that are described themselves": ("performance_mode",),
+        "made from fields and files that are described themselves; loading a model changes it": ("quant_config",),
     },
     "ModelConfig": {
-        "model": _FILES,
-        "model_weights": _FILES,
-        "tokenizer": "described by its files, if it is not the model's own (facts.py)",
-        "tokenizer_revision": "described with the tokenizer",
-        "skip_tokenizer_init": _FRONTEND,
-        "served_model_name": _FRONTEND,
-        "allowed_local_media_path": _FRONTEND,
-        "allowed_media_domains": _FRONTEND,
-        "renderer_num_workers": _FRONTEND,
-        "revision": _FILES,
-        "code_revision": "names a version of code, which is described by its files or by its commit",
-        "hf_config_path": "what was read from it is described",
-        "hf_token": "a credential",
-        "enforce_eager": "sets fields of the compilation that are described themselves",
-        "return_sampling_mask": _SAMPLING,
-        "max_logprobs": _SAMPLING,
-        "logprobs_mode": _SAMPLING,
-        "use_fp64_gumbel": _SAMPLING,
-        "logits_processors": _SAMPLING,
-        "_hf_config_revision": _FILES,
-        "_model_info": "made from the model's class, which is vLLM's own or a plugin's",
-        "_pooler_config_sources": "says where the pooler's settings come from; they are described themselves",
-        "_supports_multimodal_inputs_cache": _STATE,
-        "_supports_multimodal_inputs_cached": _STATE,
-        "config_updated": _STATE,
-        "model_arch_config": "made from hf_config, which is described itself",
-        "original_max_model_len": "what was asked for; the length that the model is built with is described",
+        _FILES: ("model", "model_weights", "revision", "_hf_config_revision"),
+        "described by its files, if it is not the model's own (identity.py)": ("tokenizer",),
+        "described with the tokenizer": ("tokenizer_revision",),
+        _FRONTEND: (
+            "skip_tokenizer_init", "served_model_name", "allowed_local_media_path", "allowed_media_domains",
+            "renderer_num_workers",
+        ),
+        "names a version of code, which is described by its files or by its commit": ("code_revision",),
+        "what was read from it is described": ("hf_config_path",),
+        "a credential": ("hf_token",),
+        "sets fields of the compilation that are described themselves": ("enforce_eager",),
+        _SAMPLING: ("return_sampling_mask", "max_logprobs", "logprobs_mode", "use_fp64_gumbel", "logits_processors"),
+        "made from the model's class, which is vLLM's own or a plugin's": ("_model_info",),
+        "says where the pooler's settings come from; they are described themselves": ("_pooler_config_sources",),
+        _STATE: ("_supports_multimodal_inputs_cache", "_supports_multimodal_inputs_cached", "config_updated"),
+        "made from hf_config, which is described itself": ("model_arch_config",),
+        "what was asked for; the length that the model is built with is described": ("original_max_model_len",),
     },
     "MultiModalConfig": {
-        "mm_encoder_fp8_scale_path": _FILES,
-        "limit_per_prompt": _FRONTEND,
-        "interleave_mm_strings": _FRONTEND,
-        "mm_processor_cache_gb": _MEMORY,
-        "mm_processor_cache_type": _MEMORY,
-        "mm_shm_cache_max_object_size_mb": _MEMORY,
-        "mm_ipc_gpu_memory_gb": _MEMORY,
-        "mm_tensor_ipc": _PLACE,
-        "skip_mm_profiling": _MEMORY,
+        _FILES: ("mm_encoder_fp8_scale_path",),
+        _FRONTEND: ("limit_per_prompt", "interleave_mm_strings"),
+        _MEMORY: (
+            "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
+            "mm_ipc_gpu_memory_gb", "skip_mm_profiling",
+        ),
+        _PLACE: ("mm_tensor_ipc",),
     },
     "CacheConfig": {
-        "gpu_memory_utilization": _MEMORY,
-        "kv_cache_memory_bytes": _MEMORY,
-        "num_gpu_blocks_override": _MEMORY,
-        "num_gpu_blocks": _STATE,
-        "num_cpu_blocks": _STATE,
-        "kv_cache_size_tokens": _STATE,
-        "kv_cache_max_concurrency": _STATE,
-        "effective_attention_block_size": _STATE,
-        "_block_size_resolved": _STATE,
-        "user_specified_block_size": "the block size itself is described",
-        "user_specified_mamba_block_size": "the block size itself is described",
-        "hash_block_size": _STATE,
-        "cache_hit_alignment_tokens": _STATE,
-        "enable_prefix_caching": "what the engine keeps for itself",
-        "prefix_caching_hash_algo": "the engine's own hashes; images without a content hash are refused one by one",
-        "prefix_cache_retention_interval": "what the engine keeps for itself",
-        "prefix_match_unit": "what the engine keeps for itself",
-        "kv_offloading_size": _MEMORY,
-        "kv_offloading_backend": _MEMORY,
+        _MEMORY: (
+            "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_offloading_size",
+            "kv_offloading_backend",
+        ),
+        _STATE: (
+            "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency",
+            "effective_attention_block_size", "_block_size_resolved", "hash_block_size", "cache_hit_alignment_tokens",
+        ),
+        "the block size itself is described": ("user_specified_block_size", "user_specified_mamba_block_size"),
+        "what the engine keeps for itself": (
+            "enable_prefix_caching", "prefix_cache_retention_interval", "prefix_match_unit",
+        ),
+        "the engine's own hashes; images without a content hash are refused one by one": ("prefix_caching_hash_algo",),
     },
     "ParallelConfig": {
-        "data_parallel_size": _PLACE,
-        "data_parallel_size_local": _PLACE,
-        "data_parallel_rank": _PLACE,
-        "data_parallel_rank_local": _PLACE,
-        "data_parallel_index": _PLACE,
-        "data_parallel_master_ip": _PLACE,
-        "data_parallel_rpc_port": _PLACE,
-        "data_parallel_master_port": _PLACE,
-        "data_parallel_backend": _PLACE,
-        "data_parallel_external_lb": _PLACE,
-        "data_parallel_hybrid_lb": _PLACE,
-        "dp_sync_interval": _SCHEDULING,
-        "disable_nccl_for_dp_synchronization": "how replicas agree on a step; set by async_scheduling",
-        "max_parallel_loading_workers": _PLACE,
-        "ray_workers_use_nsight": _TELLING,
-        "ray_runtime_env": _PLACE,
-        "placement_group": _PLACE,
-        "distributed_executor_backend": _PLACE,
-        "master_addr": _PLACE,
-        "master_port": _PLACE,
-        "node_rank": _PLACE,
-        "nnodes": _PLACE,
-        "numa_bind": _PLACE,
-        "numa_bind_nodes": _PLACE,
-        "numa_bind_cpus": _PLACE,
-        "assigned_physical_gpu_ids": _PLACE,
-        "distributed_timeout_seconds": _PLACE,
-        "cpu_distributed_timeout_seconds": _PLACE,
-        "rank": _PLACE,
-        "world_size": "the product of parallel sizes that are described themselves",
-        "_data_parallel_master_port_list": _PLACE,
-        "_coord_store_port": _PLACE,
-        "_api_process_count": _PLACE,
-        "_api_process_rank": _PLACE,
-        "enable_fault_tolerance": _PLACE,
-        "fault_tolerance_config": _PLACE,
+        _PLACE: (
+            "data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_rank_local",
+            "data_parallel_index", "data_parallel_master_ip", "data_parallel_rpc_port", "data_parallel_master_port",
+            "data_parallel_backend", "data_parallel_external_lb", "data_parallel_hybrid_lb",
+            "max_parallel_loading_workers", "ray_runtime_env", "placement_group", "distributed_executor_backend",
+            "master_addr", "master_port", "node_rank", "nnodes", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
+            "assigned_physical_gpu_ids", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "rank",
+            "_data_parallel_master_port_list", "_coord_store_port", "_api_process_count", "_api_process_rank",
+            "enable_fault_tolerance", "fault_tolerance_config",
+        ),
+        _SCHEDULING: ("dp_sync_interval",),
+        "how replicas agree on a step; set by async_scheduling": ("disable_nccl_for_dp_synchronization",),
+        _TELLING: ("ray_workers_use_nsight",),
+        "the product of parallel sizes that are described themselves": ("world_size",),
     },
     "SchedulerConfig": {
-        "max_num_batched_tokens": _SCHEDULING,
-        "max_num_scheduled_tokens": _SCHEDULING,
-        "max_num_seqs": _SCHEDULING,
-        "max_num_active_seqs": _SCHEDULING,
-        "long_prefill_token_threshold": _SCHEDULING,
-        "long_prefill_token_threshold_adaptive": _SCHEDULING,
-        "max_num_queued_reqs": _SCHEDULING,
-        "max_num_queued_tokens": _SCHEDULING,
-        "enable_chunked_prefill": _SCHEDULING,
-        "max_num_encoder_input_tokens": _SCHEDULING,
-        "encoder_cache_size": _MEMORY,
-        "policy": _SCHEDULING,
-        "scheduler_reserve_full_isl": _SCHEDULING,
-        "watermark": _SCHEDULING,
-        "prefill_schedule_interval": _SCHEDULING,
-        "async_scheduling": _SCHEDULING,
-        "stream_interval": _FRONTEND,
+        _SCHEDULING: (
+            "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs", "max_num_active_seqs",
+            "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "max_num_queued_reqs",
+            "max_num_queued_tokens", "enable_chunked_prefill", "max_num_encoder_input_tokens", "policy",
+            "scheduler_reserve_full_isl", "watermark", "prefill_schedule_interval", "async_scheduling",
+        ),
+        _MEMORY: ("encoder_cache_size",),
+        _FRONTEND: ("stream_interval",),
     },
     "KernelConfig": {
-        "enable_jit_warmup": "when kernels are compiled, not which",
+        "when kernels are compiled, not which": ("enable_jit_warmup",),
     },
     "AttentionConfig": {
-        "sparse_mla_prefill_workspace_factor": "how much is computed at a time",
+        "how much is computed at a time": ("sparse_mla_prefill_workspace_factor",),
     },
     "LoadConfig": {
-        "download_dir": _FILES,
-        "safetensors_load_strategy": "how files are read",
-        "safetensors_prefetch_num_threads": "how files are read",
-        "safetensors_prefetch_block_size": "how files are read",
-        "use_tqdm_on_load": _TELLING,
+        _FILES: ("download_dir",),
+        "how files are read": (
+            "safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
+        ),
+        _TELLING: ("use_tqdm_on_load",),
     },
     "LoRAConfig": {
-        "max_loras": _MEMORY,
-        "max_cpu_loras": _MEMORY,
+        _MEMORY: ("max_loras", "max_cpu_loras"),
     },
     "SpeculativeConfig": {
-        "model": "the drafter's own configuration and files are described",
-        "revision": _FILES,
-        "code_revision": "names a version of code, which is described by its files or by its commit",
+        "the drafter's own configuration and files are described": ("model",),
+        _FILES: ("revision",),
+        "names a version of code, which is described by its files or by its commit": ("code_revision",),
     },
     "CompilationConfig": {
-        "debug_dump_path": _TELLING,
-        "cache_dir": _CAPTURE,
-        "local_cache_dir": _CAPTURE,
-        "compile_cache_save_format": _CAPTURE,
-        "cudagraph_mode": _CAPTURE,
-        "cudagraph_num_of_warmups": _CAPTURE,
-        "cudagraph_capture_sizes": _CAPTURE,
-        "cudagraph_copy_inputs": _CAPTURE,
-        "max_cudagraph_capture_size": _CAPTURE,
-        "cudagraph_mm_encoder": _CAPTURE,
-        "encoder_cudagraph_token_budgets": _CAPTURE,
-        "encoder_cudagraph_max_vision_items_per_batch": _CAPTURE,
-        "encoder_cudagraph_max_frames_per_batch": _CAPTURE,
-        "cudagraph_decoder_replay": _CAPTURE,
-        "decoder_replay_cudagraph_capture_sizes": _CAPTURE,
-        "decoder_replay_trim_threshold": _CAPTURE,
-        "compile_sizes": _CAPTURE,
-        "compile_ranges_endpoints": _CAPTURE,
-        "splitting_ops": _CAPTURE,
-        "enabled_custom_ops": _STATE,
-        "disabled_custom_ops": _STATE,
-        "traced_files": _STATE,
-        "compilation_time": _STATE,
-        "encoder_compilation_time": _STATE,
-        "static_forward_context": _STATE,
-        "static_all_moe_layers": _STATE,
+        _TELLING: ("debug_dump_path",),
+        _CAPTURE: (
+            "cache_dir", "local_cache_dir", "compile_cache_save_format", "cudagraph_mode", "cudagraph_num_of_warmups",
+            "cudagraph_capture_sizes", "cudagraph_copy_inputs", "max_cudagraph_capture_size", "cudagraph_mm_encoder",
+            "encoder_cudagraph_token_budgets", "encoder_cudagraph_max_vision_items_per_batch",
+            "encoder_cudagraph_max_frames_per_batch", "cudagraph_decoder_replay",
+            "decoder_replay_cudagraph_capture_sizes", "decoder_replay_trim_threshold", "compile_sizes",
+            "compile_ranges_endpoints", "splitting_ops",
+        ),
+        _STATE: (
+            "enabled_custom_ops", "disabled_custom_ops", "traced_files", "compilation_time", "encoder_compilation_time",
+            "static_forward_context", "static_all_moe_layers",
+        ),
     },
     "ECTransferConfig": {
-        "engine_id": "a random name",
-        "ec_buffer_device": _PLACE,
-        "ec_buffer_size": _MEMORY,
-        "ec_role": _PLACE,
-        "ec_ip": _PLACE,
-        "ec_port": _PLACE,
+        "a random name": ("engine_id",),
+        _PLACE: ("ec_buffer_device", "ec_role", "ec_ip", "ec_port"),
+        _MEMORY: ("ec_buffer_size",),
     },
     "PreTrainedConfig": {
-        "_name_or_path": _FILES,
-        "_commit_hash": _FILES,
-        "transformers_version": "which version wrote or read the file",
-        "output_router_logits": "what is returned; releases of transformers differ in which models have it",
+        _FILES: ("_name_or_path", "_commit_hash"),
+        "which version wrote or read the file": ("transformers_version",),
+        "what is returned; releases of transformers differ in which models have it": ("output_router_logits",),
     },
-}
-"""Fields and other attributes by the class that has them, with the reason why engines that differ in them may share
-KV."""
+}  # fmt: skip
+"""Fields and other attributes by the class that has them and the reason why engines may differ in them and share KV."""
 
 NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
     "VllmConfig": {
@@ -295,16 +222,17 @@ NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
 at which it does what releases without it do, and why. With that value a field is left out, so that an upgrade of vLLM
 keeps its cache; with any other it is identity. Values are as described, in JSON."""
 
+_OF_TRANSFORMERS = {name for names in HARMLESS["PreTrainedConfig"].values() for name in names}
 _MAX_DEPTH = 12
 
 
-def describe_config(config: object, vouched: bool) -> object:
+def describe_config(config: object, revision: str = "") -> object:
     """Everything in a configuration that is not known to be harmless, as JSON values: equal in every process.
 
-    vouched: the user has named this model's version, which stands for values that cannot be described (functions).
-    Otherwise such values raise ConfigError, which names the field.
+    revision: the user's name for this version of the model, which stands for values that cannot be described
+    (functions). Without it, such values raise ConfigError, which names the field.
     """
-    return _describe(config, type(config).__name__, vouched, 0)
+    return _describe(config, type(config).__name__, revision, 0)
 
 
 def _describe_bound(bound: partial[Any], inner: Callable[[object, object], object]) -> object:
@@ -319,14 +247,14 @@ def _describe_bound(bound: partial[Any], inner: Callable[[object, object], objec
     return [function, inner("args", bound.args), inner("keywords", keywords)]
 
 
-def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
+def _describe(value: object, path: str, revision: str, depth: int) -> object:
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if depth > _MAX_DEPTH:
         raise ConfigError(f"kvdepot: {path} is nested more than {_MAX_DEPTH} levels deep")
 
     def inner(name: object, item: object) -> object:
-        return _describe(item, f"{path}.{name}", vouched, depth + 1)
+        return _describe(item, f"{path}.{name}", revision, depth + 1)
 
     match value:
         case enum.Enum():
@@ -349,13 +277,13 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
     if module == "torch":
         return str(value)  # dtypes and devices
     if hasattr(value, "to_dict") and hasattr(value, "to_json_string"):  # a configuration of transformers
-        return inner(type(value).__name__, _without(HARMLESS["PreTrainedConfig"], value.to_dict()))
+        return inner(type(value).__name__, _without(_OF_TRANSFORMERS, value.to_dict()))
     fields = dict(_fields(value))
     if fields or dataclasses.is_dataclass(value):
-        harmless = _harmless(type(value))
+        harmless = harmless_fields(type(value))
         told = {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
         return _without_neutral(type(value), told)
-    if vouched:
+    if revision:
         return "vouched for"
     raise ConfigError(
         f"kvdepot cannot determine how {path} affects KV: it is {type(value).__name__} {value!r:.80}. Set "
@@ -378,7 +306,7 @@ def _fields(value: object) -> Iterator[tuple[str, object]]:
             yield name, getattr(value, name)
 
 
-def _without(names: Mapping[str, str], value: object) -> object:
+def _without(names: Set[str], value: object) -> object:
     """A configuration's dictionary without these keys, and so all dictionaries nested in it.
 
     Nor with keys that are None: releases of transformers differ in which they tell of those that are not set. Who sets
@@ -398,5 +326,7 @@ def _without_neutral(cls: type, told: Mapping[str, object]) -> dict[str, object]
     }
 
 
-def _harmless(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in HARMLESS.get(base.__name__, ())}
+def harmless_fields(cls: type) -> set[str]:
+    """Names of the harmless fields of a class, and of those that it inherits."""
+    reasons = (names for base in cls.__mro__ for names in HARMLESS.get(base.__name__, {}).values())
+    return {name for names in reasons for name in names}

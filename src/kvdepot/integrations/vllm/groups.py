@@ -39,14 +39,14 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdepot.client.transfer import GroupSpec, ShardSpec
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.vllm.plan import Place, Plan
+from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan, PlanRules
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
+    "CacheGroup",
     "EventGroup",
-    "Group",
     "describe_groups",
     "event_group",
     "find_groups",
@@ -61,7 +61,7 @@ _WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec)
 """The classes themselves: what a class derived from one of them needs is not known."""
 
 
-class Group(NamedTuple):
+class CacheGroup(NamedTuple):
     """One KV cache group that is stored and loaded.
 
     number: its place in vLLM's list, and in vLLM's block ids. window: the tokens before a boundary that resuming there
@@ -99,7 +99,7 @@ class Group(NamedTuple):
             return GroupSpec(1, -(-window // self.block_tokens))
         return GroupSpec(-(-window // chunk_tokens), span)
 
-    def tell(self, fitted: GroupSpec) -> tuple[int, str, int, str]:
+    def log_facts(self, fitted: GroupSpec) -> tuple[int, str, int, str]:
         """Number, kind, layers, and what a prompt needs of it, for the log."""
         needs = f"the last {fitted.reach} chunks" if fitted.reach else "all chunks"
         if self.is_state:
@@ -108,15 +108,19 @@ class Group(NamedTuple):
 
 
 class EventGroup(NamedTuple):
-    """A KV cache group as vLLM's events name it. window: of a sliding window, in tokens. reach: as in wire.Group."""
+    """A KV cache group as vLLM's events name it.
 
+    block_tokens: of the engine's block hashes. window: of a sliding window, in tokens. reach: as in wire.Group.
+    """
+
+    block_tokens: int
     number: int | None = None
     kind: str | None = None
     window: int | None = None
     reach: int = 0
 
 
-def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[Group]:
+def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[CacheGroup]:
     """The groups that vLLM caches by prefix, those of which all tokens are needed first.
 
     dcp_size: ranks over which each block's tokens are spread (decode context parallelism). Raises ConfigError for a
@@ -131,7 +135,7 @@ def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[Group
     return sorted(groups, key=lambda group: group.is_bounded)
 
 
-def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
+def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> CacheGroup:
     """Raises ConfigError."""
     specs = list(iter_layer_specs(group.kv_cache_spec))
     if group.host_resident or group.role is not KVCacheGroupRole.DEFAULT:
@@ -143,7 +147,7 @@ def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
     kind = get_kv_cache_spec_kind(specs[0]).value
     shown = get_kv_cache_spec_sliding_window(specs[0])
     block_tokens = _block_tokens(group.kv_cache_spec, dcp_size)
-    return Group(number, kind, block_tokens, tuple(group.layer_names), *needs, shown)
+    return CacheGroup(number, kind, block_tokens, tuple(group.layer_names), *needs, shown)
 
 
 def _block_tokens(spec: KVCacheSpec, dcp_size: int) -> int:
@@ -196,14 +200,8 @@ def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
     return math.lcm(*(_block_tokens(group.kv_cache_spec, dcp_size) for group in groups))
 
 
-def fit_groups(
-    groups: Sequence[Group], model: str, world_size: int, rank: int, least_tokens: int, alignment: int
-) -> ShardSpec:
-    """The spec of a model with these groups. Other arguments: as of `ShardSpec.fit_blocks`. Raises BadRequest.
-
-    A model with one group, all of which is needed, has a spec without groups.
-    """
-    spec = ShardSpec.fit_blocks(model, world_size, rank, least_tokens, alignment)
+def fit_groups(groups: Sequence[CacheGroup], spec: ShardSpec) -> ShardSpec:
+    """The spec with these groups of its model; one group, all of which is needed, is a spec without groups."""
     fitted = tuple(group.fit(spec.chunk_tokens) for group in groups)
     if len(fitted) == 1 and not fitted[0].reach:
         return replace(spec, blocks_in_chunk=fitted[0].blocks_in_chunk)
@@ -215,15 +213,15 @@ def describe_groups(kv_cache_config: KVCacheConfig) -> list[str]:
 
     Of a group whose layers differ, vLLM shows one layer's spec to its scheduler, and to workers those of their layers.
     """
-    told = []
+    described = []
     for group in kv_cache_config.kv_cache_groups:
         spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
         if isinstance(spec, FullAttentionSpec):
             size = None  # all tokens are kept, whatever a layer looks at
         replay = " replayed" if getattr(spec, "bounded_replay", False) else ""  # 0.31 and later
-        told.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}{replay}")
-    return told
+        described.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}{replay}")
+    return described
 
 
 def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
@@ -238,26 +236,25 @@ def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def make_plan(
-    groups: Sequence[Group],
-    spec: ShardSpec,
-    spacing: int,
-    has_all_states: bool = False,
-    lookahead: int = 0,
-    holds_all: bool = False,
-) -> Plan:
-    """How these groups, which `fit_groups` has fitted, are stored and loaded. Other arguments: as in plan.py."""
+def make_plan(groups: Sequence[CacheGroup], spec: ShardSpec, rules: PlanRules) -> GroupPlan:
+    """The plan by which these groups, which `fit_groups` has fitted, are stored and loaded."""
     fitted = spec.groups or (GroupSpec(0, spec.blocks_in_chunk),)
-    places = [
-        Place(group.number, spec.chunk_tokens // group.block_tokens, each.blocks_in_chunk, each.reach, group.is_state)
+    blocks = [
+        GroupBlocks(
+            group.number, spec.chunk_tokens // group.block_tokens, each.blocks_in_chunk, each.reach, group.is_state
+        )
         for group, each in zip(groups, fitted, strict=True)
     ]
-    return Plan(places, spec.chunk_tokens, spacing, has_all_states, lookahead, holds_all)
+    return GroupPlan(blocks, spec.chunk_tokens, rules)
 
 
-def event_group(groups: Sequence[Group], spec: ShardSpec) -> EventGroup:
-    """The first group as KV events name it; a model with one group, all of which is needed, names none."""
-    if not spec.groups:
-        return EventGroup()
+def event_group(groups: Sequence[CacheGroup], spec: ShardSpec, block_tokens: int | None) -> EventGroup:
+    """The first group as KV events name it; a model with one group, all of which is needed, names none.
+
+    block_tokens: of the engine's block hashes; None: those of its blocks.
+    """
     first = groups[0]
-    return EventGroup(first.number, first.kind, first.sliding_window, spec.groups[0].reach)
+    block_tokens = block_tokens or first.block_tokens
+    if not spec.groups:
+        return EventGroup(block_tokens)
+    return EventGroup(block_tokens, first.number, first.kind, first.sliding_window, spec.groups[0].reach)

@@ -1,4 +1,4 @@
-"""What a request asks for its own chunks: to keep them, to let them expire, to remove them, or not to store them.
+"""Hints by which a request asks to keep its own chunks, to let them expire, to remove them, or not to store them.
 
 Callers say it in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module parses
 both; leases.py carries it out. Keys and actions of other names belong to others and are left alone.
@@ -53,7 +53,7 @@ class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: bool = True
 
 
-class _Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TimedAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Payload of the actions `retain` and `prefetch`."""
 
     retain_s: _Seconds
@@ -61,24 +61,24 @@ class _Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: _Session | None = None
 
 
-class _Endless(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PinAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Payload of the action `pin`."""
 
     priority: _Priority = NORMAL
     session: _Session | None = None
 
 
-class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ReleaseAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Payload of the action `release`."""
 
     session: _Session | None = None
 
 
-_ACTIONS: Mapping[str, type[_Timed | _Endless | _Named]] = {
-    "retain": _Timed,
-    "prefetch": _Timed,
-    "pin": _Endless,
-    "release": _Named,
+_ACTIONS: Mapping[str, type[_TimedAction | _PinAction | _ReleaseAction]] = {
+    "retain": _TimedAction,
+    "prefetch": _TimedAction,
+    "pin": _PinAction,
+    "release": _ReleaseAction,
 }
 
 
@@ -108,7 +108,7 @@ NO_HINTS = Hints()
 
 
 class Limits(NamedTuple):
-    """What requests may ask for: leases of at most so many seconds (0: no hint but `store`) and so high a priority."""
+    """The longest lease that requests may ask for, in seconds (0: no hint but `store`), and the highest priority."""
 
     seconds: int
     priority: int
@@ -174,11 +174,11 @@ def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hin
         if action.action_version != _VERSION:
             raise BadRequest(f"{what}: version {action.action_version!r:.40} is not {_VERSION!r}")
         match _convert(action.payload, _ACTIONS[kind], what):
-            case _Timed() as timed:
+            case _TimedAction() as timed:
                 leases.append(Hint(kind, _name(timed.session, request, what), timed.retain_s, timed.priority))
-            case _Endless() as endless:
+            case _PinAction() as endless:
                 leases.append(Hint("retain", _name(endless.session, request, what), 0, endless.priority))
-            case _Named() as named:
+            case _ReleaseAction() as named:
                 name = _name(named.session, request, what)
                 releases += [name, _expiring(name)]
     names = [lease.name for lease in leases] + releases

@@ -1,47 +1,136 @@
-"""What distinguishes one engine's KV from another's, and which configurations are refused.
+"""The name of an engine's KV, equal for all engines that may share it, and configurations that are refused.
 
-connector.py calls it in the scheduler and in every worker when a connector is made. What differs between requests is in
-requests.py.
+vLLM's code for a model changes the configuration as it builds the model, in the process that builds it: the scheduler's
+process does not see it, and `--max-model-len auto` is fitted to the free memory afterwards. So an engine is described
+when its executor is made (start.py), in the process of its scheduler, before any worker exists (`note_facts`). The
+digest is kept in `instance_id`, a random name that vLLM gives each VllmConfig and hands to every worker with it.
+Rejected: an attribute of its own (vLLM copies configurations by their fields and refuses others), and a key of
+`kv_connector_extra_config` (a user may give one KVTransferConfig to two engines).
+
+connector.py asks for the name (`namespace`) in the scheduler and in every worker when a connector is made. What differs
+between requests is in lora.py and requests.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.loaded import loaded_since
-from kvdepot.integrations.processor import platform_facts
-from kvdepot.integrations.vllm.facts import describe_engine, models_of, noted_facts, noted_since
-from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
-from kvdepot.integrations.vllm.layouts import LAYOUTS
-from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
+from kvdepot.integrations import loaded_since
+from kvdepot.integrations.vllm.environment import describe_code, describe_environment, platform_facts
+from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.groups import CacheGroup, describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.versions import (
+    KV_FORMATS,
+    corrections,
+    installed_release,
+    lookahead_tokens,
+    tells_of_sleep,
+)
 from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
-from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.model_names import name_model
-from kvdepot.protocol.wire import MAX_TOPIC
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["Settings", "namespace", "read_settings", "refuse_unserved"]
+__all__ = ["describe_engine", "namespace", "note_facts", "refuse_unserved"]
 
 log = init_logger(__name__)
 
-_PREFIX = "kvdepot."
-_EMBEDDED = "embedded"
-"""In place of a URL: the engine has a server of its own."""
-_STARTS = ("auto", "never")
+_WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
+"""Files beside a tokenizer that it does not consist of."""
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)")
+
+
+def note_facts(vllm_config: VllmConfig) -> None:
+    """Describe an engine, and note the digest in its configuration. Raises ConfigError for what cannot be described."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None, "only engines with our connector are described"
+    revision = next(
+        (found for extra in _extra_configs(transfer) if (found := extra.get("kvdepot.weights_revision"))), ""
+    )
+    name = _NOTE.sub("", vllm_config.instance_id)
+    digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
+    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}"
+
+
+def _noted_facts(vllm_config: VllmConfig) -> str:
+    """The digest that was noted; empty for a configuration whose executor is not one of vLLM's."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return found[1] if found else ""
+
+
+def _noted_since(vllm_config: VllmConfig) -> float | None:
+    """The Unix time at which the engine had read no file yet, equal in all its processes; None if it was not noted."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return int(found[2]) / 1000 if found else None
+
+
+def describe_engine(vllm_config: VllmConfig, revision: str) -> str:
+    """A digest of everything that is given before a model is built. revision: as of `describe_config`."""
+    models = [model for model, _ in _models_of(vllm_config)]
+    facts = {
+        "config": describe_config(vllm_config, revision),
+        "environment": describe_environment(),
+        "code": describe_code(vllm_config, models),
+        "tokenizers": [_tokenizer(model) for model in models],
+        "corrections": [corrections(model) for model in models],
+    }
+    text = json.dumps(facts, sort_keys=True)
+    log.debug("kvdepot: configuration of this engine: %s", text)
+    return blake3(text.encode()).hexdigest()[:32]
+
+
+def _models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model and its drafter, with how each is loaded."""
+    models = [(vllm_config.model_config, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        models.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
+    return models
+
+
+def _tokenizer(model: ModelConfig) -> list[str | None]:
+    """A tokenizer that is not the model's own, or of which the model computes with the tokens' text (Engram).
+
+    Pixtral, Voxtral and MiniCPM-V take numbers from it, and other models may. The answer is a digest of its files, or
+    its name and revision if it is not in a folder. Raises ConfigError for a file that cannot be read.
+    """
+    is_own = model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision)
+    if is_own and "engram" not in str(model.hf_config.to_dict()).lower():
+        return []  # of models with images and sounds, the description of their own files has it
+    place = Path(model.tokenizer).expanduser()
+    if not place.exists():
+        return [model.tokenizer, model.tokenizer_revision]
+    hasher = blake3()
+    try:
+        files = [file for file in place.iterdir() if file.suffix not in _WEIGHTS] if place.is_dir() else [place]
+        for file in sorted(file for file in files if file.is_file()):
+            hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            hasher.update(file.read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"kvdepot cannot determine which tokenizer is at {place}: {exc}") from exc
+    return [hasher.hexdigest()[:32]]
+
+
+def _extra_configs(transfer: KVTransferConfig) -> Iterator[dict[str, Any]]:
+    """The settings of our connectors, MultiConnector's children included."""
+    children = transfer.kv_connector_extra_config.get("connectors", ())
+    yield transfer.kv_connector_extra_config
+    yield from (child.get("kv_connector_extra_config") or {} for child in children)
+
+
+# -- the name
+
 _LOCAL_FORMATS = {
     "auto",
     "hf",
@@ -58,7 +147,7 @@ _LOCAL_FORMATS = {
 }
 """Load formats that read only the model's own folder."""
 _OLD_FORMATS = {"pt", "npcache"}
-"""Those of them that read what the others leave aside where safetensors lie beside it."""
+"""Local formats that read what the others leave aside where safetensors lie beside it."""
 _TOWERS = {"ultravox": ("audio_model_id", "text_model_id")}
 """Fields of models' configurations that name repositories with more of their weights."""
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
@@ -67,75 +156,6 @@ depends on the tokens up to it, or as many after it as vLLM's `num_prefill_looka
 _SETTLED_S = 2.0
 """Files that changed less than this before the engine began to load count as changed during the load: the clocks of
 file systems lag behind ours."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Our keys of `kv_connector_extra_config`, without their prefix.
-
-    url, start, required: see place.py; an empty url stands for the default endpoint. key: a file; empty: the client's
-    default. boundary_chunks: see plan.py; 0: the default. events_topic: see wire.Register; empty: none. max_hint_s: the
-    longest time for which a request's hints keep its chunks, in seconds; 0: they do not, and remove none. layout: see
-    layouts.py.
-    """
-
-    url: str = ""
-    start: str = "auto"
-    required: bool = False
-    key: str = ""
-    save_decode: bool = False
-    weights_revision: str = ""
-    boundary_chunks: int = 0
-    events_topic: str = ""
-    max_hint_s: int = 1 << 31
-    layout: str = "engine"
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether the engine has a server of its own."""
-        return self.url == _EMBEDDED
-
-
-def read_settings(extra: dict[str, Any]) -> Settings:
-    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types.
-
-    vLLM itself reads none of a connector's keys, so all are ours except those with another connector's prefix, which
-    may be left from it.
-    """
-    known = get_type_hints(Settings)
-    given: dict[str, Any] = {}
-    for key, value in extra.items():
-        prefix, dot, name = key.partition(".")
-        if dot and prefix.lower() != "kvdepot":
-            continue
-        if prefix + dot != _PREFIX or name not in known:
-            raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
-        if type(value) is not known[name]:  # True is an int
-            raise ConfigError(f"{key} is {value!r}, not of type {known[name].__name__}")
-        given[name] = value
-    if given.get("boundary_chunks", 0) < 0:
-        raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
-    if given.get("max_hint_s", 0) < 0:
-        raise ConfigError(f"{_PREFIX}max_hint_s is {given['max_hint_s']}: a number of seconds, or 0")
-    settings = Settings(**given)
-    if len(settings.events_topic.encode()) > MAX_TOPIC:
-        raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
-    if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
-        raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    for name, value, values in (("start", settings.start, _STARTS), ("layout", settings.layout, LAYOUTS)):
-        if value not in values:
-            raise ConfigError(f"{_PREFIX}{name} is {value!r}, not one of {', '.join(values)}")
-    return settings
-
-
-def _suggestion(key: str, value: object, known: list[str]) -> str:
-    """What the user may have meant by an unknown key."""
-    if isinstance(value, dict):
-        return f'write each setting with its prefix, such as "{_PREFIX}save_decode": true'
-    name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
-    close = get_close_matches(name, known, n=1)
-    meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""
-    return f"{meant}valid settings: {', '.join(_PREFIX + each for each in known)}"
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -173,7 +193,7 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     _refuse_speculation(vllm_config, groups)
 
 
-def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[Group]) -> None:
+def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
@@ -192,18 +212,17 @@ def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[Group]) -> Non
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
     """Everything that is fixed for an engine and may change KV bytes, as a hash with a readable name.
 
-    Equal in the scheduler and every worker, and after a restart with the same weights and configuration: what building
-    a model may change was described before (facts.py). Reads the model's files: call it once the weights have been
-    loaded. Raises ConfigError for versions that it cannot identify,
+    Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
+    model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
     unless weights_revision names them; it is added to what can be identified.
     """
     facts = {
         "format": _format(kv_cache_config),
-        "engine": noted_facts(vllm_config) or describe_engine(vllm_config, vouched=bool(weights_revision)),
+        "engine": _noted_facts(vllm_config) or describe_engine(vllm_config, weights_revision),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
-        "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after facts.py has described the engine
-        "weights": [_weights_or_name(vllm_config, model, weights_revision) for model in models_of(vllm_config)],
+        "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after `note_facts`
+        "weights": [_weights_or_name(vllm_config, model, weights_revision) for model in _models_of(vllm_config)],
         "revision": weights_revision,
     }
     text = json.dumps(facts, sort_keys=True)
@@ -222,8 +241,7 @@ def _weights_or_name(vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConf
 
 
 def _format(kv_cache_config: KVCacheConfig) -> list[str]:
-    """What only vLLM's code decides about the bytes of KV: our number for it, and, where that may change unseen, the
-    release itself."""
+    """Our number for what vLLM's code alone decides about KV, and, where that may change unseen, the release itself."""
     release = installed_release()
     facts = [f"format {KV_FORMATS[release]}"]
     is_known = current_platform.is_cuda() or current_platform.is_cpu()
@@ -255,7 +273,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
     for name in _TOWERS.get(model.hf_config.model_type, ()):
         if tower := getattr(model.hf_config, name, None):
             paths.append((tower, None, {Kind.WEIGHTS}))
-    since = noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
+    since = _noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
     facts = []
     for path, revision, kinds in paths:
         found = find_weights(path, revision, load.download_dir, kinds)

@@ -1,4 +1,4 @@
-"""Carries out what requests ask for their chunks (hints.py): leases and their ends, as messages to the server.
+"""Carries out the hints of requests (hints.py): leases of their chunks, and the ends of leases, as messages.
 
 Used by scheduler.py, on the engine's thread. The server lets a lease grow while its chunks are being stored, so leases
 wait for nothing; removals wait for the request's stores. Invariant: no hint, and no answer to one, fails a request or
@@ -19,14 +19,15 @@ from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
-from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Leases"]
+__all__ = ["RequestLeases"]
 
 log = init_logger(__name__)
 
@@ -34,34 +35,32 @@ _MOST_LOGGED = 16
 """Different reasons that are logged: callers write them in part."""
 
 
-class Leases:
+class RequestLeases:
     """The leases of one engine's requests."""
 
-    def __init__(self, depot: SchedulerClient, figures: Figures, saves_decode: bool, max_hint_s: int) -> None:
-        """saves_decode: whether the engine stores decoded tokens. max_hint_s: the longest lease, beside the server's
-        own limit."""
+    def __init__(self, depot: SchedulerClient, stats: OperationStats, settings: ConnectorSettings) -> None:
+        """settings: of which `save_decode` and `max_hint_s` matter here."""
         self._depot = depot
-        self._figures = figures
-        self._saves_decode = saves_decode
-        self._max_hint_s = max_hint_s
+        self._stats = stats
+        self._settings = settings
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
         self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
         self._logged: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Leases {len(self._asked)} unanswered, {len(self._removals)} releases waiting>"
+        return f"<RequestLeases {len(self._asked)} unanswered, {len(self._removals)} releases waiting>"
 
     def read(self, request: Request) -> Hints:
         """The request's hints. Refused ones are logged and counted."""
         most_s, priority = self._depot.client.hint_limits
-        hints, reason = read_hints(request, Limits(min(most_s, self._max_hint_s), priority))
+        hints, reason = read_hints(request, Limits(min(most_s, self._settings.max_hint_s), priority))
         if reason:
-            self._figures.count_refused_hints()
+            self._stats.count("refused_hints")
             rest = "" if hints.stores else ", but it is not stored"
             self._warn(reason, f"request {request.request_id[:64]!r}: its hints are ignored{rest}: {reason}")
         return hints
 
-    def arrived(self, tracked: Tracked) -> None:
+    def request_arrived(self, tracked: Tracked) -> None:
         """A request has been looked up: load what tiers have of its prompt, and keep it."""
         self._lease(tracked, ("prefetch",), self._prompt(tracked))
 
@@ -70,11 +69,11 @@ class Leases:
         while the request decodes."""
         self._lease(tracked, ("retain",), self._prompt(tracked))
 
-    def finishes(self, tracked: Tracked) -> None:
+    def request_ending(self, tracked: Tracked) -> None:
         """A request has finished, and its pins are about to end."""
         self._lease(tracked, ("retain", "expire"), self._whole(tracked))
 
-    def finished(self, tracked: Tracked) -> None:
+    def request_ended(self, tracked: Tracked) -> None:
         """A request's pins have ended. Its removals wait for its stores, or those would bring chunks back."""
         releases, request_id = tracked.hints.releases, tracked.request.request_id
         if not releases:
@@ -93,7 +92,7 @@ class Leases:
             for removal in self._removals.pop(request_id, ()):
                 self._ask(removal)
 
-    def hear(self) -> None:
+    def check_answers(self) -> None:
         """Log and count what the server has refused. Called in every step."""
         while self._asked and self._asked[0].query():
             try:
@@ -111,7 +110,7 @@ class Leases:
         """The hashes of all that the request may have stored: its prompt and, if the engine stores those, its decoded
         tokens, of which the last one was never computed."""
         request = tracked.request
-        has_output = self._saves_decode and tracked.hints.stores
+        has_output = self._settings.save_decode and tracked.hints.stores
         return self._hashes(tracked, max(request.num_prompt_tokens, request.num_tokens - 1 if has_output else 0))
 
     def _hashes(self, tracked: Tracked, tokens: int) -> bytes:
@@ -140,7 +139,7 @@ class Leases:
             self._failed(exc)
 
     def _failed(self, exc: Exception) -> None:
-        self._figures.count_lease_error()
+        self._stats.count("lease_errors")
         self._warn(type(exc).__name__, f"a lease failed; more such failures are counted, not logged: {exc}")
 
     def _warn(self, reason: str, text: str) -> None:

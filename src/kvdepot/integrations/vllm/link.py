@@ -23,11 +23,11 @@ from vllm.logger import init_logger
 
 from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.errors import ArenaError, KVDepotError, Unavailable
-from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, Place
+from kvdepot.integrations.vllm.settings import PASSING, REQUIRED_S, ServerPlace
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import is_taken
 
-__all__ = ["Link"]
+__all__ = ["ServerLink"]
 
 log = init_logger(__name__)
 
@@ -35,7 +35,7 @@ _LOOK_S = 0.05
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
 """Between looks for an answer: a server that is there answers at once; for another, the engine's time is not wasted."""
 _REGISTER_S = 30.0
-"""How long a start waits for a server that has answered, and now maps the KV."""
+"""A start waits this long for a server that has answered, and now maps the KV."""
 _PAUSE_S = 5.0
 """Between attempts after a failed one."""
 _WATCH_S, _SEEK_S = 0.25, 0.1
@@ -59,19 +59,17 @@ class _Without(Protocol):
 Without = TypeVar("Without", bound=_Without)
 
 
-class Link(Generic[Half, Without]):
+class ServerLink(Generic[Half, Without]):
     """The half of one role: the one without a server, and from some time on the connected one."""
 
-    def __init__(self, place: Place, without: Without, tells: bool) -> None:
-        """tells: whether this process says in the log that no server is there: one of an engine's does.
+    def __init__(self, place: ServerPlace, without: Without) -> None:
+        """Raises ConfigError for a key file that cannot be used.
 
-        Raises ConfigError for a key file that cannot be used. An address that cannot be connected to, such as another
-        user's socket, is that of a server that is away.
+        An address that cannot be connected to, such as another user's socket, is that of a server that is away.
         """
         self.half: Half | Without = without
         self._place = place
         self._without = without
-        self._tells = tells
         self._context: zmq.Context[Any] = zmq.Context()
         self._client: Client | None = None
         self._make: Callable[[Client], Half] | None = None
@@ -79,7 +77,7 @@ class Link(Generic[Half, Without]):
         self._connected: Half | None = None
         self._error: KVDepotError | None = None  # of the last attempt
         self._refusal: KVDepotError | None = None  # an error that is not passing
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._settled = threading.Event()  # there is a half, or a refusal
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-link", daemon=True)
@@ -89,7 +87,7 @@ class Link(Generic[Half, Without]):
             self._error = exc
 
     def __repr__(self) -> str:
-        return f"<Link to {self._place.url}, {self.half!r}>"
+        return f"<ServerLink to {self._place.url}, {self.half!r}>"
 
     def _open(self) -> Client:
         place = self._place
@@ -114,10 +112,8 @@ class Link(Generic[Half, Without]):
             refusal = self._refusal or Unavailable(self._why())
             self.close()
             raise refusal
-        if self._tells:
-            log.warning(
-                "kvdepot: not connected yet, so nothing is cached; this engine connects when it can: %s", self._why()
-            )
+        if self._place.is_logged:
+            log.warning("kvdepot: not connected, so nothing is cached; retrying in the background: %s", self._why())
 
     def _is_worth_waiting(self, waited_s: float) -> bool:
         if self._client is None:
@@ -211,14 +207,14 @@ class Link(Generic[Half, Without]):
         while not self._closing.wait(_WATCH_S if client.is_welcomed else _SEEK_S):
             client.pump()
             if client.is_welcomed:
-                if is_lost and self._tells:
+                if is_lost and self._place.is_logged:
                     log.info("kvdepot: the server at %s is back", self._place.url)
                 gone_at, is_lost = 0.0, False
             elif not gone_at:
                 gone_at = time.monotonic()
             elif not is_lost and time.monotonic() > gone_at + _LOST_S:
                 is_lost = True
-                if self._tells:
+                if self._place.is_logged:
                     log.warning(
                         "kvdepot: the server at %s is lost, so nothing is cached until it is back; this engine "
                         "connects when it is", self._place.url,
@@ -227,7 +223,7 @@ class Link(Generic[Half, Without]):
 
     def _start_again(self) -> None:
         """Start a server again that engines start and that has crashed: one process of an engine does."""
-        if self._tells and self._place.start_again():
+        if self._place.is_logged and self._place.start_again():
             log.info("kvdepot: the server at %s has crashed; started it again", self._place.url)
 
     def _failed(self, error: KVDepotError) -> None:
@@ -235,8 +231,8 @@ class Link(Generic[Half, Without]):
             return
         self._error = error
         is_passing = isinstance(error, PASSING)
-        if str(error) not in self._told:
-            self._told.add(str(error))
+        if str(error) not in self._logged:
+            self._logged.add(str(error))
             if is_passing:
                 log.info("kvdepot: cannot connect yet, retrying: %s", error)
             else:

@@ -1,6 +1,6 @@
-"""Which KV computed with a LoRA adapter may be shared, and under what name.
+"""The cache salt and LoRA adapter of requests: which KV may be shared, and under what name.
 
-Used by requests.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
+Used by scheduler.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
 `/v1/load_lora_adapter`), and again after an eviction; the scheduler sees none of this. Invariant: KV is shared under
 the contents of files only if the engine cannot have read others.
 
@@ -23,20 +23,28 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations import loaded_since
 from kvdepot.integrations.vllm.weight_files import Look, find_weights, look, uses_modelscope
+from kvdepot.protocol.keys import derive_root
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "Roots"]
 
 log = logging.getLogger(__name__)
 
+_Parts: TypeAlias = "tuple[tuple[str, str], ...]"
+_MOST_OWNERS = 65536
+"""Keys of vLLM's own cache that are remembered, the last ones used. It has no blocks of a key for long that this many
+others have been used after."""
 _MARGIN_S = 2.0
 """Times of files come from a clock that may lag by some milliseconds."""
 _MOST = 65536
@@ -140,3 +148,63 @@ def _resolve(path: str) -> tuple[Path | None, bool]:
 
     found = try_to_load_from_cache(path, "adapter_config.json")
     return (Path(found).parent, constants.HF_HUB_OFFLINE) if isinstance(found, str) else (None, False)
+
+
+class Roots:
+    """The parents of requests' first chunks, from their cache salt and LoRA adapter, and which requests have none.
+
+    vLLM's own prefix cache may hand a request blocks that another one computed. Its key says less than ours: up to vLLM
+    0.30 the name of an adapter, which may also be a salt, and since then its path, but never its files. So with
+    adapters, each of its keys must stand for one of ours as long as this engine runs, whether or not it has a server.
+    From the second one on, requests are not cached: they may read, and compute from, what belongs to the first.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.adapters = Adapters()
+        self.epoch = ""
+        """Names weights that only this engine has; empty for those on disk."""
+        has_both = vllm_config.lora_config is not None and bool(vllm_config.cache_config.enable_prefix_caching)
+        self._owners: OrderedDict[tuple[Any, ...], _Parts | None] | None = OrderedDict() if has_both else None
+
+    def __repr__(self) -> str:
+        return f"<Roots {self.adapters!r}>"
+
+    def root(self, request: Request) -> bytes | None:
+        """Parent of the request's first chunk; None if it must not be cached.
+
+        Raises OSError for an adapter that cannot be read, ValueError for a name that is not valid text.
+        """
+        parts = None
+        try:
+            parts = self._parts(request)
+        finally:
+            is_owner = self._is_owner(request, parts)
+        if parts is None or not is_owner:
+            return None
+        return derive_root(*([("epoch", self.epoch)] if self.epoch else []), *parts)
+
+    def _parts(self, request: Request) -> _Parts | None:
+        salt = (("salt", request.cache_salt),) if request.cache_salt else ()
+        if request.lora_request is None:
+            return salt
+        adapter = self.adapters.parts(request.lora_request)
+        return None if adapter is None else salt + adapter
+
+    def _is_owner(self, request: Request, parts: _Parts | None) -> bool:
+        """Whether all that vLLM's own cache has under this request's key was computed with these parts."""
+        if self._owners is None:
+            return True
+        key = generate_block_hash_extra_keys(request, 0, 1, 0)[0] or ()
+        owner = self._owners.setdefault(key, parts)
+        if owner is not None and owner != parts:
+            log.warning(
+                "requests with the LoRA adapter or cache salt %r are not cached until this engine is restarted: vLLM's "
+                "own prefix cache takes them for those with another adapter. Give each version of an adapter a name "
+                "and a folder of its own",
+                request.lora_request.lora_name if request.lora_request is not None else request.cache_salt,
+            )
+            owner = self._owners[key] = None
+        self._owners.move_to_end(key)
+        if len(self._owners) > _MOST_OWNERS:
+            self._owners.popitem(last=False)
+        return owner is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvdepot.client.transfer import Transfer
-from kvdepot.integrations.vllm.minute import Moved
+from kvdepot.integrations.vllm.stats import Moved
 from kvdepot.protocol.keys import HASH_BYTES
 
 __all__ = ["Orders", "WorkerReport"]
@@ -24,13 +24,13 @@ class Orders(KVConnectorMetadata):
     model: str = ""
     """The namespace in which the scheduler looks up."""
     loads: dict[str, list[Transfer]] = field(default_factory=dict)
-    """By request: one transfer per KV cache group that needs any."""
+    """One transfer per KV cache group that needs any, by request."""
     stores: list[Transfer] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
     holds: bool = False
-    """Whether the scheduler holds blocks until the stores of these orders have ended (holds.py)."""
+    """Whether the scheduler holds blocks until the stores of these orders have ended (stores.py)."""
     void: bool = False
     """Whether stores under way must be voided."""
     idle: bool = False
@@ -38,19 +38,19 @@ class Orders(KVConnectorMetadata):
     step: int = 0
     """Its number, which the report of its output repeats."""
     measured: int = 0
-    """Its number among the measured prefill steps (prefill_speed.py); 0 for others."""
+    """Its number among the measured prefill steps (stats.py); 0 for others."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers have stored, and which stores have ended, reported with a step's output."""
+    """Chunks that workers have stored, and stores that have ended, reported with a step's output."""
 
     keys: dict[bytes, set[int]] = field(default_factory=dict)
     """Chunks stored since the last step, each with the ranks that stored it."""
     ended: dict[int, set[int]] = field(default_factory=dict)
     """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
     moved: Moved = field(default_factory=Moved)
-    """What was stored and loaded since the last step."""
+    """Counts of what was stored and loaded since the last step."""
     step: int = 0
     measured: int = 0
     shares_none: bool = False

@@ -12,7 +12,7 @@ are stored where hits can end:
 - at every n-th chunk, for prompts that begin alike and go on differently;
 - where vLLM has seen an earlier prompt part from this one (the **junction**).
 
-A state is another thing: it is there only at the end of a step, and vLLM says in which block (`State`). Where vLLM
+A state is another thing: it is there only at the end of a step, and vLLM says in which block (`StateBlock`). Where vLLM
 offers those of all steps, the first behind every n-th chunk is stored, besides those at the ends.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["NULL_BLOCK", "Piece", "Place", "Plan", "State"]
+__all__ = ["NULL_BLOCK", "GroupBlocks", "GroupPlan", "Piece", "PlanRules", "StateBlock"]
 
 NULL_BLOCK = 0
 _SPACING = 16
@@ -32,9 +32,9 @@ _SPACING_REACHES = 4
 """But at least this many times the reach of a group, so that at most every fourth of its parts is stored for it."""
 
 
-class Place(NamedTuple):
-    """Where a group's blocks are. table: the number of its table. span: blocks per chunk there. stored: how many of
-    them are stored, the last ones. reach: as in wire.Group. is_state: whether it is one state, in one block.
+class GroupBlocks(NamedTuple):
+    """The blocks of a group. table: the number of its table. span: blocks per chunk there. stored: how many of them are
+    stored, the last ones. reach: as in wire.Group. is_state: whether it is one state, in one block.
     """
 
     table: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     is_state: bool = False
 
 
-class State(NamedTuple):
+class StateBlock(NamedTuple):
     """The block in which the state after this many tokens is, once the step is over. table: of its group."""
 
     table: int
@@ -64,132 +64,128 @@ class Piece(NamedTuple):
     skip: int = 0
 
 
-class Plan:
+class PlanRules(NamedTuple):
+    """How an engine writes and offers blocks.
+
+    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: as of `ChunkChain`. has_all_states:
+    whether vLLM offers the states of all steps, not only of those that it expects to be needed. holds_all: whether
+    vLLM may write to any group's blocks before it says that their request was preempted.
+    """
+
+    spacing: int = 0
+    lookahead: int = 0
+    has_all_states: bool = False
+    holds_all: bool = False
+
+
+class GroupPlan:
     """The groups of one model, in the order of `ShardSpec.groups`."""
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        chunk_tokens: int,
-        spacing: int = 0,
-        has_all_states: bool = False,
-        lookahead: int = 0,
-        holds_all: bool = False,
-    ) -> None:
-        """spacing: chunks between boundaries within a prompt; 0: the default. has_all_states: whether vLLM offers the
-        states of all steps, not only of those that it expects to be needed. lookahead: as of `ChunkChain`.
-        holds_all: whether vLLM may write to any group's blocks before it says that their request was preempted.
-        """
-        self._places = list(places)
+    def __init__(self, groups: Sequence[GroupBlocks], chunk_tokens: int, rules: PlanRules = PlanRules()) -> None:  # noqa: B008
+        self._groups = list(groups)
         self._chunk_tokens = chunk_tokens
-        self._spacing = spacing
-        self._has_all_states = has_all_states
-        self._lookahead = lookahead
-        self._holds_all = holds_all
-        self.is_bounded = any(place.reach for place in places)
+        self._rules = rules
+        self.is_bounded = any(group.reach for group in groups)
 
     def __repr__(self) -> str:
-        return f"<Plan {self._places}>"
+        return f"<GroupPlan {self._groups}>"
 
     def most_chunks(self, tokens: int) -> int:
-        """How many chunks of a prompt of this many tokens may be loaded.
+        """The number of chunks of a prompt of this many tokens that may be loaded.
 
         vLLM computes the last token of a prompt again even if all of it is loaded. In a bounded group, that needs one
         more token before the boundary than is there. With a lookahead, a chunk at the very end has no hash.
         """
-        return max(0, tokens - max(self.is_bounded, self._lookahead)) // self._chunk_tokens
+        return max(0, tokens - max(self.is_bounded, self._rules.lookahead)) // self._chunk_tokens
 
     def final_tokens(self, computed: int, known: int) -> int:
-        """How many tokens' KV will not change any more once this many are computed. known: tokens that are no drafts.
+        """The number of tokens whose KV is final once this many are computed. known: tokens that are no drafts.
 
         Where each of several drafters reads one token further than the one before it, the KV of the last positions is
         computed again once the tokens are known that it was computed from.
         """
-        return min(computed, known) - max(0, self._lookahead - 1)
+        return min(computed, known) - max(0, self._rules.lookahead - 1)
 
     # -- loads
 
     def to_load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:
-        """What must be loaded to resume at chunk `end`, where the engine has the first `local_tokens` itself."""
+        """The pieces to load to resume at chunk `end`, where the engine has the first `local_tokens` itself."""
         pieces = []
-        for group, place in enumerate(self._places):
-            table, last = tables[place.table], end * place.span
-            block = local_tokens * place.span // self._chunk_tokens
+        for number, group in enumerate(self._groups):
+            table, last = tables[group.table], end * group.span
+            block = local_tokens * group.span // self._chunk_tokens  # the first to write
             while block < last and table[block] == NULL_BLOCK:
                 block += 1
-            if block < last:
-                pieces.append(self._load(group, place, table, block, end))
+            if block == last:
+                continue
+            first = block // group.span
+            blocks = _stored(group, table, first, end)
+            skip = block - (first + 1) * group.span + group.stored
+            is_whole = (not group.reach or first >= end - group.reach) and skip >= 0 and NULL_BLOCK not in blocks[skip:]
+            assert is_whole, f"group {number}: block {block} of {table}, to resume at chunk {end}"
+            pieces.append(Piece(number, first, end, blocks, skip))
         return pieces
-
-    def _load(self, group: int, place: Place, table: Sequence[int], block: int, end: int) -> Piece:
-        """block: the first in the table to write."""
-        first = block // place.span
-        blocks = _stored(place, table, first, end)
-        skip = block - (first + 1) * place.span + place.stored
-        is_whole = (not place.reach or first >= end - place.reach) and skip >= 0 and NULL_BLOCK not in blocks[skip:]
-        assert is_whole, f"group {group}: block {block} of {table}, to resume at chunk {end}"
-        return Piece(group, first, end, blocks, skip)
 
     # -- stores
 
     def to_store(
         self,
         tables: Sequence[Sequence[int]],
-        first: int,
-        end: int,
+        chunks: range,
         prompt_tokens: int,
-        states: Iterable[State] = (),
+        states: Iterable[StateBlock] = (),
         junction: int = 0,
     ) -> list[Piece]:
-        """What to store of chunks `[first, end)`, which are computed. prompt_tokens: of the whole prompt.
+        """The pieces to store of these chunks, which are computed. prompt_tokens: of the whole prompt.
 
         states: those that vLLM offers. junction: the tokens that an earlier prompt shares, as far as vLLM knows.
         """
+        first, end = chunks.start, chunks.stop
         last, junction = self.most_chunks(prompt_tokens), junction // self._chunk_tokens
         at = {(state.table, state.tokens // self._chunk_tokens): state.block for state in states if self._ends(state)}
         # With a lookahead, the last state that vLLM keeps of a prompt is that one block before its last whole one.
-        kept = last - (self._lookahead > 0)
+        kept = last - (self._rules.lookahead > 0)
         resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, kept)}
         pieces = []
-        for group, place in enumerate(self._places):
-            table = tables[place.table]
-            if place.is_state:
-                blocks = [(chunk, at.get((place.table, chunk), NULL_BLOCK)) for chunk in sorted(resumed)]
-                pieces += [Piece(group, chunk - 1, chunk, [block]) for chunk, block in blocks if block != NULL_BLOCK]
+        for number, group in enumerate(self._groups):
+            table = tables[group.table]
+            if group.is_state:
+                blocks = [(chunk, at.get((group.table, chunk), NULL_BLOCK)) for chunk in sorted(resumed)]
+                pieces += [Piece(number, chunk - 1, chunk, [block]) for chunk, block in blocks if block != NULL_BLOCK]
                 continue
-            if not place.reach:
-                pieces.append(Piece(group, first, end, _stored(place, table, first, end)))
+            if not group.reach:
+                pieces.append(Piece(number, first, end, _stored(group, table, first, end)))
                 continue
-            useful = {chunk for chunk in range(first, end) if self._is_useful(place.reach, chunk, last)}
+            useful = {chunk for chunk in range(first, end) if self._is_useful(group.reach, chunk, last)}
             ends = {*resumed, junction} if first < junction <= end else resumed
-            useful.update(*(range(max(0, chunk - place.reach), chunk) for chunk in ends))
-            there = [c for c in sorted(useful) if NULL_BLOCK not in _stored(place, table, c, c + 1)]
+            useful.update(*(range(max(0, chunk - group.reach), chunk) for chunk in ends))
+            there = [c for c in sorted(useful) if NULL_BLOCK not in _stored(group, table, c, c + 1)]
             for start, stop in _runs(there):
-                pieces.append(Piece(group, start, stop, _stored(place, table, start, stop)))
+                pieces.append(Piece(number, start, stop, _stored(group, table, start, stop)))
         return pieces
 
     def _is_useful(self, reach: int, chunk: int, last: int) -> bool:
         """Whether a hit can end within `reach` chunks from the start of this one. last: boundary of the prompt."""
-        spacing = self._spacing or max(_SPACING, _SPACING_REACHES * reach)
+        spacing = self._rules.spacing or max(_SPACING, _SPACING_REACHES * reach)
         return chunk + reach >= last or spacing - chunk % spacing <= reach
 
-    def _ends(self, state: State) -> bool:
+    def _ends(self, state: StateBlock) -> bool:
         """Whether a state is one at the end of a chunk."""
         return state.tokens > 0 and state.tokens % self._chunk_tokens == 0
 
     def _is_due(self, first: int, chunk: int, last: int) -> bool:
         """Whether the states at the end of a step that began behind chunk `first` are stored."""
-        spacing = self._spacing or _SPACING
-        return chunk >= last or not self._has_all_states or first // spacing < chunk // spacing
+        spacing = self._rules.spacing or _SPACING
+        return chunk >= last or not self._rules.has_all_states or first // spacing < chunk // spacing
 
     def is_held(self, group: int) -> bool:
         """Whether vLLM may take blocks of this group from a request before their store is ended or voided."""
-        return self._holds_all or self._places[group].reach > 0
+        return self._rules.holds_all or self._groups[group].reach > 0
 
     @property
     def holds(self) -> bool:
         """Whether blocks of any group are held."""
-        return self._holds_all or self.is_bounded
+        return self._rules.holds_all or self.is_bounded
 
     def held(self, pieces: Iterable[Piece]) -> list[int]:
         """The blocks of pieces that must be held until they are stored."""
@@ -202,9 +198,9 @@ class Plan:
         """
         read: list[int] = []
         computed: list[int] = []
-        for place in self._places:
-            table, at = tables[place.table], -(-read_tokens * place.span // self._chunk_tokens)
-            stop = len(table) if end is None else end * place.span
+        for group in self._groups:
+            table, at = tables[group.table], -(-read_tokens * group.span // self._chunk_tokens)
+            stop = len(table) if end is None else end * group.span
             read += table[: min(at, stop)]
             computed += table[at:stop]
         if self.is_bounded:
@@ -213,12 +209,12 @@ class Plan:
         return read + computed, len(read)
 
 
-def _stored(place: Place, table: Sequence[int], first: int, end: int) -> list[int]:
+def _stored(group: GroupBlocks, table: Sequence[int], first: int, end: int) -> list[int]:
     """The stored blocks of chunks `[first, end)`."""
-    if place.stored == place.span:
-        return list(table[first * place.span : end * place.span])
-    ends = ((chunk + 1) * place.span for chunk in range(first, end))
-    return [block for last in ends for block in table[last - place.stored : last]]
+    if group.stored == group.span:
+        return list(table[first * group.span : end * group.span])
+    ends = ((chunk + 1) * group.span for chunk in range(first, end))
+    return [block for last in ends for block in table[last - group.stored : last]]
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

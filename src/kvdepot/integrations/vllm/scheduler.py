@@ -10,24 +10,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
-from kvdepot.integrations.vllm.descriptions import Descriptions
-from kvdepot.integrations.vllm.events import Known
-from kvdepot.integrations.vllm.holds import Holds
-from kvdepot.integrations.vllm.identity import Settings
-from kvdepot.integrations.vllm.leases import Leases
+from kvdepot.integrations.vllm.events import Publisher
+from kvdepot.integrations.vllm.leases import RequestLeases
+from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.minute import Minute
-from kvdepot.integrations.vllm.plan import Plan, State
-from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
-from kvdepot.integrations.vllm.requests import Load, Prompt, Roots, Tracked, names_are_contents
-from kvdepot.integrations.vllm.stats import Figures
-from kvdepot.integrations.vllm.stores import WaitingStores
+from kvdepot.integrations.vllm.plan import GroupPlan, StateBlock
+from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks, RequestLoad, Tracked, names_are_contents
+from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.stats import Minute, OperationStats, PrefillSpeed
+from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.versions import lookahead_tokens
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -46,8 +44,8 @@ __all__ = ["SchedulerHalf"]
 log = init_logger(__name__)
 
 _ANSWER_S = 0.0005
-"""How long a step waits for pending lookups, all requests together: the server may take its time, see
-docs/decisions.md, "Lookups wait for stores in progress", and the requests that run must not."""
+"""A step waits this long for pending lookups, all requests together: the server may take its time (docs/decisions.md,
+"Lookups wait for stores in progress"), and the requests that run must not."""
 
 
 class SchedulerHalf:
@@ -57,31 +55,23 @@ class SchedulerHalf:
         self,
         vllm_config: VllmConfig,
         client: SchedulerClient,
-        plan: Plan,
-        ranks: int,
-        settings: Settings,
-        known: Known | None = None,
-        described: Descriptions | None = None,
+        plan: GroupPlan,
+        settings: ConnectorSettings,
+        publisher: Publisher,
     ) -> None:
-        """plan: of the model's KV cache groups. ranks: all that load each chunk, over all kinds of parallelism.
-
-        settings: the connector's. known: if the engine publishes KV events. described: if the server
-        publishes them for it.
-        """
-        transfer = vllm_config.kv_transfer_config
-        self.figures = Figures(vllm_config, self._trace_headers)
+        """plan: of the model's KV cache groups. publisher: of KV events."""
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.stats = OperationStats(vllm_config, self._trace_headers)
         self._depot = client
-        self._depot.watch = self.figures
+        self._depot.watch = self.stats
         self._plan = plan
         self._chunk_tokens = client.spec.chunk_tokens
-        self._ranks = ranks
-        self._save_decode = settings.save_decode
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # that load each chunk
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
-        self._named = names_are_contents(vllm_config)
-        self._lookahead = lookahead_tokens(vllm_config)
-        self._known = known
-        self._described = described
+        self._settings = replace(settings, save_decode=settings.save_decode and self._may_store)
+        self._rules = ChunkRules(self._chunk_tokens, names_are_contents(vllm_config), lookahead_tokens(vllm_config))
+        self._publisher = publisher
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -90,14 +80,13 @@ class SchedulerHalf:
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
         self._waited_s = 0.0  # for lookups, since the last step was built
-        self._holds = Holds(ranks)
+        self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
-        saves_decode = settings.save_decode and self._may_store
-        self._leases = Leases(client, self.figures, saves_decode, settings.max_hint_s)
+        self._leases = RequestLeases(client, self.stats, self._settings)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
-        self._minute = Minute(self._chunk_tokens, ranks)
+        self._minute = Minute(self._chunk_tokens, self._ranks)
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
         self._closing: set[str] = set()  # finished requests that workers have yet to report
 
@@ -122,7 +111,7 @@ class SchedulerHalf:
         return self._holds.is_any_held
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._known.take() if self._known is not None else ()
+        return self._publisher.take()
 
     # -- what is cached
 
@@ -140,11 +129,13 @@ class SchedulerHalf:
             if parent is None:
                 self._uncached.add(request_id)
                 return
-            prompt = Prompt(request, self._chunk_tokens, parent, self._named, self._lookahead)
-            tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
+            prompt = PromptChunks(request, parent, self._rules)
+            headers = request.trace_headers if self.stats.is_traced else None
+            hints, headers = self._leases.read(request), dict(headers) if headers else None
+            tracked = self._tracked[request_id] = Tracked(request, prompt, hints, headers)
             self._minute.requested()
-            self._look_up(tracked)
-            self._leases.arrived(tracked)
+            self._submit_lookup(tracked)
+            self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
 
@@ -156,12 +147,17 @@ class SchedulerHalf:
         self._uncache(request_id)
         if request_id not in self._tracked:
             self._uncached.add(request_id)
-        self.figures.count_uncached()
+        self.stats.count("uncached_requests")
         self._minute.refused()
         reason = type(exc).__name__
         if reason not in self._logged:
             self._logged.add(reason)
-            log.warning("request %r is not cached, nor others with a %s: %s", request_id[:64], reason, exc)
+            log.warning(
+                "not caching request %r (%s: %s); further errors of this kind are not logged",
+                request_id[:64],
+                reason,
+                exc,
+            )
 
     def _uncache(self, request_id: str) -> None:
         """Neither look the request up nor store it any more. Stores that workers have begun go on."""
@@ -171,7 +167,7 @@ class SchedulerHalf:
             tracked.is_cached = tracked.may_load = False
             self._depot.forget_lookup(request_id)
 
-    def _look_up(self, tracked: Tracked) -> None:
+    def _submit_lookup(self, tracked: Tracked) -> None:
         request = tracked.request
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
@@ -190,7 +186,7 @@ class SchedulerHalf:
             tracked.preemptions = request.num_preemptions
             tracked.may_load = True
             try:
-                self._look_up(tracked)
+                self._submit_lookup(tracked)
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
         most = min(len(tracked.prompt.chain), self._plan.most_chunks(request.num_tokens))
@@ -205,10 +201,8 @@ class SchedulerHalf:
             return None, False
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
-        if self._known is not None and isinstance(outcome, Cached):
-            self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks, most)
-        if self._described is not None:
-            self._described.found(request, tracked.prompt.chain, tracked.saved_chunks)
+        if isinstance(outcome, Cached):
+            self._publisher.found(request, tracked.prompt.chain, tracked.saved_chunks, most)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
@@ -228,13 +222,13 @@ class SchedulerHalf:
         end = (tracked.local_tokens + num_external_tokens) // self._chunk_tokens
         pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
-        transfers = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
-        tracked.load = Load(transfers, frozenset(targets), num_external_tokens)
+        transfers = [tracked.transfer(piece) for piece in pieces]
+        tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens)
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
         self._next.loads[request.request_id] = transfers
 
-    def _load_ended(self, tracked: Tracked, load: Load) -> None:
+    def _load_ended(self, tracked: Tracked, load: RequestLoad) -> None:
         """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
 
         Its pins stay until the rest of the prompt is stored (`_end_pins`): if these chunks were evicted before, chunks
@@ -250,8 +244,7 @@ class SchedulerHalf:
         self._minute.failed()
         request_id = tracked.request.request_id
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
-        if self._known is not None:
-            self._known.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
+        self._publisher.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
         self._depot.forget_lookup(request_id)
 
@@ -259,9 +252,9 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         self._compare_incarnations()
-        self._leases.hear()
+        self._leases.check_answers()
         now = time.monotonic()
-        self._log_minute(now)
+        self._log(self._minute.line(now))
         self._step += 1
         self._waited_s = 0.0
         preempted = set(scheduler_output.preempted_req_ids or ())
@@ -293,9 +286,9 @@ class SchedulerHalf:
                 self._end_pins(tracked)
         return orders
 
-    def _log_minute(self, now: float, ends: bool = False) -> None:
-        if told := self._minute.tell(now, ends):
-            log.info("kvdepot: %s", told)
+    def _log(self, line: str) -> None:
+        if line:
+            log.info("kvdepot: %s", line)
 
     def _end_pins(self, tracked: Tracked) -> None:
         """Release the pins of a request once its prompt is stored: a chunk with another behind it is not evicted, and
@@ -312,8 +305,7 @@ class SchedulerHalf:
         client.pump()
         if client.incarnation != self._incarnation:
             self._incarnation = client.incarnation
-            if self._described is not None:
-                self._described.restarted()
+            self._publisher.restarted()
             for tracked in self._tracked.values():
                 tracked.saved_chunks = 0
 
@@ -327,7 +319,7 @@ class SchedulerHalf:
             if not self._waiting.check(*self._plan.split(tables, tracked.read_tokens)):
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
-        known = request.num_tokens if self._save_decode else request.num_prompt_tokens
+        known = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
         end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
@@ -343,11 +335,10 @@ class SchedulerHalf:
         if end <= first:
             return
         tables = state.resolve_block_ids(request.request_id)
-        states = [State(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
-        pieces = self._plan.to_store(
-            tables, first, end, request.num_prompt_tokens, states, request.shared_prefix_boundary
-        )
-        stores = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
+        states = [StateBlock(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
+        chunks, junction = range(first, end), request.shared_prefix_boundary
+        pieces = self._plan.to_store(tables, chunks, request.num_prompt_tokens, states, junction)
+        stores = [tracked.transfer(piece) for piece in pieces]
         block_ids, read = self._plan.split(tables, tracked.read_tokens, end)
         held = self._plan.held(pieces)
         if not self._holds.hold(held):
@@ -355,12 +346,9 @@ class SchedulerHalf:
         tracked.saved_chunks = end
         if not stores:
             return
-        self._waiting.add(self._step, stores, block_ids, read, request.lora_request, held)
-        for store in stores:
-            if self._known is not None and not store.group:
-                self._known.ordered(request, chain, store.depth, store.depth + store.chunks)
-        if self._described is not None:
-            self._described.stored(request, chain, first, end)
+        blocks = block_ids[:read], block_ids[read:]
+        self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held))
+        self._publisher.ordered(request, chain, chunks, stores)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -369,12 +357,11 @@ class SchedulerHalf:
         vLLM calls it for each step that computed something, and for others if a worker has something to report.
         """
         failed = connector_output.invalid_block_ids or set()
-        told = connector_output.kv_connector_worker_meta
-        report = told if isinstance(told, WorkerReport) else WorkerReport()
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, WorkerReport) else WorkerReport()
         self._prefill.output(report.measured, time.monotonic())
         self._minute.moved(report.moved)
-        if self._known is not None:
-            self._known.stored(report)
+        self._publisher.stored(report)
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
@@ -426,9 +413,9 @@ class SchedulerHalf:
         if tracked is None:
             return False
         self._depot.forget_lookup(request_id)
-        self._leases.finishes(tracked)
+        self._leases.request_ending(tracked)
         self._depot.end_session(request_id, *tracked.take_report())
-        self._leases.finished(tracked)
+        self._leases.request_ended(tracked)
         self._next.loads.pop(request_id, None)
         if not tracked.stores_open:
             return False
@@ -445,8 +432,7 @@ class SchedulerHalf:
         if self._tracked or self._closing or self._ended_step < self._step:
             # Stores under way may still arrive: void them, and forget once more.
             self._next.void, self._forget_after = True, self._step + 1
-        if self._known is not None:
-            self._known.clear()
+        self._publisher.clear()
         return is_forgotten
 
     def share_with_none(self) -> None:
@@ -455,5 +441,5 @@ class SchedulerHalf:
         log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
 
     def shutdown(self) -> None:
-        self._log_minute(time.monotonic(), ends=True)
+        self._log(self._minute.last_line(time.monotonic()))
         self._depot.close()

@@ -1,4 +1,4 @@
-"""What kvdepot sets up in each vLLM process before there is a connector: logging, the server, the engine's description.
+"""Setup in each vLLM process before there is a connector: logging, the server, the engine's description.
 
 Called by the plugin entry point (`register_vllm`).
 """
@@ -28,7 +28,7 @@ _noting: set[type] = set()
 """vLLM's class of executors, once it has been extended."""
 
 
-class _Named(logging.Handler):
+class _PrefixingHandler(logging.Handler):
     """Passes lines on to vLLM's handlers, with the product's name: vLLM shows a line's file, not its logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -46,8 +46,8 @@ def log_with_vllm() -> None:
     """
     ours = logging.getLogger("kvdepot")
     ours.parent, ours.propagate = logging.getLogger("vllm"), False
-    if not any(isinstance(handler, _Named) for handler in ours.handlers):
-        ours.addHandler(_Named())
+    if not any(isinstance(handler, _PrefixingHandler) for handler in ours.handlers):
+        ours.addHandler(_PrefixingHandler())
 
 
 def check_early(factory: type[KVConnectorFactory]) -> None:
@@ -77,7 +77,7 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
 
 
 def _describe_before_workers() -> None:
-    """Make vLLM's executors note what the engine is (facts.py) before they start a worker. Safe twice.
+    """Make vLLM's executors note what the engine is (identity.py) before they start a worker. Safe twice.
 
     An executor is made in the scheduler's process, whichever way the engine was made, and starts all workers.
     """
@@ -92,7 +92,7 @@ def _describe_before_workers() -> None:
     def noting(self: Executor, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.has_connector("KVDepotConnector"):
-            from kvdepot.integrations.vllm.facts import note_facts
+            from kvdepot.integrations.vllm.identity import note_facts
 
             note_facts(vllm_config)
         make(self, vllm_config, *args, **options)
@@ -150,8 +150,7 @@ def _prepare(kv_transfer_config: KVTransferConfig) -> None:
     """
     from kvdepot.client import admin
     from kvdepot.errors import Unavailable
-    from kvdepot.integrations.vllm.identity import read_settings
-    from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, find_place
+    from kvdepot.integrations.vllm.settings import PASSING, REQUIRED_S, find_place, read_settings
     from kvdepot.protocol.endpoints import is_taken
 
     settings = read_settings(kv_transfer_config.kv_connector_extra_config)

@@ -1,38 +1,120 @@
-"""Stores that wait until the output of their step is back, and which of them must be dropped.
+"""Stores that wait until the output of their step is back, and the blocks that vLLM must keep for them meanwhile.
 
 Used by scheduler.py. Below vLLM's MultiConnector, another connector may load blocks within a step and report a failure
 only with the step's output; vLLM then computes them again. Blocks of that step hold garbage, and so does everything
 computed from them, by every request that shares them. So nothing is stored before the step that completed it has come
 back without a failure. Invariant: no byte is stored from a block that failed to load, or that was computed from one.
+
+vLLM takes blocks that have left a window from their request when it schedules the request's next step, before the store
+of what the last step has computed can be sent. So a block of such a group is held, by a reference in vLLM's own pool,
+from the step that computes it until the store has ended on every rank, or is dropped. Blocks of other groups stay with
+their request, and the request's end waits for its stores. Invariant: each hold is released exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvdepot.client.transfer import Transfer
-from kvdepot.integrations.vllm.holds import Holds
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
 
-__all__ = ["WaitingStores"]
+__all__ = ["Holds", "WaitingStore", "WaitingStores"]
+
+_SHARE = 2
+"""Holds take at most this fraction (1 / n) of the engine's blocks; what would take more is not stored."""
+_PATIENCE_S = 0.1
+"""An engine that has too few blocks waits this long for the end of holds before it preempts a request: a store takes
+some milliseconds, to compute a prompt again takes longer."""
+
+
+class Holds:
+    """The held blocks: of stores that wait for their step, and of those that workers have begun."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._pool: BlockPool | None = None
+        self._held = 0
+        self._moved_at = 0.0  # when the first of these holds began, or the last one ended
+        self._sent: dict[int, list[int]] = {}  # by the step whose orders had the stores
+        self._ended: dict[int, set[int]] = {}  # ranks on which those stores have ended
+
+    def __repr__(self) -> str:
+        return f"<Holds {self._held} blocks, {len(self._sent)} steps under way>"
+
+    def bind(self, pool: BlockPool) -> None:
+        """vLLM's blocks; without them, nothing can be held."""
+        self._pool = pool
+
+    def hold(self, blocks: list[int]) -> bool:
+        """Hold these, unless that would be too many."""
+        if not blocks:
+            return True
+        pool = self._pool
+        if pool is None or (self._held + len(blocks)) * _SHARE > pool.num_gpu_blocks:
+            return False
+        pool.touch([pool.blocks[block] for block in blocks])
+        if not self._held:
+            self._moved_at = time.monotonic()
+        self._held += len(blocks)
+        return True
+
+    @property
+    def is_any_held(self) -> bool:
+        """Whether a block is held; steps end that, whether or not they compute anything."""
+        return self._held > 0
+
+    def will_end_soon(self) -> bool:
+        """Whether blocks that vLLM lacks may be released in a moment, so that it need not preempt a request."""
+        return self._held > 0 and time.monotonic() < self._moved_at + _PATIENCE_S
+
+    def release(self, blocks: list[int]) -> None:
+        """End a hold of these."""
+        if blocks:
+            assert self._pool is not None
+            self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+            self._held -= len(blocks)
+            self._moved_at = time.monotonic()
+
+    def send(self, step: int, blocks: list[int]) -> None:
+        """The stores of these go to the workers, with this step's orders."""
+        if blocks:
+            self._sent[step] = blocks
+
+    def ended(self, steps: Mapping[int, set[int]]) -> None:
+        """Stores that went with these steps' orders have ended, on these ranks."""
+        for step, ranks in steps.items():
+            if step in self._sent:
+                by = self._ended.setdefault(step, set())
+                by |= ranks
+                if len(by) >= self._ranks:
+                    del self._ended[step]
+                    self.release(self._sent.pop(step))
+
+
+# -- stores
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class WaitingStore:
+    """Stores of one request's chunks that a step completes."""
+
     step: int
     stores: list[Transfer]
-    """Of one request; at least one."""
+    """At least one."""
     read: list[int]
     """Blocks that the request read instead of computing: from vLLM's own cache, or loaded."""
     computed: list[int]
     """The blocks after those."""
-    adapter: LoRARequest | None
-    held: list[int]
-    """Blocks of it that are held (holds.py)."""
+    adapter: LoRARequest | None = None
+    """The LoRA adapter that computed it."""
+    held: list[int] = field(default_factory=list)
+    """Blocks to release once the stores have ended or are dropped."""
 
     @property
     def request_id(self) -> str:
@@ -48,8 +130,8 @@ class WaitingStores:
 
     def __init__(self, holds: Holds) -> None:
         self._holds = holds
-        self._waiting: list[_Waiting] = []
-        self._ready: list[_Waiting] = []
+        self._waiting: list[WaitingStore] = []
+        self._ready: list[WaitingStore] = []
         self._suspect: set[int] = set()
 
     def __repr__(self) -> str:
@@ -75,21 +157,8 @@ class WaitingStores:
         self._suspect.update(read[first:], computed)
         return False
 
-    def add(
-        self,
-        step: int,
-        stores: list[Transfer],
-        block_ids: list[int],
-        read: int,
-        adapter: LoRARequest | None = None,
-        held: list[int] | None = None,
-    ) -> None:
-        """Add the stores of chunks of one request that a step completes.
-
-        block_ids: all blocks of the request up to the end of those chunks, those first that it did not compute; read:
-        their number. held: blocks to release once the stores have ended or are dropped.
-        """
-        self._waiting.append(_Waiting(step, stores, block_ids[:read], block_ids[read:], adapter, held or []))
+    def add(self, store: WaitingStore) -> None:
+        self._waiting.append(store)
 
     def adapters(self, step: int) -> Iterator[tuple[str, LoRARequest]]:
         """Requests with a store of a step up to this one, and the LoRA adapter that computed it."""
@@ -124,11 +193,11 @@ class WaitingStores:
         self._waiting = self._without(request_id, self._waiting)
         self._ready = self._without(request_id, self._ready)
 
-    def _without(self, request_id: str, all_of_them: list[_Waiting]) -> list[_Waiting]:
-        for waiting in all_of_them:
+    def _without(self, request_id: str, stores: list[WaitingStore]) -> list[WaitingStore]:
+        for waiting in stores:
             if waiting.request_id == request_id:
                 self._holds.release(waiting.held)
-        return [waiting for waiting in all_of_them if waiting.request_id != request_id]
+        return [waiting for waiting in stores if waiting.request_id != request_id]
 
     def waits(self, request_id: str) -> bool:
         return any(waiting.request_id == request_id for waiting in self._waiting)

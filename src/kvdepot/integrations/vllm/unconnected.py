@@ -1,4 +1,4 @@
-"""What the connector does before it has a server: nothing is cached, nothing is stored, nobody waits.
+"""The halves of the connector before it has a server: nothing is cached, nothing is stored, nothing waits.
 
 link.py replaces each of these by the half of the same methods (scheduler.py, worker.py) once that is connected. The
 scheduler and each worker connect by themselves, so the other side may be connected already. Invariants: a worker that
@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.requests import Roots
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
-from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.integrations.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -31,12 +31,11 @@ __all__ = ["UnconnectedScheduler", "UnconnectedWorker"]
 
 
 class UnconnectedScheduler:
-    """In place of a SchedulerHalf. Requests that it sees are unknown to the half that replaces it, which takes up those
-    that have not been scheduled yet."""
+    """The place of a SchedulerHalf. The half that replaces it takes up the requests that have not been scheduled."""
 
     def __init__(self, vllm_config: VllmConfig, model: str) -> None:
         """model: the engine's namespace."""
-        self.figures = Figures(vllm_config, lambda request_id: None)
+        self.stats = OperationStats(vllm_config, lambda request_id: None)
         self._model = model
         self._roots = Roots(vllm_config)
         self._pool: BlockPool | None = None
@@ -46,7 +45,7 @@ class UnconnectedScheduler:
         return f"<UnconnectedScheduler of {self._model}>"
 
     def hand_over(self, half: SchedulerHalf) -> None:
-        """Tell the half that takes our place what we were told."""
+        """Pass on what was learned to the half that takes this place."""
         half.use_roots(self._roots)
         if self._pool is not None:
             half.bind_block_pool(self._pool)
@@ -93,11 +92,11 @@ class UnconnectedScheduler:
 
 
 class UnconnectedWorker:
-    """In place of a WorkerHalf."""
+    """The place of a WorkerHalf."""
 
     def __init__(self, vllm_config: VllmConfig, rank: int, fails_whole: bool) -> None:
         """The arguments are those of WorkerHalf."""
-        self.figures = Figures(vllm_config, lambda request_id: None)
+        self.stats = OperationStats(vllm_config, lambda request_id: None)
         self._rank = rank
         self._fails_whole = fails_whole
         self._failed = Orders()  # whose loads have failed and are not reported yet
@@ -108,7 +107,7 @@ class UnconnectedWorker:
         return f"<UnconnectedWorker of rank {self._rank}>"
 
     def hand_over(self, half: WorkerHalf) -> None:
-        """A step is over when its place is taken: nothing is left to tell."""
+        """Pass on nothing: a step is over when this place is taken."""
 
     def give_up_preempted(self, orders: Orders) -> None:
         pass

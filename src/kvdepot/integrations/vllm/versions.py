@@ -47,7 +47,7 @@ KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
 """The releases that are served, each with our number (the compatibility id) for what its code alone decides about the
 bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers
 share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release (identity.py). A
-release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
+release that changes such a thing gets the next number. On a CPU, paged_kv.py sees it by trying."""
 
 _CORRECTIONS: Mapping[str, Callable[[ModelConfig], bool]] = {
     # 0.30 scales MLA's rotary embedding although the model asks for a factor of 1 (models/deepseek_v2.py and others).
@@ -118,12 +118,12 @@ def tells_of_sleep() -> bool:
 
 
 def tensor_replicas(kv_cache_config: KVCacheConfig) -> int:
-    """How many tensor-parallel ranks hold the same KV; their shards are stored once."""
+    """The number of tensor-parallel ranks that hold the same KV; their shards are stored once."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """How many tokens after a position the KV of its drafter depends on: see `ChunkChain`."""
+    """The number of tokens after a position that the KV of its drafter depends on: see `ChunkChain`."""
     if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
         return int(vllm_config.num_prefill_lookahead_tokens)
     speculative = vllm_config.speculative_config

@@ -5,44 +5,33 @@ connector.py says when vLLM calls each method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from kvdepot.client.operation import Operation
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import Submitted, WorkerClient
-from kvdepot.devices import share
-from kvdepot.devices.cpu import zeros_in_shared_memory
-from kvdepot.errors import ArenaError, ConfigError, KVDepotError
-from kvdepot.integrations.vllm.groups import Group
+from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.minute import moved_by
-from kvdepot.integrations.vllm.probe import describe_writers
-from kvdepot.integrations.vllm.stats import Figures
-from kvdepot.integrations.vllm.versions import alloc_conf
-from kvdepot.memory.room import free_shm
-from kvdepot.memory.shm import SHM
-from kvdepot.protocol.layout import Layout, build_layout
+from kvdepot.integrations.vllm.stats import OperationStats, moved_by
+from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf", "check_room", "mem_pool_context", "share_kv"]
+__all__ = ["WorkerHalf"]
 
 log = init_logger(__name__)
 
 _PREEMPTION_S = 0.05
-"""How long to wait for stores of preempted requests before they are voided."""
+"""Stores of preempted requests are waited for this long before they are voided."""
 _SLEEP_S = 5.0
-"""How long an engine that goes to sleep waits for the server to release its KV's memory."""
+"""An engine that goes to sleep waits this long for the server to release its KV's memory."""
 _IDLE_S = 0.002
-"""How long a worker with nothing to compute waits for a load, rather than spin on a core that copies need."""
+"""A worker with nothing to compute waits this long for a load, rather than spin on a core that copies need."""
 
 
 class WorkerHalf:
@@ -50,13 +39,13 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int, fails_whole: bool) -> None:
         """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
-        told = vllm_config.kv_events_config
-        self.figures = Figures(vllm_config, self._trace_headers)
+        events = vllm_config.kv_events_config
+        self.stats = OperationStats(vllm_config, self._trace_headers)
         self._depot = client
         self._depot.watch = self._operation_ended
         self._fails_whole = fails_whole
         self._rank = rank
-        self._tells_keys = told is not None and told.enable_kv_cache_events
+        self._reports_keys = events is not None and events.enable_kv_cache_events
         self._report = WorkerReport()  # of what was stored since the last step
         # W3C trace headers of requests that are being loaded or stored
         self._headers: dict[str, Mapping[str, str]] = {}
@@ -67,9 +56,9 @@ class WorkerHalf:
         return f"<WorkerHalf of rank {self._rank}>"
 
     def _operation_ended(self, operation: Operation) -> None:
-        self.figures(operation)
+        self.stats(operation)
         self._report.moved += moved_by(operation)
-        if self._tells_keys:
+        if self._reports_keys:
             self._report.add(operation.stored, self._rank)
 
     def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
@@ -180,85 +169,3 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self._depot.close()
-
-
-def check_room(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ArenaError if /dev/shm has no room for this rank's KV, before it is allocated there; only on CPUs."""
-    if not current_platform.is_cpu():
-        return
-    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    try:
-        free = free_shm()
-    except OSError as exc:
-        raise ArenaError(f"{SHM} cannot be used: {exc.strerror}") from exc
-    if size > free:
-        raise ArenaError(f"its KV takes {size / 2**30:.2f} GiB, and {SHM} has {free / 2**30:.2f} GiB free")
-
-
-def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
-    """A context in which vLLM allocates KV that need not be moved; None if it does so anyway.
-
-    On CPUs it is in shared memory from the start. On GPUs expandable segments are off: they are thousands of
-    allocations to share, not one.
-    """
-    if current_platform.is_cpu():
-        return zeros_in_shared_memory()
-    conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
-    pooled = vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
-    if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
-        return None
-    return without_expandable_segments(conf)
-
-
-@contextmanager
-def without_expandable_segments(conf: str) -> Iterator[None]:
-    """Make PyTorch allocate with cudaMalloc, not from its expandable segments. conf: its settings before."""
-    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
-    try:
-        yield
-    finally:
-        alloc_conf.set_alloc_conf(conf)
-
-
-def share_kv(
-    vllm_config: VllmConfig, groups: Sequence[Group], kv_caches: dict[str, torch.Tensor], num_blocks: int
-) -> list[Layout]:
-    """Make the paged KV visible to other processes, and describe it by KV cache group. num_blocks: that it has.
-
-    It may move bytes, so no step may run. Raises ArenaError if /dev/shm is full, ConfigError, LayoutError.
-    """
-    writers = describe_writers(vllm_config, kv_caches)
-    return [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in groups]
-
-
-def _of_group(kv_caches: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
-    """The tensors of one KV cache group. Raises ConfigError if this rank has none."""
-    found = {name: kv_caches[name] for name in group.layers if name in kv_caches}
-    if not found:
-        raise ConfigError(
-            f"kvdepot cannot serve KV cache group {group.number} of this model ({group.kind}): this pipeline stage has "
-            "none of its layers. Choose another --pipeline-parallel-size"
-        )
-    return found
-
-
-def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, writers: str) -> Layout:
-    """Share vLLM's paged KV and describe it. writers: who fills the blocks (probe.py). Raises ConfigError, LayoutError.
-
-    vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
-    Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
-    are views of the same memory: a block belongs to one group at a time.
-    """
-    views, seen = [], set()
-    for name, cache in kv_caches.items():
-        if cache.shape[0] % num_blocks:
-            raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
-        if cache.shape[0] != num_blocks:
-            cache = cache.unflatten(0, (num_blocks, -1))
-        view = share(cache, name)  # may move its bytes, so places are compared afterwards
-        place = (view.mapping, view.offset, view.shape, view.strides)
-        if place in seen:
-            continue  # a layer that shares the KV of another
-        seen.add(place)
-        views.append(view._replace(dtype=f"{view.dtype} {writers}"))
-    return build_layout(views, [0] * len(views))

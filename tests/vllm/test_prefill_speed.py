@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
+from kvdepot.integrations.vllm.stats import PrefillSpeed
 
 
 def warmed_up() -> PrefillSpeed:

@@ -1,0 +1,221 @@
+"""A worker's paged KV: which layout vLLM is asked for, where it allocates, and how blocks are shared and described.
+
+connector.py calls it. Every release that is served (versions.py) settles the layout in the engine core, once, for all
+workers and KV cache groups: a layout in VLLM_KV_CACHE_LAYOUT has precedence, what a connector asks for comes next, and
+if an attention backend does not declare it, vLLM logs a warning and takes another. The layout that results is part of
+the namespace (identity.py).
+
+Shapes do not say who writes a block, and on a CPU what is written where: vLLM's CPU attention packs keys and values for
+an instruction set, and which one it takes, and how, is up to its code, under one name and with the same shapes (0.31
+changed it on ARM). So fixed keys and values are written into two spare blocks by the very function that writes the real
+ones, and a hash of what arrives there is part of the described type of elements: engines that differ in it do not
+share. vLLM's version is no part of it. Invariant: no byte of the engine's own KV is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from kvdepot.devices import share
+from kvdepot.devices.cpu import zeros_in_shared_memory
+from kvdepot.errors import ArenaError, ConfigError
+from kvdepot.integrations.vllm.groups import CacheGroup
+from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.versions import alloc_conf, installed_release
+from kvdepot.memory.room import free_shm
+from kvdepot.memory.shm import SHM
+from kvdepot.protocol.layout import Layout, build_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["check_layout", "check_room", "mem_pool_context", "required_layout", "share_kv"]
+
+log = init_logger(__name__)
+
+_SPARE_BLOCKS = 2
+_LARGEST = 128
+"""Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
+
+
+def required_layout(settings: ConnectorSettings, vllm_config: VllmConfig) -> str | None:
+    """vLLM's name for the layout of `kvdepot.layout`; None: the engine chooses.
+
+    Tokens come before heads within a layer's block, as in vLLM's default, except where kernels read heads first: on
+    CPUs, FlashInfer on GPUs with compute capability 10, b12x on 12. MLA on CPUs declares no layouts, and fails at its
+    first step if a layer's blocks are apart.
+    """
+    if settings.layout != "blocks":
+        return None
+    if current_platform.is_cpu():
+        return None if vllm_config.model_config.use_mla else "BLHNC"
+    capability = current_platform.get_device_capability()
+    return "BLHNC" if capability is not None and capability.major in (10, 12) else "BLNHC"
+
+
+def check_layout(settings: ConnectorSettings, vllm_config: VllmConfig) -> None:
+    """Warn if the layers of a block do not lie side by side although `kvdepot.layout` asks for it."""
+    if settings.layout != "blocks":
+        return
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    if not layout.is_block_outermost:
+        log.warning(
+            "kvdepot: kvdepot.layout is blocks, but this engine's KV has the layout %s: VLLM_KV_CACHE_LAYOUT is set, "
+            "or its attention backend supports none with all layers of a block side by side. Blocks are copied in "
+            "several pieces, as without the setting",
+            layout.name,
+        )
+
+
+# -- allocated and shared
+
+
+def check_room(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ArenaError if /dev/shm has no room for this rank's KV, before it is allocated there; only on CPUs."""
+    if not current_platform.is_cpu():
+        return
+    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    try:
+        free = free_shm()
+    except OSError as exc:
+        raise ArenaError(f"{SHM} cannot be used: {exc.strerror}") from exc
+    if size > free:
+        raise ArenaError(f"its KV takes {size / 2**30:.2f} GiB, and {SHM} has {free / 2**30:.2f} GiB free")
+
+
+def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
+    """A context in which vLLM allocates KV that need not be moved; None if it does so anyway.
+
+    On CPUs it is in shared memory from the start. On GPUs expandable segments are off: they are thousands of
+    allocations to share, not one.
+    """
+    if current_platform.is_cpu():
+        return zeros_in_shared_memory()
+    conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
+    pooled = vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
+    if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
+        return None
+    return without_expandable_segments(conf)
+
+
+@contextmanager
+def without_expandable_segments(conf: str) -> Iterator[None]:
+    """Make PyTorch allocate with cudaMalloc, not from its expandable segments. conf: its settings before."""
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(conf)
+
+
+def share_kv(
+    vllm_config: VllmConfig, groups: Sequence[CacheGroup], kv_caches: dict[str, torch.Tensor], num_blocks: int
+) -> list[Layout]:
+    """Make the paged KV visible to other processes, and describe it by KV cache group. num_blocks: that it has.
+
+    It may move bytes, so no step may run. Raises ArenaError if /dev/shm is full, ConfigError, LayoutError.
+    """
+    writers = _describe_writers(vllm_config, kv_caches)
+    return [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in groups]
+
+
+def _of_group(kv_caches: dict[str, torch.Tensor], group: CacheGroup) -> dict[str, torch.Tensor]:
+    """The tensors of one KV cache group. Raises ConfigError if this rank has none."""
+    found = {name: kv_caches[name] for name in group.layers if name in kv_caches}
+    if not found:
+        raise ConfigError(
+            f"kvdepot cannot serve KV cache group {group.number} of this model ({group.kind}): this pipeline stage has "
+            "none of its layers. Choose another --pipeline-parallel-size"
+        )
+    return found
+
+
+def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, writers: str) -> Layout:
+    """Share vLLM's paged KV and describe it. writers: who fills the blocks. Raises ConfigError, LayoutError.
+
+    vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
+    Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
+    are views of the same memory: a block belongs to one group at a time.
+    """
+    views, seen = [], set()
+    for name, cache in kv_caches.items():
+        if cache.shape[0] % num_blocks:
+            raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
+        if cache.shape[0] != num_blocks:
+            cache = cache.unflatten(0, (num_blocks, -1))
+        view = share(cache, name)  # may move its bytes, so places are compared afterwards
+        place = (view.mapping, view.offset, view.shape, view.strides)
+        if place in seen:
+            continue  # a layer that shares the KV of another
+        seen.add(place)
+        views.append(view._replace(dtype=f"{view.dtype} {writers}"))
+    return build_layout(views, [0] * len(views))
+
+
+# -- what blocks mean
+
+
+def _describe_writers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """The attention backends, the shapes of states, and a hash of what is written on a CPU.
+
+    kv_caches: the rank's layers, as vLLM registers them. Equal on all ranks that hold the same KV, and after a restart.
+    """
+    names = sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config)})
+    layers = vllm_config.compilation_config.static_forward_context
+    seen = blake3()
+    for name, cache in sorted(kv_caches.items()):
+        layer = layers.get(name)
+        if hasattr(layer, "get_state_shape"):
+            states = list(zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True))
+            seen.update(f"{name} {states}".encode())
+        elif layer is not None and cache.device.type == "cpu":
+            seen.update(name.encode() + _try_writing(name, layer, vllm_config.model_config.dtype))
+    return ",".join([*names, seen.hexdigest()[:16]])
+
+
+def _try_writing(name: str, layer: Any, dtype: torch.dtype) -> bytes:
+    """The bytes that the layer writes into spare blocks like its own.
+
+    A layer that cannot be tried, for whatever reason, shares with no other release of vLLM.
+    """
+    try:
+        spare = torch.zeros((_SPARE_BLOCKS, *layer.kv_cache.shape[1:]), dtype=layer.kv_cache.dtype)
+        _write(layer, spare, dtype)
+    except Exception as exc:  # noqa: BLE001 - an engine must not fail by this
+        log.warning(
+            "kvdepot: cannot probe the block format of %s, so this engine shares KV only with engines of the same vLLM "
+            "release: %s: %s",
+            name,
+            type(exc).__name__,
+            exc,
+        )
+        return installed_release().encode()
+    return bytes(spare.flatten().view(torch.uint8).numpy())
+
+
+def _write(layer: Any, spare: torch.Tensor, dtype: torch.dtype) -> None:
+    """Write keys and values of a block and a half. dtype: of the model's activations."""
+    slots = torch.arange(spare.shape[-2] * 3 // 2)
+    if hasattr(layer, "kv_lora_rank"):
+        latent = _numbers((len(slots), layer.kv_lora_rank), dtype)
+        rope = _numbers((len(slots), 1, layer.qk_rope_head_dim), dtype)
+        layer.impl.do_kv_cache_update(latent, rope, spare, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        keys = _numbers((len(slots), layer.num_kv_heads, layer.head_size), dtype)
+        layer.impl.do_kv_cache_update(layer, keys, -keys, spare, slots)
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Fixed numbers, each unlike its neighbours."""
+    count = torch.arange(math.prod(shape))
+    return (count * 7919 % (2 * _LARGEST + 1) - _LARGEST).reshape(shape).to(dtype)
