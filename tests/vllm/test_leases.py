@@ -43,18 +43,18 @@ class Desk:
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
-        from kvdepot.integrations.vllm.requests import Prompt, Tracked
+        from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks, Tracked
 
         of = request(*arguments)
-        tracked = Tracked(of, Prompt(of, CHUNK, ROOT, True), self.leases.read(of))
-        self.leases.arrived(tracked)
+        tracked = Tracked(of, PromptChunks(of, ROOT, ChunkRules(CHUNK)), self.leases.read(of))
+        self.leases.request_arrived(tracked)
         of.append_output_token_ids(list(range(50)))
         return tracked
 
     def finish(self, tracked: Any, stores_open: bool = False) -> None:
         tracked.stores_open = stores_open
-        self.leases.finishes(tracked)
-        self.leases.finished(tracked)
+        self.leases.request_ending(tracked)
+        self.leases.request_ended(tracked)
 
     def sent(self) -> list[Any]:
         """The messages since the last call: of leases name, kind, chunks, seconds and priority; of ends the name; of
