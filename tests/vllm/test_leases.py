@@ -43,10 +43,10 @@ class Desk:
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
-        from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks, Tracked
+        from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
 
         of = request(*arguments)
-        tracked = Tracked(of, PromptChunks(of, ROOT, ChunkRules(CHUNK)), self.leases.read(of))
+        tracked = Tracked(of, RequestChunks(of, ROOT, ChunkRules(CHUNK)), self.leases.read(of))
         self.leases.request_arrived(tracked)
         of.append_output_token_ids(list(range(50)))
         return tracked

@@ -34,16 +34,16 @@ def request(tokens: list[int], items: list[Any] | None = None, **options: Any) -
 
 
 def hashes(of: Any, named: bool = True) -> bytes:
-    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
+    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
 
-    return bytes(PromptChunks(of, ROOT, ChunkRules(SIZE, named)).hash().hashes)
+    return bytes(RequestChunks(of, ROOT, ChunkRules(SIZE, named)).hash().hashes)
 
 
 def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_hash() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
+    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
 
     def ahead(items: list[Any]) -> bytes:
-        return bytes(PromptChunks(request(list(range(600)), items), ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes)
+        return bytes(RequestChunks(request(list(range(600)), items), ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes)
 
     plain, after, later = ahead([]), ahead([item("cat", 256)]), ahead([item("cat", 257)])
     assert len(plain) == 2 * 32
@@ -51,15 +51,15 @@ def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_has
 
 
 def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_it() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
+    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
 
     decoding = request(list(range(2 * SIZE)))
-    prompt = PromptChunks(decoding, ROOT, ChunkRules(SIZE, lookahead=1))
+    prompt = RequestChunks(decoding, ROOT, ChunkRules(SIZE, lookahead=1))
     assert len(prompt.hash()) == 1
     decoding.append_output_token_ids(7)
     assert len(prompt.hash()) == 2
     longer = request([*range(2 * SIZE), 7, 8, 9])
-    assert prompt.hash().hashes == PromptChunks(longer, ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes
+    assert prompt.hash().hashes == RequestChunks(longer, ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes
 
 
 def update(session: Any, tokens: list[int], items: list[Any]) -> None:
@@ -77,12 +77,12 @@ def update(session: Any, tokens: list[int], items: list[Any]) -> None:
 
 
 def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
+    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
 
     last = []
     for name in ("cat", "dog"):
         session = request(list(range(300)), resumable=True)
-        prompt = PromptChunks(session, ROOT, ChunkRules(SIZE))
+        prompt = RequestChunks(session, ROOT, ChunkRules(SIZE))
         first = bytes(prompt.hash().hashes)
         update(session, [7] * 400, [item(name, 100)])
         whole = bytes(prompt.hash().hashes)
@@ -93,10 +93,10 @@ def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> 
 
 
 def test_an_item_that_changes_where_chunks_are_hashed_already_changes_them() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks
+    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
 
     one = request([7] * 600, [item("cat", 300)])
-    prompt = PromptChunks(one, ROOT, ChunkRules(SIZE))
+    prompt = RequestChunks(one, ROOT, ChunkRules(SIZE))
     before = bytes(prompt.hash().hashes)
     one.mm_features[0] = item("dog", 300)
     after = bytes(prompt.hash().hashes)

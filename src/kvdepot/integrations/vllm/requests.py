@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["ChunkRules", "PromptChunks", "RequestLoad", "Tracked", "names_are_contents"]
+__all__ = ["ChunkRules", "RequestChunks", "RequestLoad", "Tracked", "names_are_contents"]
 
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:
@@ -45,7 +45,7 @@ class ChunkRules(NamedTuple):
     lookahead: int = 0
 
 
-class PromptChunks:
+class RequestChunks:
     """A request's chunks, from its current tokens and items: an update of a streaming session may change both."""
 
     def __init__(self, request: Request, root: bytes, rules: ChunkRules) -> None:
@@ -55,7 +55,7 @@ class PromptChunks:
         self.chain = ChunkChain(rules.chunk_tokens, root, rules.lookahead)
 
     def __repr__(self) -> str:
-        return f"<PromptChunks {self._request.request_id} {len(self.chain)} chunks>"
+        return f"<RequestChunks {self._request.request_id} {len(self.chain)} chunks>"
 
     def hash(self) -> ChunkChain:
         """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
@@ -88,7 +88,7 @@ class Tracked:
     """The scheduler's state of one request."""
 
     request: Request
-    prompt: PromptChunks
+    prompt: RequestChunks
     hints: Hints = NO_HINTS
     trace_headers: Mapping[str, str] | None = None
     """Its W3C trace headers, if vLLM traces."""

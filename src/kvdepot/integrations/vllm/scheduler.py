@@ -22,7 +22,7 @@ from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupPlan, StateBlock
-from kvdepot.integrations.vllm.requests import ChunkRules, PromptChunks, RequestLoad, Tracked, names_are_contents
+from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, RequestLoad, Tracked, names_are_contents
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import Minute, OperationStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
@@ -129,7 +129,7 @@ class SchedulerHalf:
             if parent is None:
                 self._uncached.add(request_id)
                 return
-            prompt = PromptChunks(request, parent, self._rules)
+            prompt = RequestChunks(request, parent, self._rules)
             headers = request.trace_headers if self.stats.is_traced else None
             hints, headers = self._leases.read(request), dict(headers) if headers else None
             tracked = self._tracked[request_id] = Tracked(request, prompt, hints, headers)
