@@ -10,6 +10,7 @@ import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kvdepot.integrations.vllm.settings import ConnectorSettings
 from tests.conftest import StartDepot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
@@ -54,11 +55,11 @@ def test_on_gpus_tokens_come_before_heads_unless_kernels_want_heads_first(
 ) -> None:
     from vllm.platforms.interface import DeviceCapability
 
-    from kvdepot.integrations.vllm import layouts
+    from kvdepot.integrations.vllm import paged_kv
 
     config = configured(models["mla"], **BLOCKS)
     gpu = SimpleNamespace(is_cpu=lambda: False, get_device_capability=lambda: DeviceCapability(*capability))
-    monkeypatch.setattr(layouts, "current_platform", gpu)
+    monkeypatch.setattr(paged_kv, "current_platform", gpu)
     assert asked(config) == name
 
 
@@ -80,17 +81,17 @@ def test_vllm_takes_what_is_asked_for_or_the_engine_says_that_it_did_not(
 ) -> None:
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-    from kvdepot.integrations.vllm import layouts
+    from kvdepot.integrations.vllm import paged_kv
 
     if variable:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", variable)
     lines: list[str] = []
-    monkeypatch.setattr(layouts.log, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(paged_kv.log, "warning", lambda text, *values: lines.append(text % values))
     config = configured(models["gqa"], **BLOCKS)
     assert resolve_kv_cache_layout(config, [list(supported)]).name == layout
-    layouts.check_layout("blocks", config)
+    paged_kv.check_layout(ConnectorSettings(layout="blocks"), config)
     assert len(lines) == (layout == "LBHNC") and all(FALLEN_BACK + "LBHNC" in line for line in lines)
-    layouts.check_layout("engine", config)
+    paged_kv.check_layout(ConnectorSettings(), config)
     assert len(lines) == (layout == "LBHNC"), "what was not asked for is not missed"
 
 

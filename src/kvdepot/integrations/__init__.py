@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from kvdepot.integrations.loaded import loaded_since
 
 __all__ = ["loaded_since", "register_vllm"]
-
-_imported_at = time.time()
-
-
-def loaded_since() -> float:
-    """Unix time at which this process had not yet read any of a model's files: vLLM loads its plugins before that."""
-    return _imported_at
 
 
 def register_vllm() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import vllm
 from blake3 import blake3
 
-from kvdepot.integrations import loaded_since
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.weight_files import find_weights, kinds_read

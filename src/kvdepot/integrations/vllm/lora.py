@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvdepot.integrations import loaded_since
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.weight_files import Look, find_weights, look, uses_modelscope
 from kvdepot.protocol.keys import derive_root
 
