@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvdepot import __version__
-from kvdepot.protocol.leases import NORMAL, Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.status import (
     Engine,
     Histogram,
-    HitRate,
     NamespaceStatus,
-    Reuse,
     Saved,
     Status,
     TierStatus,
@@ -85,11 +82,10 @@ def statuses(end_s: float, seconds: int) -> Iterator[Status]:
             max(_ASKED_S * (1 + 0.16 * wave + chance.gauss(0, 0.08)), 0.0),
             min(_REUSED + 0.02 * math.sin(second / 700 + 1) + chance.gauss(0, 0.012), 0.97),
         )
-        share = _REUSED + 0.02 * math.sin(second / 700 + 1) + chance.gauss(0, 0.002)
-        yield _status(sums, end_s - seconds + 1 + second, _BEFORE_S + second, share)
+        yield _status(sums, end_s - seconds + 1 + second, _BEFORE_S + second)
 
 
-def _status(sums: _Sums, wall_s: float, uptime_s: float, share: float) -> Status:
+def _status(sums: _Sums, wall_s: float, uptime_s: float) -> Status:
     requests = int(sums.asked / _PROMPT)
     saved_s = sums.reused / _TOKENS_S
     stored = int((sums.asked - sums.reused) * _TOKEN_BYTES)
@@ -103,29 +99,16 @@ def _status(sums: _Sums, wall_s: float, uptime_s: float, share: float) -> Status
         instances=2, evicted_chunks=int((stored - used) / chunk_bytes), record_slots=1 << 16,
         record_slots_used=int(used / chunk_bytes), unrecorded_shards=0, engine_count=4, namespace_count=2,
         stored_bytes=stored, retrieved_bytes=int(sums.reused * _TOKEN_BYTES), holds_s=_IDLE_S,
-        saved=Saved(tokens[2], saved_s), asked_tokens=tokens[0], tokens=TokenCounts(*tokens, int(sums.bound)),
+        saved=Saved(tokens[2], saved_s), tokens=TokenCounts(*tokens, int(sums.bound)),
         usage=[Usage("", *tokens)],
-        reuse=[_reuse(window_s, share if window_s < 3_600 else _REUSED) for window_s in (60, 600, 3_600, 86_400)],
-        hit_rates=[
-            HitRate(window_s, int(window_s * _ASKED_S / CHUNK_TOKENS), share + _FOUND - _REUSED,
-                    _BOUND + 0.4 * (share - _REUSED))
-            for window_s in (60.0, 600.0, 3_600.0, 86_400.0)
-        ],
         latencies=[
             _latency("EndSession", requests, 0.00006), _latency("Lookup", requests, 0.0003),
             _latency("Retrieve", int(_SAVING * requests), 0.016), _latency("Store", requests, 0.011),
         ],
         histograms=_histograms(requests, sums, saved_s), counters=_counters(requests, sums),
         namespaces=[_namespace(model, used, tokens) for model in MODELS], engines=_engines(uptime_s),
-        tiers=[_disk(stored, int(sums.found * 0.11 / CHUNK_TOKENS))], **_leases(), events=_events(wall_s - uptime_s),
-    )  # fmt: skip
-
-
-def _reuse(window_s: int, share: float) -> Reuse:
-    asked = int(window_s * _ASKED_S)
-    return Reuse(
-        float(window_s), asked, int(asked * share), share, int(asked * (share + _FOUND - _REUSED)),
-        int(asked * (_BOUND + 0.4 * (share - _REUSED))),
+        tiers=[_disk(stored, int(sums.found * 0.11 / CHUNK_TOKENS))], lease_count=1,
+        leased_bytes=8 * CHUNK_TOKENS * MODELS[0].token_bytes, events=_events(wall_s - uptime_s),
     )  # fmt: skip
 
 
@@ -202,17 +185,6 @@ def _disk(stored: int, loaded: int) -> TierStatus:
         TIER, "on_evict", "up", int(held / chunk_bytes), held, _DISK, 0, 1, counters, loads=1, histograms=calls,
         free_bytes=900 * GIB,
     )  # fmt: skip
-
-
-def _leases() -> dict[str, Any]:
-    prompt_bytes = 8 * CHUNK_TOKENS * MODELS[0].token_bytes
-    age_s = _BEFORE_S - 3_600.0
-    pin = Receipt(
-        "system-prompt", "", "retain", MODELS[0].name, NORMAL, 8, prompt_bytes, age_s, None, prompt_bytes * age_s,
-        6 * prompt_bytes, 88_064, 8.0,
-    )  # fmt: skip
-    total = Sum("", "retain", 1, prompt_bytes, 1, pin.byte_seconds, pin.spared_bytes, pin.saved_tokens, pin.saved_s)
-    return {"leases": [pin], "lease_count": 1, "leased_bytes": prompt_bytes, "lease_sums": [total]}
 
 
 def _events(began: float) -> list[Event]:

@@ -59,7 +59,7 @@ def test_a_running_server_is_measured_and_left_as_it_was(start_depot: StartDepot
     # A chunk that the tier is still writing goes when that has ended.
     after = eventually(lambda: (now := depot.status())["chunks"] == before["chunks"] and now)
     assert after["used_bytes"] == before["used_bytes"]
-    assert after["asked_tokens"] == before["asked_tokens"], "no lookup of an engine"
+    assert after["tokens"] == before["tokens"], "no lookup of an engine"
     assert after["stored_bytes"] - before["stored_bytes"] == 4 * 2 * (16 << 10)
     assert engine.lookup([1] * CHUNK) == CHUNK
     head, *rows = (line.split() for line in run("-u", depot.url, *SMALL).stdout.splitlines())

@@ -23,10 +23,9 @@ from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import TABS, Screen
 from kvdepot.metrics import BOUNDS_S, Event, Latency
-from kvdepot.protocol.leases import Receipt
 from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import GroupStatus
-from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Saved, Status, TierStatus, Usage
+from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
 from kvdepot.status import Engine as EngineStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.client.engine import CHUNK, Engine
@@ -131,15 +130,11 @@ def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
     assert "2 schedulers, 3 workers" in shown(a_status(engines=engines))
 
 
-def test_windows_longer_than_the_servers_life_are_left_out() -> None:
-    reuse = [Reuse(window, 256_000, 64_000, 0.25, 128_000, 192_000) for window in (60.0, 600.0, 3600.0)]
-    text = shown(a_status(reuse=reuse, uptime_s=90.0))
-    assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "25.0 % in 1 min  of 256,000 tokens; found 50.0 %, upper bound 75.0 %" in text
-    assert "25.0 % in 10 min of 256,000 tokens; found 50.0 %, upper bound 75.0 %" in text
-    assert "in 1 h" in shown(a_status(reuse=reuse, uptime_s=700.0))
-    unbounded = [replace(reuse[0], bound_tokens=None)]
-    assert "upper bound" not in shown(a_status(reuse=unbounded, uptime_s=90.0))
+def test_the_share_reused_is_shown_with_what_was_found_and_could_have_been() -> None:
+    assert "no lookup by an engine yet" in shown(a_status())
+    bounded = shown(a_status(tokens=TokenCounts(256_000, 128_000, 64_000, 192_000)))
+    assert "25.0 % of 256,000 prompt tokens since the start; found 50.0 %, upper bound 75.0 %" in bounded
+    assert "upper bound" not in shown(a_status(tokens=TokenCounts(256_000, 128_000, 64_000)))
 
 
 def test_how_long_memory_lasts_is_said_once_something_was_evicted() -> None:
@@ -432,10 +427,9 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
         "disk:///kv", "through", "up", 7, 1 << 20, None, 0, 2, {"failures": 3, "late": 0}, loads=1, free_bytes=5 << 30,
         histograms=[Histogram("load_seconds", "s", [*BOUNDS_S], times, 0.1)],
     )  # fmt: skip
-    lease = Receipt("nightly", "acme", "retain", "m", 50, 4, 1 << 20, 61.0, None, 0.0, 0, 0, 0.0)
     event = Event(1.0, "tier", "disk:///kv failed")
     screen.show(
-        a_status(namespaces=[model], engines=[engine], tiers=[tier], leases=[lease], events=[event]), 1.0
+        a_status(namespaces=[model], engines=[engine], tiers=[tier], events=[event]), 1.0
     )  # fmt: skip
     screen.show_prefixes([Prefix("", "m" * 50, "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0, "1d" * 32)])
 
@@ -457,8 +451,7 @@ def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
     shown = opened("5")
     assert (shown["in progress"], shown["failures"]) == ("1 loads, 2 saves", "3") and "late" not in shown
     assert shown["free on its disk"] == "5 GiB" and shown["load"].startswith("9 calls, p50 ")
-    assert opened("6")["lease"] == "nightly" and opened("6")["age"] == "1 min 1 s"
-    shown = opened("7")
+    shown = opened("6")
     assert shown["event"].endswith("disk:///kv failed") and shown["kind"] == "tier"
 
 
@@ -547,11 +540,11 @@ def test_the_last_line_says_how_old_the_data_is_when_no_answer_comes(screen: Scr
 
 def test_charts_show_how_reuse_and_throughput_were(screen: Screen) -> None:
     for number in range(1, 5):
-        saved = Saved(50 * number, 0.0)
-        screen.show(a_status(asked_tokens=100 * number, saved=saved, stored_bytes=number**2 << 20), 1.0 + number)
+        tokens = TokenCounts(100 * number, 50 * number, 50 * number)
+        screen.show(a_status(tokens=tokens, stored_bytes=number**2 << 20), 1.0 + number)
     (line,) = [line for line in keyed(screen) if line.startswith("reused ") and "stores" in line]
     assert re.fullmatch(r"reused [▁-█]{4} +stores [▁-█]{3}█ +retrieves ▁{4}", line)
-    screen.show(a_status(boot="another", asked_tokens=1), 9.0)
+    screen.show(a_status(boot="another", tokens=TokenCounts(1)), 9.0)
     assert [line.split() for line in keyed(screen) if line.startswith("reused ") and "stores" in line] == [
         ["reused", "stores", "retrieves"]
     ], "another server's figures are another chart"

@@ -371,7 +371,7 @@ def test_a_lease_keeps_what_its_boundary_needs_and_tells_its_bytes(desk: Desk, w
     assert desk.ask(b"one", pin(chain, world_size=world_size)) == 4
     status = desk.depot.status()
     assert (status.lease_count, status.leased_bytes) == (1, (4 + 2) * world_size * PAGE)
-    assert [(each.name, each.bytes) for each in status.leases] == [("p", 6 * world_size * PAGE)]
+    assert [(each.name, each.bytes) for each in desk.depot.leases.listed("", 0.0)] == [("p", 6 * world_size * PAGE)]
     desk.ask(b"one", wire.Clear())
     assert there(desk, chain) == [[0, 1, 2, 3], [2, 3]]
     assert desk.ask(b"one", wire.EndLease("p")) is True

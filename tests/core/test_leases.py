@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.tiering.forgetting import EraseToken, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
@@ -52,13 +53,8 @@ def has(desk: Desk, client: bytes, chain: ChunkChain) -> int:
     return max((desk.index.match(each, bytes(chain.hashes)).matched for each in namespaces), default=0)
 
 
-def ends(desk: Desk, tenant: str = "") -> dict[str, str]:
-    """Of leases that have ended, by name: why."""
-    return {each.name: each.ended for each in desk.depot.leases.receipts(tenant, desk.now) if each.ended}
-
-
 def names(desk: Desk, tenant: str = "") -> set[str]:
-    return {each.name for each in desk.depot.leases.receipts(tenant, desk.now) if not each.ended}
+    return {each.name for each in desk.depot.leases.listed(tenant, desk.now)}
 
 
 @pytest.fixture
@@ -96,8 +92,7 @@ def test_names_belong_to_tenants_and_a_newer_lease_replaces_the_one_of_its_name(
     assert desk.ask(red, lease(second)) == 3
     assert desk.ask(red, wire.EndLease("l")) is True
     assert names(desk, "blue") == {"l"} and not names(desk, "red")
-    assert [each.chunks for each in desk.depot.leases.receipts("red", 0.0)] == [3, 2]
-    assert ends(desk, "blue") == {} and desk.depot.leases.totals("") == (1, 2 * PAGE)
+    assert desk.depot.leases.totals("") == (1, 2 * PAGE)
 
 
 def test_a_lease_outlives_its_client_and_ends_with_its_time(desk: Desk) -> None:
@@ -109,7 +104,7 @@ def test_a_lease_outlives_its_client_and_ends_with_its_time(desk: Desk) -> None:
     desk.tick(9.0, 1009.0)
     assert names(desk) == {"l"} and desk.index.held == 1
     desk.tick(10.0, 1010.0)
-    assert ends(desk) == {"l": "expired"} and desk.index.held == 0
+    assert names(desk) == set() and desk.index.held == 0
     desk.assert_empty()
 
 
@@ -142,6 +137,25 @@ def test_leases_beyond_the_most_are_refused_and_counted_but_names_can_be_replace
     assert desk.ask(blue, lease(chain, "7")) == 1
 
 
+def test_counters_say_what_leases_held_for_how_long_and_what_lookups_found_of_it(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 4)
+    desk.ask(blue, store(chain))
+    desk.ask(blue, lease(prompt("a", 2)))
+    desk.tick(10.0, 1010.0)
+    desk.ask(blue, lease(chain))
+    desk.tick(15.0, 1015.0)
+    counters = desk.depot.counters
+    assert (counters["leases_begun"], counters["lease_byte_seconds"]) == (2, (10 * 2 + 5 * 4) * PAGE)
+    desk.ask(blue, lease(prompt("a", 3)))
+    for number, chunks in enumerate((4, 3, 1)):
+        desk.ask(blue, lookup(prompt("a", chunks), f"{number}"))
+    assert counters["leased_hit_tokens"] == 3 + 3 + 1
+    desk.ask(blue, wire.EndLease("l"))
+    desk.ask(blue, lookup(chain, "more"))
+    assert counters["leased_hit_tokens"] == 7
+
+
 # -- growth
 
 
@@ -151,7 +165,7 @@ def test_a_lease_grows_with_chunks_that_are_stored_after_it_began(desk: Desk) ->
     desk.ask(blue, store(chain, end=2))
     assert desk.ask(blue, lease(chain)) == 2
     desk.ask(blue, store(chain, first=2, end=6))
-    assert desk.depot.leases.receipts("", 0.0)[0].chunks == 6
+    assert desk.depot.leases.listed("", 0.0)[0].chunks == 6
     fill(desk, blue, 40)
     assert has(desk, blue, chain) == 6
 
@@ -164,7 +178,7 @@ def test_a_lease_of_a_prompt_that_nobody_has_stored_yet_waits_for_a_minute(desk:
     desk.ask(blue, store(first))
     desk.tick(61.0, 1061.0)
     desk.ask(blue, store(late))
-    assert names(desk) == {"first"} and ends(desk) == {"late": "no chunk of it was stored"}
+    assert names(desk) == {"first"}
     assert desk.depot.leases.totals("") == (1, 2 * PAGE)
 
 
@@ -192,7 +206,7 @@ def test_a_lease_beyond_the_budget_ends_own_leases_that_have_an_end_the_lowest_p
     assert isinstance(desk.ask(blue, lease(other, "weak", priority=9, ttl_s=60)), Busy)
     assert names(desk) == set(chains), "a refused lease changes nothing"
     assert desk.ask(blue, lease(other, "strong", priority=50)) == 8
-    assert ends(desk) == {"low": "made room", "old": "made room"}
+    assert names(desk) == {"forever", "new", "strong"}
     assert isinstance(desk.ask(blue, lease(prompt("low", 4), "more", priority=40)), Busy | int)
     assert desk.depot.leases.bytes <= 16 * PAGE
 
@@ -226,7 +240,7 @@ def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
         desk.ask(blue, store(prompt(name, 5)))
         assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s)) == 5
     desk.ask(b"admin", wire.SetQuota("blue", pages(0, 26)))
-    assert ends(desk) == {"timed": "quota lowered"} and desk.depot.leases.bytes == 10 * PAGE
+    assert names(desk) == {"forever", "later"} and desk.depot.leases.bytes == 10 * PAGE
     desk.ask(b"admin", wire.SetQuota("blue", pages(0, 14)))
     assert names(desk) == {"forever"}
     desk.ask(b"admin", wire.SetQuota("blue", pages(0, 8)))
@@ -256,11 +270,11 @@ def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monk
     for name in "xyz":
         assert desk.ask(blue, lease(chain, name, ttl_s=100)) == 0
     desk.ask(blue, store(chain))
-    sizes = [each.chunks for each in desk.depot.leases.receipts("blue", desk.now)]
+    sizes = [each.chunks for each in desk.depot.leases.listed("blue", desk.now)]
     assert sorted(sizes) == [0, 0, 3]
     for second in (1, 2):
         desk.tick(float(second), 1000.0 + second)
-    assert [each.chunks for each in desk.depot.leases.receipts("blue", desk.now)] == [3, 3, 3]
+    assert [each.chunks for each in desk.depot.leases.listed("blue", desk.now)] == [3, 3, 3]
 
 
 def test_a_refused_lease_loses_no_reply_to_one_of_its_name_that_waits(
@@ -290,7 +304,7 @@ def test_another_tenants_forget_ends_no_lease_of_chunks_that_have_expired() -> N
     desk.ask(blue, store(chain))
     assert has(desk, blue, chain) == 3
     desk.ask(blue, wire.Forget())
-    assert ends(desk, "blue") == {"l": "forgotten"}
+    assert names(desk, "blue") == set()
     desk.assert_empty()
 
 
@@ -598,6 +612,13 @@ class LeaseMachine(RuleBasedStateMachine):
             held[account] = held.get(account, 0) + leases._by_tenant[tenant][name].held
             assert leases._by_tenant[tenant][name].held >= chunks * PAGE
         assert {(t, n) for t, each in leases._by_tenant.items() for n in each} == set(self.model)
+        protected: Counter[int] = Counter()
+        for top, _ in (each for lease in leases._all() for each in lease.tops):
+            chunk: Chunk | None = top
+            while chunk is not None:
+                protected[id(chunk)] += 1
+                chunk = chunk.parent
+        assert leases._protected == protected
         above_all = 0
         floors = sum(self.floors.values()) * PAGE
         half = (_ARENA * PAGE - floors) // 2

@@ -44,4 +44,4 @@ def test_an_odd_chunk_size_of_the_server_is_rounded_up_to_blocks(
     second.stop()
     (namespace,) = depot.status()["namespaces"]
     assert namespace["chunk_tokens"] == 128
-    assert depot.status()["asked_tokens"] == 2 * len(tokens), "what the engine lacks, as vLLM counts it"
+    assert depot.status()["tokens"]["asked"] == 2 * len(tokens), "what the engine lacks, as vLLM counts it"

@@ -17,9 +17,9 @@ import msgspec
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
-from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.leases import NORMAL, LeaseStatus
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
-from kvdepot.status import Engine, HitRate, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
+from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.history import boot_number
 from kvdepot.web.turns import StatusNow
@@ -48,6 +48,7 @@ class Site:
         self.cut_off = ""  # the next request for this path gets no answer
         self.asked: list[str] = []
         self.prefixes: list[dict[str, Any]] | None = None  # None: an older server's, without that path
+        self.leases: list[LeaseStatus] = example_leases()
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
         self.needed = ""  # the token that POST needs
@@ -112,7 +113,7 @@ class Site:
             elif path == "/v1/prefixes" and self.prefixes is None:
                 status, body = HTTPStatus.NOT_FOUND, b'{"code": "not_found", "message": "not found"}'
             else:
-                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes}
+                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/leases": self.leases}
                 body = msgspec.json.encode(self._now() if path == "/v1/status" else others[path])
         else:
             file = PAGE / (path[1:] or "index.html")
@@ -171,9 +172,14 @@ def example_prefixes() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def a_lease(name: str, size: int, ends_s: float | None) -> Receipt:
+def a_lease(name: str, size: int, ends_s: float | None) -> LeaseStatus:
     """A lease of kind retain that holds `size` bytes."""
-    return Receipt(name, "", "retain", "toy", NORMAL, 8, size, 60.0, ends_s, 60.0 * size, 0, 0, 0.0)
+    return LeaseStatus(name, "", "retain", "toy", NORMAL, 8, size, ends_s)
+
+
+def example_leases() -> list[LeaseStatus]:
+    """Two leases, as `GET /v1/leases` lists them."""
+    return [a_lease("system-prompt", int(1.2 * GIB), None), a_lease("handbook", int(4.7 * GIB), 5_400.0)]
 
 
 def example_status(wall_s: float = 0.0) -> Status:
@@ -184,13 +190,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         capacity_bytes=256 * GIB, used_bytes=int(241.3 * GIB), chunks=31_482, reserved_shards=2, holds=61,
         evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
         clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
-        saved=Saved(tokens=198_734_336, prefill_s=41_220.0), asked_tokens=361_017_856,
-        reuse=[
-            Reuse(60.0, 308_224, 188_016, 0.61, 240_722, 259_524),
-            Reuse(600.0, 3_297_280, 1_919_016, 0.582, 2_479_554, 2_733_445),
-            Reuse(3600.0, 18_264_320, 10_063_640, 0.551, 13_223_367, 14_812_363),
-            Reuse(86400.0, 361_017_856, 193_144_552, 0.535, 251_990_463, 301_088_891),
-        ],
+        saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
         tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336, 301_088_891),
         usage=[Usage("", 349_000_000, 246_000_000, 195_000_000), Usage("research", 12_017_856, 5_990_463, 3_734_336)],
         host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, holds_s=2_562.0, leased_bytes=int(5.9 * GIB),
@@ -204,10 +204,6 @@ def example_status(wall_s: float = 0.0) -> Status:
             Histogram("reuse_after_seconds", "s", [1.0, 60.0, 600.0, 3600.0],
                       [9_000, 300_000, 200_000, 9_000, 90], 9.1e7),
             Histogram("saved_seconds", "s", [0.1, 0.5, 1.0, 5.0], [3_000, 40_000, 19_000, 2_200, 10], 41_220.0),
-        ],
-        hit_rates=[
-            HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),
-            HitRate(3600.0, 71_345, 0.724, 0.811), HitRate(86400.0, 1_410_226, 0.698, 0.834),
         ],
         latencies=[
             _latency("EndSession", 88_000, 0.0001), _latency("Lookup", 91_422, 0.0004, errors=2),
@@ -233,9 +229,7 @@ def example_status(wall_s: float = 0.0) -> Status:
             Engine("e2c4418d", 18_199.0, 640.0, ["Qwen/Qwen3-32B"], [0], "cuda:2", "", 0, 0, 0,
                    "17e5f6b9", "gpu-node-7", 5105),
         ],
-        leases=[a_lease("system-prompt", int(1.2 * GIB), None), a_lease("handbook", int(4.7 * GIB), 5_400.0)],
         lease_count=2,
-        lease_sums=[Sum("", "retain", 2, int(5.9 * GIB), 31, 5.9 * GIB * 3600, 12 * GIB, 412_000, 51.5)],
         tenants=[
             TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
             TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),

@@ -8,7 +8,7 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.protocol.status import Histogram
-from kvdepot.status import HitRate, Saved, Status, TierStatus
+from kvdepot.status import Saved, Status, TierStatus, TokenCounts
 from kvdepot.web.history import History, measure
 
 
@@ -56,7 +56,7 @@ def test_a_point_holds_what_happened_since_the_one_before() -> None:
     )  # fmt: skip
     now = status(
         stored_bytes=5000, retrieved_bytes=200, evicted_chunks=7, used_bytes=42, saved=Saved(512, 1.5),
-        asked_tokens=2048, histograms=[Histogram("saved_seconds", "s", [1.0], [2, 1], 1.5)],
+        tokens=TokenCounts(2048, 1024, 512, 1536), histograms=[Histogram("saved_seconds", "s", [1.0], [2, 1], 1.5)],
         counters={"lookup_chunks": 20, "hit_chunks": 8, "dropped_chunks": 4},
         latencies=[Latency("Lookup", 2, 0, 9.01, buckets(9.0, 0.008)), Latency("Retrieve", 1, 0, 0.2, buckets(0.2))],
         tiers=[TierStatus("disk:///kv", "through", "up", 1, 77, None, 0, 0, {})],
@@ -69,7 +69,7 @@ def test_a_point_holds_what_happened_since_the_one_before() -> None:
     assert point["used_bytes"] == 42
     assert (point["asked_tokens"], point["saved_requests"]) == (2048, 3)
     assert (point["saved_tokens"], point["saved_prefill_s"]) == (512, 1.5)
-    assert point["hit_rate"] == pytest.approx(0.3)
+    assert (point["reuse_rate"], point["hit_rate"], point["ceiling"]) == (0.25, 0.5, 0.75)
     assert point["tier_bytes.disk:///kv"] == 77
     assert 0.005 <= point["lookup_p50_s"] <= 0.01
     assert 0.1 <= point["retrieve_p99_s"] <= 0.25
@@ -92,11 +92,9 @@ def test_times_rise_also_where_the_clock_is_set_back() -> None:
     assert figures.series["used_bytes"] == figures.times_s
 
 
-def test_a_hit_rate_is_that_of_the_shortest_window_and_none_where_nothing_was_looked_up() -> None:
-    idle = measure(None, status(hit_rates=[HitRate(60.0, 0, 0.0, 0.0)]), 0.0)
-    assert math.isnan(idle["hit_rate"]) and math.isnan(idle["ceiling"])
-    busy = measure(None, status(hit_rates=[HitRate(60.0, 10, 0.4, 0.9), HitRate(600.0, 90, 0.1, 0.2)]), 0.0)
-    assert (busy["hit_rate"], busy["ceiling"]) == (0.4, 0.9)
+def test_where_nothing_was_looked_up_there_is_no_share() -> None:
+    idle = measure(status(), status(), 1.0)
+    assert math.isnan(idle["hit_rate"]) and math.isnan(idle["reuse_rate"])
 
 
 def test_history_keeps_a_quarter_of_an_hour_by_the_second_and_hours_by_ten_seconds() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.protocol.counters import SERVER
-from kvdepot.status import Engine, NamespaceStatus, Saved
+from kvdepot.status import Engine, NamespaceStatus, Saved, TokenCounts
 from tests.conftest import HANG_S, StartDepot, eventually
 from tests.ports import free_port
 from tests.web.browser import chromium, executable
@@ -140,22 +140,15 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     assert facts == "Engine processes 5 Requests in progress 9 Tokens in memory 8.1M"
 
 
-def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_saved(
-    site: Site, open_page: OpenPage
-) -> None:
+def test_what_is_gained_is_what_engines_reused_and_what_was_saved(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    assert text(page, "#hit-rate") == "55.1%"
+    assert text(page, "#hit-rate") == "55.0%"
     said = text(page, "#hit-ceiling")
-    assert said == "of 18.3M prompt tokens; 72.4% found here; upper bound (infinite cache) 81.1%"
-    assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
+    assert said == "of 361M prompt tokens; 69.8% found here; upper bound (infinite cache) 83.4%"
+    assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.0"
     assert text(page, "#gain-facts") == (
         "Total saved 198.7M tokens Total prefill saved 11 h 27 min TTFT saved per request 642 ms"
     )
-    open_part(page, "detail")
-    assert [row[2:] for row in rows(page, "windows")] == [
-        ["61.0%", "78.1%", "84.2%"], ["58.2%", "75.2%", "82.9%"], ["55.1%", "72.4%", "81.1%"],
-        ["53.5%", "69.8%", "83.4%"],
-    ]  # fmt: skip
 
 
 def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Site, open_page: OpenPage) -> None:
@@ -247,16 +240,13 @@ def test_the_top_prefixes_are_listed_while_they_can_be_seen_and_not_where_the_se
     assert site.asked.count("/v1/prefixes") == asked, "a part that is closed needs nothing"
 
 
-def test_leases_are_listed_with_their_receipts_and_their_sums_by_tenant_and_kind(
-    site: Site, open_page: OpenPage
-) -> None:
+def test_leases_are_listed_while_there_are_any(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    assert rows(page, "lease-sums") == [["no tenant", "retain", "2 of 31", "5.9 GiB", "412K", "12 GiB"]]
     assert rows(page, "leases") == [
-        ["system-prompt", "retain", "1.2 GiB", "never", "20.5 MiB·h", NONE, "End…"],
-        ["handbook", "retain", "4.7 GiB", "1 h 30 min", "80.2 MiB·h", NONE, "End…"],
+        ["system-prompt", "retain", "1.2 GiB", "never", "End…"],
+        ["handbook", "retain", "4.7 GiB", "1 h 30 min", "End…"],
     ]
-    site.status = msgspec.structs.replace(site.status, leases=[], lease_sums=[])
+    site.leases = []
     eventually(lambda: not page.locator("#leases-part").is_visible())
 
 
@@ -816,9 +806,9 @@ def test_names_without_end_do_not_widen_the_page(site: Site, open_page: OpenPage
         tiers=[msgspec.structs.replace(site.status.tiers[0], name=name, state=name)],
         namespaces=[NamespaceStatus(name, name, 1, 1, 1, 1, 1)],
         engines=[Engine(name, 1.0, 1.0, [name], [0], "", name, 0, 0, 0)],
-        leases=[a_lease(name, 1, None)],
         events=[Event(site.status.wall_s, name, name)],
     )
+    site.leases = [a_lease(name, 1, None)]
     page = open_page(width=width)
     wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert wide <= seen
@@ -1018,7 +1008,7 @@ def test_a_lease_is_ended_from_its_row_after_the_page_said_what_happens_to_its_c
 ) -> None:
     page = open_page(f"{operated.url}#token=s3cret")
     page.get_by_role("button", name="End handbook").click()
-    assert "Its 8 chunks (4.7 GiB) stay in memory until" in text(page, "#action-what")
+    assert "Its chunks stay in memory until" in text(page, "#action-what")
     page.get_by_role("button", name="End the lease").click()
     shows(page, "#action-effect", "The lease has ended.")
     assert operated.changes == [("/v1/unpin", {"name": "handbook"})]
@@ -1131,7 +1121,7 @@ def test_the_page_goes_on_a_line_as_the_server_would(port: int, open_page: OpenP
         uptime_s=before.uptime_s + 2.0,
         stored_bytes=before.stored_bytes + 12345,
         evicted_chunks=before.evicted_chunks + 7,
-        asked_tokens=before.asked_tokens + 2048,
+        tokens=TokenCounts(before.tokens.asked + 2048, before.tokens.found, before.tokens.reused, before.tokens.bound),
         counters={**before.counters, "dropped_chunks": before.counters["dropped_chunks"] + 3, "failed_chunks": 5},
         latencies=[msgspec.structs.replace(lookup, buckets=buckets)],
     )

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER, refusal
-from kvdepot.protocol.leases import Sum
 from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, INTERNAL, Latency
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.web.conftest import need
@@ -139,19 +138,6 @@ def test_salts_with_quotas_have_a_label_and_what_is_on_disk_is_shown_where_there
     assert by_salt(status, "tenant_disk_bytes") == {("blue", ""): 11, ("blue", "5a17"): 21}
     assert by_salt(status, "tenant_disk_floor_bytes") == {("blue", ""): 12, ("blue", "5a17"): 22}
     assert by_salt(status, "tenant_disk_cap_bytes") == {("blue", ""): 13, ("blue", "5a17"): 0}
-
-
-def test_leases_have_metrics_by_tenant_and_kind_and_those_that_held_most_if_there_are_many() -> None:
-    sums = [Sum("blue", "retain", 2, 7, 9, 70.5, 30, 512, 0.25), Sum("red", "expire", 1, 0, 1, 0.0, 0, 0, 0.0)]
-    status = replace(empty_status(), lease_sums=sums)
-    assert values(status, "lease_bytes") == {"blue": 7, "red": 0}
-    assert values(status, "lease_byte_seconds_total") == {"blue": 70.5, "red": 0}
-    assert values(status, "lease_spared_bytes_total") == {"blue": 30, "red": 0}
-    assert values(status, "lease_saved_tokens_total") == {"blue": 512, "red": 0}
-    assert values(status, "lease_saved_prefill_seconds_total") == {"blue": 0.25, "red": 0}
-    many = [Sum(f"tenant-{i}", "retain", 1, 1, 1, float(i), 0, 0, 0.0) for i in range(200)]
-    held = values(replace(empty_status(), lease_sums=many), "lease_bytes")
-    assert len(held) == 192 and "tenant-7" not in held and "tenant-8" in held
 
 
 def test_every_counter_is_there_before_it_counts() -> None:

@@ -12,16 +12,13 @@ from kvdepot.cli.chunks import NOTHING_REMOVED, REMOVES, open_prompt, shared
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, count, print_tables, show, size
 from kvdepot.errors import BadRequest
-from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
+from kvdepot.protocol.leases import KINDS, MOST_LISTED, MOST_PRIORITY, NORMAL
 from kvdepot.values import plural
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import Client
 
 __all__ = ["lease", "release"]
-
-_MOST_LISTED = 1000
-"""Leases that a server lists."""
 
 
 @click.command(epilog=options.PROMPT)
@@ -71,7 +68,7 @@ def _list(server: options.Address, as_json: bool) -> int:
     from kvdepot.client import admin
 
     with connect(server) as client:
-        found = [each for each in admin.leases(client)[0] if not each.ended]
+        found = admin.leases(client)
     if as_json or not found:
         show(as_json, found, "there are no leases")
         return 0
@@ -113,9 +110,9 @@ def _end(server: options.Address, name: str, consent: options.Consent, keep: boo
     from kvdepot.client import admin
 
     with connect(server) as client:
-        listed = [each for each in admin.leases(client)[0] if not each.ended]
+        listed = admin.leases(client)
         known = next((each for each in listed if each.name == name), None)
-        if known is None and len(listed) < _MOST_LISTED:
+        if known is None and len(listed) < MOST_LISTED:
             raise BadRequest(f"there is no lease {name!r}; `kvdepot lease` lists them")
         about = f"lease {clean(name)}" + (f": {plural(known.chunks, 'chunk')}, {size(known.bytes)}" if known else "")
         removed = [] if keep else [about, *_tier_lines(client)]

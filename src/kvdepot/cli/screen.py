@@ -83,8 +83,8 @@ class Screen:
                 (status.counters.get("lookups", 0) - before.counters.get("lookups", 0)) / passed,
                 (status.evicted_chunks - before.evicted_chunks) / passed,
             )
-            asked = status.asked_tokens - before.asked_tokens
-            reused = min(1.0, (status.saved.tokens - before.saved.tokens) / asked) if asked > 0 else 0.0
+            asked = status.tokens.asked - before.tokens.asked
+            reused = min(1.0, (status.tokens.reused - before.tokens.reused) / asked) if asked > 0 else 0.0
             self._history.append((reused, self._speeds.stored_bytes, self._speeds.retrieved_bytes))
         elif before is not None and before.boot != status.boot:
             self._history.clear()
@@ -292,12 +292,12 @@ class Screen:
     def _one_table(self, now: Status, width: int, room: int) -> list[RenderableType]:
         """A line about the server, and the table of the chosen tab."""
         part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
-        asked = now.asked_tokens
+        asked = now.tokens.asked
         old = self._old()
         line = Text.assemble(
             (old, "bold yellow") if old else view.headline(now),
             f"  memory {share(part)} of {size(now.capacity_bytes)}",
-            f"  reused {share(min(1.0, now.saved.tokens / asked)) if asked else '-'}",
+            f"  reused {share(min(1.0, now.tokens.reused / asked)) if asked else '-'}",
             f"  stores {size(self._speeds.stored_bytes)}/s  retrieves {size(self._speeds.retrieved_bytes)}/s",
         )
         line.truncate(width, overflow="ellipsis")

@@ -10,7 +10,6 @@ from typing import Any
 from kvdepot.cli import view
 from kvdepot.cli.output import count, duration, size
 from kvdepot.cli.view import Listing
-from kvdepot.protocol.leases import Receipt
 from kvdepot.protocol.metrics import percentile
 from kvdepot.protocol.prefixes import SORTS, Prefix
 from kvdepot.protocol.status import Engine, Histogram, NamespaceStatus, Status, TierStatus
@@ -85,10 +84,6 @@ def _times(histogram: Histogram) -> str:
     return f"{count(sum(histogram.counts))} calls, p50 {half}, p99 {most}"
 
 
-def _more_of_lease(lease: Receipt) -> _Fields:
-    return [("model", lease.model or "-"), ("age", duration(lease.age_s))]
-
-
 TABLES: dict[str, Table] = {
     "models": Table(
         "model",
@@ -135,19 +130,6 @@ TABLES: dict[str, Table] = {
             "queued": lambda each: -each.queued_bytes,
         },
         _more_of_tier,
-    ),
-    "leases": Table(
-        "lease",
-        lambda now, _: now.leases,
-        lambda rows, _: view.leases(rows),
-        lambda each: (each.tenant, each.name, each.kind),
-        {
-            "saved": lambda each: 0,  # as the server lists them
-            "bytes": lambda each: -each.bytes,
-            "end": lambda each: each.ends_s if each.ends_s is not None else float("inf"),
-            "name": lambda each: each.name,
-        },
-        _more_of_lease,
     ),
     "events": Table(
         "event",

@@ -57,8 +57,8 @@ _NAMES = {
 def top(interval: float, server: options.Address, as_json: bool) -> int:
     """Watch a running server: its status, redrawn every second. Press q to quit.
 
-    The digits 1 to 7, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
-    their first chunk), engines, tiers, leases or events. Up and down choose a row, and enter shows all that is known
+    The digits 1 to 6, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
+    their first chunk), engines, tiers or events. Up and down choose a row, and enter shows all that is known
     about it: names and ids in full, KV cache groups, a tier's counters. s sorts, r reverses the order, / filters by
     text, p pauses, ? lists the keys.
 

@@ -17,10 +17,10 @@ from rich.text import Text
 from kvdepot.cli.output import clean, count, duration, share, shorten, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
-from kvdepot.protocol.leases import Receipt, Sum
+from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
-from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
+from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Status, TenantStatus, TierStatus, Usage
 from kvdepot.values import plural
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "events",
     "headline",
     "is_sum",
-    "lease_sums",
     "leases",
     "listings",
     "models",
@@ -145,31 +144,14 @@ def _about(seconds: float) -> str:
 
 def _reused(now: Status) -> list[tuple[str, Text]]:
     """The share of prompt tokens that engines loaded; of the same tokens, what was found and could have been."""
-    counted = _windows(now)
-    if not counted:
-        asked = now.tokens.asked
-        if not asked:
-            return [("reused", Text("no lookup by an engine yet"))]
-        rate = min(now.tokens.reused / asked, 1.0)
-        return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
-    longest = max(len(_window(each.window_s)) for each in counted)
-    lines = []
-    for number, each in enumerate(counted):
-        found = min(each.found_tokens / each.asked_tokens, 1.0)
-        text = f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} tokens; found {share(found)}"
-        if each.bound_tokens is not None:
-            text += f", upper bound {share(min(max(each.bound_tokens / each.asked_tokens, found), 1.0))}"
-        lines.append(("" if number else "reused", Text.assemble((f"{share(each.rate):>7} ", "bold"), text)))
-    return lines
-
-
-def _windows(now: Status) -> list[Reuse]:
-    """Windows in which something was asked for, without redundant ones: longer than the first that covers the server's
-    whole life."""
-    shorter = [0.0, *(each.window_s for each in now.reuse)]
-    return [
-        each for each, before in zip(now.reuse, shorter, strict=False) if each.asked_tokens and before < now.uptime_s
-    ]
+    asked = now.tokens.asked
+    if not asked:
+        return [("reused", Text("no lookup by an engine yet"))]
+    found = min(now.tokens.found / asked, 1.0)
+    text = f" of {count(asked)} prompt tokens since the start; found {share(found)}"
+    if now.tokens.bound is not None:
+        text += f", upper bound {share(min(max(now.tokens.bound / asked, found), 1.0))}"
+    return [("reused", Text.assemble((share(min(now.tokens.reused / asked, 1.0)), "bold"), text))]
 
 
 def headline(now: Status) -> tuple[str, str]:
@@ -203,10 +185,6 @@ def _bar(part: float) -> Text:
     return Text.assemble(("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"))
 
 
-def _window(window_s: float) -> str:
-    return {60: "1 min", 600: "10 min", 3600: "1 h", 86400: "1 d"}.get(round(window_s), duration(window_s))
-
-
 def _warnings(now: Status) -> list[str]:
     """What an operator should look at, each with what to do; the page shows the same."""
     return [clean(f"{concern.what} {concern.advice}") for concern in judge(now).concerns]
@@ -218,7 +196,7 @@ def listings(now: Status) -> list[Listing]:
     made = [
         _requests(now), engines(sorted(now.engines, key=_in_stable_order)),
         models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants), tiers(now.tiers),
-        _losses(now), _devices(now), leases(now.leases), events(now.events[: -_EVENTS - 1 : -1]),
+        _losses(now), _devices(now), events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -375,43 +353,17 @@ def _devices(now: Status) -> Listing:
     return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
 
 
-_RECEIPT_HEADS = (">saved tokens", ">saved prefill", ">spared", ">cost")
-
-
-def leases(shown: Sequence[Receipt]) -> Listing:
-    """The table of leases and their receipts."""
+def leases(shown: Sequence[LeaseStatus]) -> Listing:
+    """The table of leases."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            lease.name, lease.kind, count(lease.chunks), size(lease.bytes), _ends(lease), count(lease.saved_tokens),
-            duration(lease.saved_s), size(lease.spared_bytes), _byte_hours(lease.byte_seconds), str(lease.priority),
-            lease.tenant or "-",
+            lease.name, lease.kind, count(lease.chunks), size(lease.bytes),
+            f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never", str(lease.priority),
+            lease.tenant or "-", lease.model,
         )
         for lease in shown
     ]  # fmt: skip
-    heads = ("leases", "kind", ">chunks", ">bytes", "ends", *_RECEIPT_HEADS, ">priority", "tenant")
-    return Listing(heads, rows)
-
-
-def lease_sums(shown: Sequence[Sum]) -> Listing:
-    """The table of sums over leases."""
-    rows: list[tuple[str | Text, ...]] = [
-        (
-            each.tenant or "(no tenant)", each.kind, count(each.leases), size(each.bytes), count(each.begun),
-            count(each.saved_tokens), duration(each.saved_s), size(each.spared_bytes), _byte_hours(each.byte_seconds),
-        )
-        for each in shown
-    ]  # fmt: skip
-    return Listing(("leases since start", "kind", ">now", ">bytes", ">started", *_RECEIPT_HEADS), rows)
-
-
-def _byte_hours(byte_seconds: float) -> str:
-    return f"{size(byte_seconds / 3600)} h"
-
-
-def _ends(lease: Receipt) -> str:
-    if lease.ended:
-        return lease.ended
-    return f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never"
+    return Listing(("leases", "kind", ">chunks", ">bytes", "ends", ">priority", "tenant", "model"), rows)
 
 
 def needs(reach: int) -> str:

@@ -22,7 +22,7 @@ from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
-from kvdepot.protocol.leases import Receipt, Sum
+from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
@@ -231,12 +231,12 @@ def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
     return int(client.ask(prompt.drop(keep)).result(_ANSWER_S))
 
 
-def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
-    """The leases that this client may see, and their sums; see wire.Leases. Blocks until the server has answered.
+def leases(client: Client) -> list[LeaseStatus]:
+    """The leases that this client may see; see wire.Leases. Blocks until the server has answered.
 
     Raises ProtocolError if the answer is not of this version.
     """
-    return _answer(client, wire.Leases(), tuple[list[Receipt], list[Sum]], "leases")
+    return _answer(client, wire.Leases(), list[LeaseStatus], "leases")
 
 
 def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:

@@ -26,7 +26,6 @@ from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
-from kvdepot.core.reuse import Windows
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import Arrived, TierLookup
@@ -74,7 +73,6 @@ class Depot:
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.usages = Usages()
-        self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
         self.lists = Lists(index, self.tiering, self.leases.holds)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
@@ -183,7 +181,7 @@ class Depot:
             case wire.Drop():
                 return self.drops.ask(client, number, request, self.now)
             case wire.Leases():
-                value = [self.leases.receipts(client.tenant, self.now), self.leases.sums(client.tenant, self.now)]
+                value = self.leases.listed(client.tenant, self.now)
             case wire.Forget():
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
@@ -253,7 +251,6 @@ class Depot:
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
         self.usages.tick(now)
-        self.reuse.tick(now, self.usages.tokens, self.counters["lookup_chunks"])
         self._drop_excess()
         self.report.tick(now)
         is_over = self._idleness.is_over(self._clients.values(), now)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, deque
+import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
@@ -26,56 +29,52 @@ from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.index import Index
 from kvdepot.core.matching import match
-from kvdepot.core.receipts import Tally
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
-from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_PRIORITY, Receipt, Sum
+from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_LISTED, MOST_PRIORITY, LeaseStatus
 
 __all__ = ["GROW_S", "MOST_HASHES", "Lease", "Leases"]
+
+log = logging.getLogger(__name__)
 
 GROW_S = 60.0
 """How long a lease grows with the chunks that are stored."""
 MOST_HASHES = 1 << 20
 """Hashes that all leases keep, to grow or to drop their chunks."""
 _MOST_TTL_S = 1 << 31
-_MOST_LISTED = 1000
-"""Receipts, and sums, in one answer."""
-_MOST_ENDED = 100
-"""Ended leases of one tenant whose receipts are kept."""
-_MOST_SHOWN = 100
-"""Leases in a status."""
 _MOST_MATCHED = 64
-"""Leases that one tick, or one store, looks up again; those beyond that follow with the next tick."""
+"""Leases that one tick, or one store, looks up again; the others follow with the next tick."""
 _MOST_NAME = 256
-"""Characters of a name that a receipt shows."""
+"""Characters of a name in a list."""
 _NEVER = float("inf")
+
+_Tops: TypeAlias = list[tuple[Chunk, int]]
+"""Chunks that a lease holds, each with the bytes of its chain, which it protects."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease. request: the request, without its hashes. tops: the chunks that it holds, each with the bytes of its
-    chain, which it protects. hashes: of its prompt, while it grows, and to its end if its chunks are to be dropped."""
+    """One lease. request: the request, without its hashes."""
 
     tenant: str
     request: wire.Lease
-    begun: float
     ends: float
     number: int
-    tally: Tally
     hashes: bytes = b""
+    """Of its prompt, while it grows, and to its end if its chunks are to be dropped."""
     salt: bytes = b""
     """That the chunks that it holds are stored under; before it holds any, the one that was asked for."""
     chunks: int = 0
-    tops: list[tuple[Chunk, int]] = field(default_factory=list)
+    tops: _Tops = field(default_factory=list)
+    held: int = 0
+    """Bytes that it holds."""
     grows_until: float = _NEVER
     awaits: bytes = b""
     """The first chunk that it lacks, while it grows."""
     is_simple: bool = False
     """Its model has one KV cache group, so that the prefix can grow only with the chunk that it awaits."""
-    total: Tally | None = None
-    """Of its tenant and kind, from its begin on."""
 
     @property
     def holds(self) -> bool:
@@ -88,9 +87,10 @@ class Lease:
         return self.request.drops or not self.holds
 
     @property
-    def held(self) -> int:
-        """Bytes that it holds."""
-        return self.tally.bytes
+    def rank(self) -> tuple[bool, int, int]:
+        """Leases with the lowest rank end first where room is short: those with an end, of the lowest priority, the
+        oldest."""
+        return self.ends == _NEVER, self.request.priority, self.number
 
     def keys(self) -> bytes:
         """The hashes of its prompt; once they are not kept, of the chunks that it holds."""
@@ -98,20 +98,8 @@ class Lease:
             return self.hashes
         spaces = [top.namespace for top, _ in self.tops]
         trunk = next((each for each in spaces if not each.reach), spaces[0] if spaces else None)
-        found: list[bytes] = []
-        for top, _ in self.tops:
-            if top.namespace is trunk:
-                found += reversed([each.key for each in _chain(top)])
-        return b"".join(found)
-
-
-@dataclass(slots=True)
-class _Kind:
-    """All leases of one tenant and kind since the start."""
-
-    tally: Tally
-    leases: int = 0  # now
-    begun: int = 0
+        chains = (_chain(top) for top, _ in self.tops if top.namespace is trunk)
+        return b"".join(key for chain in chains for key in reversed([each.key for each in chain]))
 
 
 class Leases:
@@ -120,16 +108,16 @@ class Leases:
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
         self.bytes = 0  # held by all
+        self._ticked = 0.0
         self._index = index
         self._counters = counters
         self._by_tenant: dict[str, dict[str, Lease]] = {}  # then by name, the oldest first
         self._count = 0
-        self._leased: dict[Account, int] = {}  # bytes
-        self._kinds: dict[tuple[str, str], _Kind] = {}  # by tenant and kind
-        self._ended: dict[str, deque[Receipt]] = {}
+        self._leased: Counter[Account] = Counter()  # bytes
         self._growing: dict[Lease, None] = {}  # the oldest first
         self._awaited: dict[bytes, list[Lease]] = {}  # growing leases by the first chunk that they lack
         self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
+        self._protected: Counter[int] = Counter()  # leases by id() of the chunk, of first unbounded groups
         self._hashes = 0  # kept
         self._numbers = itertools.count()
 
@@ -162,13 +150,15 @@ class Leases:
         self._refuse_many(tenant, request)
         ends = now + request.ttl_s if request.ttl_s else _NEVER
         bare = msgspec.structs.replace(request, hashes=b"")
-        salt = tenant_salt(tenant, request.salt)
-        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), request.hashes, salt)
+        return Lease(tenant, bare, ends, next(self._numbers), request.hashes, tenant_salt(tenant, request.salt))
 
     def _refuse_many(self, tenant: str, request: wire.Lease) -> None:
         if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
-            self._counters["leases_refused"] += 1
-            raise Busy(f"there are {self._count} leases, the limit of one server")
+            self._refuse(f"there are {self._count} leases, the limit of one server")
+
+    def _refuse(self, why: str) -> None:
+        self._counters["leases_refused"] += 1
+        raise Busy(why)
 
     def begin(self, lease: Lease, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
         """Hold what was matched in place of what a lease of the same name holds; returns the number of chunks.
@@ -181,8 +171,7 @@ class Leases:
         spare = MOST_HASHES - self._hashes + (0 if old is None else len(old.hashes) // HASH_BYTES)
         grows = matched < chunks and lease.holds
         if lease.drops and chunks > spare:
-            self._counters["leases_refused"] += 1
-            raise Busy(f"leases keep {self._hashes} hashes to drop their chunks; the limit is {MOST_HASHES}")
+            self._refuse(f"leases keep {self._hashes} hashes to drop their chunks; the limit is {MOST_HASHES}")
         if grows and chunks > spare:
             self._counters["lease_growths_refused"] += 1
             grows = False
@@ -192,64 +181,54 @@ class Leases:
             if salt is None:
                 raise BadRequest("the prompt's chunks are stored under several cache salts")
             lease.salt = salt
-        size = sum(size for _, size in tops)
+        size = _size(tops)
         if not self._make_room(lease, size, old):
-            self._counters["leases_refused"] += 1
-            raise Busy(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
+            self._refuse(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
         lease.is_simple = bool(namespaces) and all(each.is_simple for each in namespaces)
-        self._enter(lease)
-        self._hold(lease, tops, matched)  # first, so that chunks of both stay held
-        if old is not None:
-            self._end(old, "replaced")
-        self._by_tenant.setdefault(lease.tenant, {})[lease.request.name] = lease
-        self._count += 1
-        self._keep_hashes(lease, chunks, grows)
-        return matched
-
-    def _enter(self, lease: Lease) -> None:
-        """Count a lease in the sum of its tenant and kind."""
-        lease.tally.since = max(lease.begun, self.now)
-        kind = self._kinds.setdefault((lease.tenant, lease.request.kind), _Kind(Tally(self.now)))
-        kind.leases += 1
-        kind.begun += 1
-        lease.total = kind.tally
         if lease.ends < _NEVER:
             if len(self._ends) > 2 * self._count + 64:  # most of them have ended before their time
                 self._ends = [entry for entry in self._ends if self._is_there(entry[2])]
                 heapq.heapify(self._ends)
             heapq.heappush(self._ends, (lease.ends, lease.number, lease))
-
-    def _keep_hashes(self, lease: Lease, chunks: int, grows: bool) -> None:
+        self._hold(lease, tops, matched)  # first, so that chunks of both stay held
+        if old is not None:
+            self._end(old, "replaced")
+        self._by_tenant.setdefault(lease.tenant, {})[lease.request.name] = lease
+        self._count += 1
+        self._counters["leases_begun"] += 1
         if not grows and not lease.drops:
             lease.hashes = b""
-            return
-        self._hashes += chunks
+        self._hashes += len(lease.hashes) // HASH_BYTES
         if grows:
             lease.grows_until = self.now + GROW_S
             self._growing[lease] = None
             self._await(lease)
+        return matched
 
-    def _await(self, lease: Lease) -> None:
-        """Let it wait for the first chunk that it lacks."""
-        lease.awaits = lease.hashes[lease.chunks * HASH_BYTES : (lease.chunks + 1) * HASH_BYTES]
-        self._awaited.setdefault(lease.awaits, []).append(lease)
-
-    def _hold(self, lease: Lease, tops: list[tuple[Chunk, int]], matched: int) -> None:
+    def _hold(self, lease: Lease, tops: _Tops, matched: int) -> None:
         """Hold these instead of what it holds."""
         before = lease.tops
         self._index.hold([chunk for chunk, _ in tops], use=not before)
         self._index.release([chunk for chunk, _ in before])
+        self._protect(tops, before)
+        size = _size(tops) - lease.held
         lease.tops, lease.chunks = tops, matched
-        self._charge(lease, sum(size for _, size in tops) - sum(size for _, size in before))
-
-    def _charge(self, lease: Lease, size: int) -> None:
-        """Count `size` bytes that it holds from now on, or negative, that it no longer holds."""
-        account = self._account(lease)
-        self._leased[account] = self._leased.get(account, 0) + size
+        lease.held += size
+        self._leased[self._account(lease)] += size
         self.bytes += size
-        lease.tally.hold(size, self.now)
-        if lease.total is not None:
-            lease.total.hold(size, self.now)
+
+    def _protect(self, tops: _Tops, before: _Tops) -> None:
+        """Count the chunks that these protect, instead of those that `before` did; only what differs is passed."""
+        old = {id(top): top for top, _ in before if top.namespace.is_lead}
+        for top in (top for top, _ in tops if top.namespace.is_lead):
+            for chunk in _chain(top):
+                if old.pop(id(chunk), None) is not None:
+                    break  # it and those before it are counted
+                self._protected[id(chunk)] += 1
+        for chunk in itertools.chain.from_iterable(map(_chain, old.values())):
+            self._protected[id(chunk)] -= 1
+            if not self._protected[id(chunk)]:
+                del self._protected[id(chunk)]
 
     # -- the budget
 
@@ -260,16 +239,12 @@ class Leases:
     def _fits(self, account: Account, size: int) -> bool:
         """Whether the leases of an account may hold `size` bytes more."""
         accounts = self._index.accounts
-        own = self._leased.get(account, 0) + size
+        own = self._leased[account] + size
         if own <= account.floor:
             return True
-        above = own - account.floor
-        above += sum(self._above(each) for each in accounts.all() if each is not account)
+        others = (each for each in accounts.all() if each is not account)
+        above = own - account.floor + sum(max(0, self._leased[each] - each.floor) for each in others)
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
-
-    def _above(self, account: Account) -> int:
-        """Bytes that the leases of an account hold above its floor."""
-        return max(0, self._leased.get(account, 0) - account.floor)
 
     def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
         """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
@@ -278,38 +253,29 @@ class Leases:
         free = old.held if old is not None and self._account(old) is account else 0
         if not size or self._fits(account, size - free):
             return True
-        yielding = list(self._yielding(lease, account, old))
+        yielding = [
+            each
+            for each in self._by_tenant.get(lease.tenant, {}).values()
+            if each.held and each.ends < _NEVER and each.request.priority <= lease.request.priority
+            if each is not old and each is not lease and self._account(each) is account
+        ]
         if not self._fits(account, size - free - sum(each.held for each in yielding)):
             return False  # without sorting thousands of leases, as those that grow come here often
-        ended: list[Lease] = []
-        for each in sorted(yielding, key=_rank):
-            ended.append(each)
-            free += each.held
+        for each in sorted(yielding, key=lambda each: each.rank):
             if self._fits(account, size - free):
                 break
-        for each in ended:
             self._end(each, "made room")
         return True
-
-    def _yielding(self, lease: Lease, account: Account, old: Lease | None) -> Iterator[Lease]:
-        """Leases of the same tenant and account that end if this one needs room."""
-        for each in self._by_tenant.get(lease.tenant, {}).values():
-            is_lower = each.ends < _NEVER and each.request.priority <= lease.request.priority
-            is_other = each is not old and each is not lease
-            if is_lower and each.held and is_other and self._account(each) is account:
-                yield each
 
     def quota_changed(self, now: float) -> None:
         """A tenant's account or budget has changed: end leases that no longer fit, those without an end last."""
         self.now = now
-        self._leased = {}
+        self._leased = Counter()
         for lease in self._all():
-            account = self._account(lease)
-            self._leased[account] = self._leased.get(account, 0) + lease.held
-        accounts = self._index.accounts
-        if all(self._fits(each, 0) for each in accounts.all()):
+            self._leased[self._account(lease)] += lease.held
+        if all(self._fits(each, 0) for each in self._index.accounts.all()):
             return
-        for lease in sorted((each for each in self._all() if each.held), key=_rank):
+        for lease in sorted((each for each in self._all() if each.held), key=lambda each: each.rank):
             if not self._fits(self._account(lease), 0):
                 self._end(lease, "quota lowered")
 
@@ -338,7 +304,7 @@ class Leases:
             salt = _salt_of(tops)
             if not lease.tops and salt is not None:
                 lease.salt = salt
-            if salt != lease.salt or not self._make_room(lease, sum(size for _, size in tops) - lease.held):
+            if salt != lease.salt or not self._make_room(lease, _size(tops) - lease.held):
                 self._counters["lease_growths_refused"] += 1
                 self._stop_growing(lease)
                 return
@@ -347,6 +313,11 @@ class Leases:
             self._stop_growing(lease)
         else:
             self._await(lease)
+
+    def _await(self, lease: Lease) -> None:
+        """Let it wait for the first chunk that it lacks."""
+        lease.awaits = lease.hashes[lease.chunks * HASH_BYTES : (lease.chunks + 1) * HASH_BYTES]
+        self._awaited.setdefault(lease.awaits, []).append(lease)
 
     def _stop_awaiting(self, lease: Lease) -> None:
         waiting = self._awaited.get(lease.awaits)
@@ -366,40 +337,37 @@ class Leases:
     # -- end
 
     def end(self, tenant: str, name: str, now: float) -> Lease | None:
-        """End a lease on request; returns it, or None if there is none."""
+        """End a lease on request; returns it with the hashes of its prompt, or None if there is none."""
         self.now = now
         lease = self._find(tenant, name)
-        return None if lease is None else self._end(lease, "released")
+        if lease is not None:
+            keys = lease.keys()
+            self._end(lease, "released")
+            lease.hashes = keys
+        return lease
 
-    def _end(self, lease: Lease, why: str) -> Lease:
-        """End a lease. Returns it with nothing held, and with the hashes of its prompt if it was released."""
+    def _end(self, lease: Lease, why: str) -> None:
+        log.debug("lease %r of %s has ended: %s", lease.request.name, lease.tenant or "no tenant", why)
         names = self._by_tenant[lease.tenant]
         del names[lease.request.name]
         if not names:
             del self._by_tenant[lease.tenant]
         self._count -= 1
-        keys = lease.keys() if why == "released" else lease.hashes
         self._growing.pop(lease, None)
         self._stop_awaiting(lease)
         self._hashes -= len(lease.hashes) // HASH_BYTES
-        chunks, size = lease.chunks, lease.held
         self._hold(lease, [], 0)
-        self._kinds[lease.tenant, lease.request.kind].leases -= 1
-        lease.hashes = keys
-        ended = self._ended.setdefault(lease.tenant, deque(maxlen=_MOST_ENDED))
-        ended.append(self._receipt(lease, chunks, size, why))
-        return lease
 
     def tick(self, now: float) -> list[Lease]:
         """Called once a second: ends leases whose time is over; returns those whose chunks are to be dropped."""
-        self.now = now
+        self._counters["lease_byte_seconds"] += round(self.bytes * (now - self._ticked))
+        self.now = self._ticked = now
         over: list[Lease] = []
         while self._ends and self._ends[0][0] <= now:
             lease = heapq.heappop(self._ends)[2]
             if self._is_there(lease):
-                drops = lease.drops
                 self._end(lease, "expired")
-                over += [lease] if drops else []
+                over += [lease] if lease.drops else []
         left = _MOST_MATCHED
         for lease in list(self._growing):
             if lease not in self._growing:  # the growth of one before it has ended it
@@ -435,84 +403,64 @@ class Leases:
 
     # -- what people see
 
+    def count_found(self, namespace: Namespace, hashes: bytes, matched: int, chunk_tokens: int) -> None:
+        """Count how much of a prefix that an engine's lookup has found is leased. namespace: the model's first group.
+
+        The leased chunks of a chain are its first ones, so the last of them is found by bisection.
+        """
+        lead = next((each for each in namespace.groups if each.is_lead), None)
+        if not self._protected or lead is None:
+            return
+
+        def is_free(number: int) -> bool:
+            return id(lead.chunks.get(hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES])) not in self._protected
+
+        self._counters["leased_hit_tokens"] += bisect_left(range(matched), True, key=is_free) * chunk_tokens
+
     def holds(self) -> Counter[int]:
         """The holds of all leases, by id() of the chunk."""
         return Counter(id(chunk) for lease in self._all() for chunk, _ in lease.tops)
 
     def totals(self, tenant: str) -> tuple[int, int]:
-        """The number of leases and the bytes that they hold. tenant: whose; empty: everybody's."""
+        """The number of leases and the bytes that they hold, of one tenant, or of all if it is empty."""
         if not tenant:
             return self._count, self.bytes
-        kinds = [each for (whose, _), each in self._kinds.items() if whose == tenant]
-        return sum(each.leases for each in kinds), sum(each.tally.bytes for each in kinds)
+        own = self._by_tenant.get(tenant, {}).values()
+        return len(own), sum(each.held for each in own)
 
-    def shown(self, tenant: str, now: float) -> list[Receipt]:
-        """The leases that a status lists."""
+    def listed(self, tenant: str, now: float) -> list[LeaseStatus]:
+        """The leases that a tenant may see, those that hold most first; empty: all."""
         self.now = now
-        return [self._receipt(lease) for lease in itertools.islice(self._all(tenant), _MOST_SHOWN)]
-
-    def receipts(self, tenant: str, now: float) -> list[Receipt]:
-        """Those of leases that there are, those that hold most first, then of those that ended last."""
-        self.now = now
-        best = heapq.nlargest(_MOST_LISTED, self._all(tenant), key=lambda lease: lease.held)
-        past = [self._ended.get(tenant, ())] if tenant else self._ended.values()
-        ended = [receipt for each in past for receipt in reversed(each)]
-        return [*map(self._receipt, best), *ended][:_MOST_LISTED]
-
-    def sums(self, tenant: str, now: float) -> list[Sum]:
-        """By tenant and kind, those that hold most first."""
-        mine = [item for item in self._kinds.items() if tenant in ("", item[0][0])]
         return [
-            Sum(
-                tenant=whose,
-                kind=kind,
-                leases=each.leases,
-                bytes=each.tally.bytes,
-                begun=each.begun,
-                byte_seconds=each.tally.cost(now),
-                spared_bytes=0,
-                saved_tokens=0,
-                saved_s=0.0,
+            LeaseStatus(
+                name=lease.request.name[:_MOST_NAME],
+                tenant=lease.tenant,
+                kind=lease.request.kind,
+                model=lease.request.model[:_MOST_NAME],
+                priority=lease.request.priority,
+                chunks=lease.chunks,
+                bytes=lease.held,
+                ends_s=max(0.0, lease.ends - self.now) if lease.ends < _NEVER else None,
             )
-            for (whose, kind), each in heapq.nlargest(_MOST_LISTED, mine, key=lambda item: item[1].tally.bytes)
+            for lease in heapq.nlargest(MOST_LISTED, self._all(tenant), key=lambda lease: lease.held)
         ]
 
-    def _receipt(self, lease: Lease, chunks: int | None = None, size: int | None = None, why: str = "") -> Receipt:
-        tally = lease.tally
-        return Receipt(
-            name=lease.request.name[:_MOST_NAME],
-            tenant=lease.tenant,
-            kind=lease.request.kind,
-            model=lease.request.model[:_MOST_NAME],
-            priority=lease.request.priority,
-            chunks=lease.chunks if chunks is None else chunks,
-            bytes=lease.held if size is None else size,
-            age_s=max(0.0, self.now - lease.begun),
-            ends_s=max(0.0, lease.ends - self.now) if lease.ends < _NEVER and not why else None,
-            byte_seconds=tally.cost(self.now),
-            spared_bytes=0,
-            saved_tokens=0,
-            saved_s=0.0,
-            ended=why,
-        )
+
+def _size(tops: _Tops) -> int:
+    return sum(size for _, size in tops)
 
 
-def _rank(lease: Lease) -> tuple[bool, int, int]:
-    """Which leases end first where room is short: those with an end, of the lowest priority, the oldest."""
-    return lease.ends == _NEVER, lease.request.priority, lease.number
-
-
-def _salt_of(tops: list[tuple[Chunk, int]]) -> bytes | None:
+def _salt_of(tops: _Tops) -> bytes | None:
     """The salt that all of them are stored under. None: several, in KV cache groups whose chunks were stored by
     requests that say different ones."""
     salt = tops[0][0].salt
     return salt if all(top.salt == salt for top, _ in tops) else None
 
 
-def _weigh(pins: list[Pin], known: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:
+def _weigh(pins: list[Pin], known: _Tops) -> _Tops:
     """The chunks of pins, each with the bytes that holding it protects; known: some that were weighed before."""
     weights = {id(chunk): size for chunk, size in known}
-    tops: list[tuple[Chunk, int]] = []
+    tops: _Tops = []
     for top in (chunk for pin in pins for chunk in pin.chunks):
         size = 0
         for chunk in _chain(top):

@@ -122,7 +122,6 @@ class Report:
         ]
         lease_count, leased_bytes = depot.leases.totals(tenant)
         tokens, models = depot.usages.tokens, depot.usages.by_model(tenant)
-        reuse = depot.reuse.rates(tokens)
         listed, others = _namespaces(namespaces, models)
         return Status(
             version=__version__,
@@ -157,12 +156,9 @@ class Report:
             retrieved_bytes=depot.transfers.retrieved_bytes,
             cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
             saved=Saved(tokens.reused, depot.usages.saved_s.sum),
-            asked_tokens=tokens.asked,
             tokens=tokens,
             usage=depot.usages.by_tenant(tenant),
             model_usage=models,
-            reuse=reuse,
-            hit_rates=depot.reuse.hit_rates(reuse, depot.counters["lookup_chunks"]),
             latencies=self.latencies.figures(),
             namespaces=listed,
             other_namespaces=others,
@@ -170,8 +166,6 @@ class Report:
             holds_s=index.lifetimes.holds_s(),
             host=os.uname().nodename,
             engines=_engines(engines, now),
-            leases=depot.leases.shown(tenant, now),
-            lease_sums=depot.leases.sums(tenant, now),
             tenants=_tenants(index.accounts, depot.tiering, tenant),
             tiers=depot.tiering.status(now),
             devices=self._devices(),

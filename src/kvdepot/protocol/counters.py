@@ -172,6 +172,9 @@ SERVER = (
         "Leases that did not grow with chunks stored after they started, because of the same limits.",
         "leases that could not grow", _REQUESTS, "As for `leases_refused`.", is_event=True,
     ),
+    Counted("leases_begun", "leases", "Leases begun."),
+    Counted("lease_byte_seconds", "byte seconds", "Bytes that leases held, times seconds."),
+    Counted("leased_hit_tokens", "tokens", "Tokens that lookups found in chunks that leases hold."),
     Counted(
         "registrations_refused", "registrations", "Registrations beyond `max_instances`.",
         "registrations refused", _REQUESTS, "An engine registers again and again without unregistering.", is_event=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from kvdepot.errors import ProtocolError
-from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import Event, Latency
 from kvdepot.protocol.quotas import Quota
 
@@ -20,10 +19,8 @@ __all__ = [
     "Engine",
     "GroupStatus",
     "Histogram",
-    "HitRate",
     "Loss",
     "NamespaceStatus",
-    "Reuse",
     "Saved",
     "Status",
     "TenantStatus",
@@ -79,32 +76,6 @@ class Histogram(msgspec.Struct, frozen=True):
     bounds: list[float]
     counts: list[int]
     sum: float = 0.0
-
-
-class Reuse(msgspec.Struct, frozen=True):
-    """For one window: prompt tokens that engines looked up, tokens that they loaded instead of computing them, and the
-    ratio. Engines do not load what is in their own caches. Defined in kvdepot.core.reuse.
-
-    found_tokens, bound_tokens: of the tokens looked up, those in the depot, and those that an infinite cache would have
-    had; see `TokenCounts`.
-    """
-
-    window_s: float
-    asked_tokens: int
-    reused_tokens: int
-    rate: float
-    found_tokens: int = 0
-    bound_tokens: int | None = None
-
-
-class HitRate(msgspec.Struct, frozen=True):
-    """For one window: its length, all chunks looked up, the share of tokens found in the depot, and the share that an
-    infinite cache would have found; both shares are of the same tokens as those in Reuse."""
-
-    window_s: float
-    chunks: int
-    hit_rate: float
-    ceiling: float
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -256,8 +227,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of one server. namespaces, engines and leases are limited; their counts and leased_bytes
-    cover all. lease_sums: of all leases since the start, by tenant and kind.
+    """The current state of one server. namespaces and engines are limited; their counts cover all.
 
     tenants: those with a quota, also salts, and the others together; empty while nobody has a quota.
 
@@ -311,14 +281,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     retrieved_bytes: int = 0
     cached_tokens: int = 0
     saved: Saved = Saved()
-    asked_tokens: int = 0
-    reuse: list[Reuse] = []
-    hit_rates: list[HitRate] = []
     latencies: list[Latency] = []
     namespaces: list[NamespaceStatus] = []
     engines: list[Engine] = []
-    leases: list[Receipt] = []
-    lease_sums: list[Sum] = []
     tenants: list[TenantStatus] = []
     tiers: list[TierStatus] = []
     devices: list[Device] = []

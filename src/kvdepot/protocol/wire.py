@@ -315,9 +315,8 @@ class Drop(_Message, frozen=True):
 
 
 class Leases(_Message, frozen=True):
-    """Answer: a list of two: receipts (leases.Receipt) of the leases that there are, those that saved most first, then
-    of those that ended last; and sums (leases.Sum). Both at most 1,000, and of the client's tenant only, if it has one.
-    """
+    """List the leases of the client's tenant, or of all if it has none. Answer: a list of leases.LeaseStatus: at most
+    1,000, those that hold most first."""
 
 
 class Forget(_Message, frozen=True):

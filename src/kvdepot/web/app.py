@@ -28,7 +28,7 @@ from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.keys import salt_tag
-from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, Receipt, Sum
+from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.metrics import Event
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
@@ -134,13 +134,6 @@ class Released(msgspec.Struct, frozen=True):
 
     name: str = ""
     removed_chunks: int | None = None
-
-
-class LeasesNow(msgspec.Struct, frozen=True):
-    """Leases with their receipts, at most 100, and sums by tenant and kind since the server's start."""
-
-    leases: list[Receipt]
-    sums: list[Sum]
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -249,11 +242,10 @@ async def tiers(state: State) -> list[TierStatus]:
     return state.poll.latest().status.tiers
 
 
-@get("/v1/leases", 401, 503)
-async def leases(state: State) -> LeasesNow:
-    """Leases: what they hold, what they cost, and what they saved."""
-    now = state.poll.latest().status
-    return LeasesNow(now.leases, now.lease_sums)
+@get("/v1/leases", 401, 429, 500, 503, 504)
+def leases(state: State) -> list[LeaseStatus]:
+    """Leases and what they hold, those that hold most first; at most two seconds old."""
+    return state.prefixes.leases()
 
 
 class PrefixQuery(msgspec.Struct, frozen=True):

@@ -129,14 +129,9 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
 
     Rates need two statuses of one boot, because a restart resets all counters.
     """
-    window = now.hit_rates[0] if now.hit_rates else None
-    newest = now.reuse[0] if now.reuse else None
     point = {
-        "reuse_rate": newest.rate if newest is not None and newest.asked_tokens else _NAN,
         "boot": boot_number(now.boot),
-        "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
-        "ceiling": window.ceiling if window is not None and window.chunks else _NAN,
-        "asked_tokens": float(now.asked_tokens),
+        "asked_tokens": float(now.tokens.asked),
         "saved_tokens": float(now.saved.tokens),
         "saved_prefill_s": now.saved.prefill_s,
         "saved_requests": float(_requests_that_saved(now)),
@@ -151,15 +146,20 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
     point["evicted_chunks_s"] = (now.evicted_chunks - before.evicted_chunks) / took_s
     for name in _LOST:
         point[f"{name}_s"] = (now.counters.get(name, 0) - before.counters.get(name, 0)) / took_s
-    looked = now.counters.get("lookup_chunks", 0) - before.counters.get("lookup_chunks", 0)
-    if window is None and looked:
-        hits = now.counters.get("hit_chunks", 0) - before.counters.get("hit_chunks", 0)
-        point["hit_rate"] = hits / looked
+    asked = now.tokens.asked - before.tokens.asked
+    point["reuse_rate"] = _share(now.tokens.reused - before.tokens.reused, asked)
+    point["hit_rate"] = _share(now.tokens.found - before.tokens.found, asked)
+    if now.tokens.bound is not None:
+        point["ceiling"] = _share(now.tokens.bound - (before.tokens.bound or 0), asked)
     for kind in ("Lookup", "Retrieve"):
         buckets = _since(before.latencies, now.latencies, kind)
         for share in (0.5, 0.99):
             point[f"{kind.lower()}_p{share * 100:.0f}_s"] = percentile(buckets, share)
     return point
+
+
+def _share(part: int, whole: int) -> float:
+    return min(part / whole, 1.0) if whole > 0 else _NAN
 
 
 def _requests_that_saved(status: Status) -> int:

@@ -22,9 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
-from kvdepot.protocol.leases import KINDS, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
-from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import (
     OTHERS,
     Device,
@@ -38,7 +36,6 @@ from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
 
-_LEASES = MOST_QUOTAS * len(KINDS)
 _NAMESPACES = 50
 """The largest namespaces have metrics of their own, the others are summed. The layouts of one model and shape count
 together."""
@@ -85,7 +82,7 @@ _GAUGES = {
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
 """Name and help text of the metric, by field of the status."""
-_SERIES = {"capped_chunks": "capped_shards", "engines": "workers", "saved_s": "saved_prefill_seconds"}
+_SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}
 """Names of metrics that are not those of their fields."""
 _Labelled = TypeVar("_Labelled", GaugeMetricFamily, CounterMetricFamily)
 
@@ -132,7 +129,6 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _usages("model", status.model_usage)
     yield from _usages("tenant", status.usage)
     yield from _tenants(status.tenants)
-    yield from _leases(status.lease_sums)
     yield from _tiers(status.tiers)
     yield from _devices(status.devices)
 
@@ -263,25 +259,6 @@ def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
         for name, counter in counters.items():
             counter.add_metric(whose, getattr(tenant, name))
     yield from gauges.values()
-    yield from counters.values()
-
-
-def _leases(sums: Sequence[Sum]) -> Iterator[Metric]:
-    """By tenant and kind, those that held most bytes for longest."""
-    labels = ["tenant", "kind"]
-    held = GaugeMetricFamily("kvdepot_lease_bytes", "Bytes that leases hold.", labels=labels)
-    helps = {
-        "byte_seconds": "Bytes that leases held, times seconds.",
-        "spared_bytes": "Bytes of chunks that would have been evicted without leases.",
-        "saved_tokens": "Tokens that engines loaded of such chunks.",
-        "saved_s": "Prefill time of these tokens.",
-    }
-    counters = _by_field(CounterMetricFamily, "lease", labels, helps)
-    for each in sorted(sums, key=lambda each: -each.byte_seconds)[:_LEASES]:
-        held.add_metric([each.tenant, each.kind], each.bytes)
-        for name, counter in counters.items():
-            counter.add_metric([each.tenant, each.kind], getattr(each, name))
-    yield held
     yield from counters.values()
 
 

@@ -88,11 +88,7 @@ const ACTIONS = {
   },
   unpin: {
     title: (of) => `End the lease ${of}`,
-    what: (of, status) => {
-      const lease = status.leases.find((each) => each.name === of);
-      const size = lease ? `${count(lease.chunks)} chunks (${bytes(lease.bytes)})` : "chunks";
-      return `Its ${size} stay in memory until their turn to be evicted. The client that started the lease is not notified.`;
-    },
+    what: () => "Its chunks stay in memory until their turn to be evicted. The client that started the lease is not notified.",
     verb: "End the lease",
     fields: [],
     path: "v1/unpin",

@@ -82,8 +82,6 @@ export function place(name) {
 /** The first characters of a long id. */
 export const short = (id) => id.slice(0, 8);
 
-/** Memory held for a time: 3.2 GiB·h. */
-export const held = (byte_seconds) => (byte_seconds ? `${bytes(byte_seconds / 3600)}·h` : NONE);
 
 /** A size that is a limit, of which 0 means none. */
 export const limit = (value) => (value ? bytes(value) : NONE);

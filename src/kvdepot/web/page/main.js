@@ -8,7 +8,7 @@ import { duration, moment } from "./format.js";
 import { showFacts, showGain, showHost, showStores, showVerdict } from "./panels.js";
 import { History, point } from "./series.js";
 import { Refusal, ask, hasToken, useToken } from "./source.js";
-import { showDetails, showEngines, showEvents, showPrefixes, showUsers } from "./tables.js";
+import { showDetails, showEngines, showEvents, showLeases, showPrefixes, showUsers } from "./tables.js";
 import "./tip.js";
 
 /** Delay before the next request if there was no response, or no new status. */
@@ -16,6 +16,7 @@ const PAUSE_MS = 1000;
 /** After this long without a status, or if a clock was set by this much, the history is requested again. */
 const GAP_S = 5;
 const PREFIXES_S = 10;
+const LEASES_S = 3;
 const MOST_PREFIXES = 10;
 
 const history = new History();
@@ -155,6 +156,7 @@ class Side {
 
 const SIDES = [
   new Side(`v1/prefixes?most=${MOST_PREFIXES}&sort=hits`, PREFIXES_S, () => $("users").open, showPrefixes),
+  new Side("v1/leases", LEASES_S, () => $("users").open, showLeases),
 ];
 
 $("token").addEventListener("submit", (event) => {

@@ -4,12 +4,8 @@ import { $, bar, fillFacts, list, make, say, sayProse, set } from "./dom.js";
 import { bytes, byteRate, count, duration, exact, latency, none, place, rough, share } from "./format.js";
 import { below, histogram, percentile } from "./series.js";
 
-const HEADLINE_S = 3600;
 /** Chunks that were evicted sooner than this after their last use were evicted too soon: memory is short. */
 const YOUNG_S = 300;
-
-export const windowName = (window_s) =>
-  ({ 60: "minute", 600: "10 min", 3600: "hour", 86400: "day" })[window_s] ?? duration(window_s);
 
 export function showVerdict({ level, headline, concerns }, since) {
   set($("verdict"), "data-level", level);
@@ -45,35 +41,20 @@ export function showFacts(status) {
   ]);
 }
 
-/** The windows of reuse that are not redundant because a shorter one covers the server's whole life. */
-export const windowsOf = (status) => status.reuse.filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
-
-/** Of a window, or of all time: the share of tokens asked; null if nothing was asked, or the share is not known. */
-export const shareOf = (window, tokens) => (window.asked_tokens && tokens != null ? tokens / window.asked_tokens : null);
+/** The share of tokens asked; null if nothing was asked, or the share is not known. */
+export const shareOf = (of, tokens) => (of.asked_tokens && tokens != null ? tokens / of.asked_tokens : null);
 
 export function showGain(status) {
   const { asked, found, reused, bound } = status.tokens;
-  const overall = {
-    window_s: 0,
-    asked_tokens: asked || status.asked_tokens,
-    reused_tokens: reused || Math.min(status.saved.tokens, status.asked_tokens),
-    found_tokens: found,
-    bound_tokens: bound,
-  };
-  const used = windowsOf(status).filter((window) => window.asked_tokens);
-  const headline = used.find((window) => window.window_s === HEADLINE_S) ?? used.at(-1) ?? overall;
-  const isAll = headline === overall || headline.window_s >= status.uptime_s;
-  const rate = headline.rate ?? shareOf(headline, headline.reused_tokens);
-  const most = shareOf(headline, headline.bound_tokens);
-  say($("hit-window"), isAll ? "since the start" : `last ${windowName(headline.window_s)}`);
-  say($("hit-rate"), headline.asked_tokens ? share(rate) : none);
+  const [rate, most] = [asked ? Math.min(reused / asked, 1) : null, asked && bound != null ? Math.min(bound / asked, 1) : null];
+  say($("hit-rate"), asked ? share(rate) : none);
   bar($("hit-bar"), rate, share(rate));
   $("hit-mark").hidden = most === null;
-  if (most !== null) $("hit-mark").style.insetInlineStart = `${100 * Math.min(most, 1)}%`;
-  const parts = [`of ${count(headline.asked_tokens)} prompt tokens`];
-  if (headline.found_tokens) parts.push(`${share(shareOf(headline, headline.found_tokens))} found here`);
+  if (most !== null) $("hit-mark").style.insetInlineStart = `${100 * most}%`;
+  const parts = [`of ${count(asked)} prompt tokens`];
+  if (found) parts.push(`${share(found / asked)} found here`);
   if (most !== null) parts.push(`upper bound (infinite cache) ${share(most)}`);
-  say($("hit-ceiling"), headline.asked_tokens ? parts.join("; ") : "No engine has looked anything up yet.");
+  say($("hit-ceiling"), asked ? parts.join("; ") : "No engine has looked anything up yet.");
 
   const saved = histogram(status, "saved_seconds");
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);

@@ -66,14 +66,14 @@ function bucketsOf(status, request) {
 export function point(before, now) {
   const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is that of the last tick, in whole seconds
   const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
-  const newest = now.hit_rates[0];
-  const reuse = now.reuse?.[0];
+  const asked = now.tokens.asked - before.tokens.asked;
+  const part = (name) => (asked > 0 && now.tokens[name] != null ? Math.min((now.tokens[name] - before.tokens[name]) / asked, 1) : null);
   const values = {
-    reuse_rate: reuse?.asked_tokens ? reuse.rate : null,
+    reuse_rate: part("reused"),
     boot: bootNumber(now.boot),
-    asked_tokens: now.asked_tokens,
-    hit_rate: newest?.chunks ? newest.hit_rate : null,
-    ceiling: newest?.chunks ? newest.ceiling : null,
+    asked_tokens: now.tokens.asked,
+    hit_rate: part("found"),
+    ceiling: part("bound"),
     saved_tokens: now.saved.tokens,
     saved_prefill_s: now.saved.prefill_s,
     saved_requests: (now.histograms ?? [])
@@ -85,8 +85,6 @@ export function point(before, now) {
     evicted_chunks_s: a_second((status) => status.evicted_chunks),
   };
   for (const name of LOST) values[`${name}_s`] = a_second(counter(name));
-  const asked = counter("lookup_chunks")(now) - counter("lookup_chunks")(before);
-  if (!newest && asked > 0) values.hit_rate = (counter("hit_chunks")(now) - counter("hit_chunks")(before)) / asked;
   for (const request of ["Lookup", "Retrieve"]) {
     const old = bucketsOf(before, request);
     const buckets = bucketsOf(now, request).map((value, i) => value - (old[i] ?? 0));

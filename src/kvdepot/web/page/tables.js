@@ -2,10 +2,10 @@
 
 import { $, child, list, make, rows, say, set } from "./dom.js";
 import * as format from "./format.js";
-import { shareOf, windowName, windowsOf } from "./panels.js";
+import { shareOf } from "./panels.js";
 import { percentile } from "./series.js";
 
-const { bytes, count, duration, exact, held, limit, none, rough, share, short } = format;
+const { bytes, count, duration, exact, limit, none, rough, share, short } = format;
 
 /** A cell with a short id, whose whole is shown on focus and hover (see tip.js). */
 const idCell = (id) => (cell, item) => {
@@ -57,7 +57,6 @@ export function showUsers(status) {
     ["num more", (tenant) => count(tenant.evicted_chunks)],
     ["num more", (tenant) => count(tenant.capped_chunks)],
   ]);
-  showLeases(status);
 }
 
 /** Tenants by name, with what they asked for and their quotas; none if there is only the nameless one. */
@@ -70,16 +69,13 @@ function tenantsOf(status) {
   return found.size > 1 || status.tenants.length ? [...found.values()] : [];
 }
 
-function showLeases(status) {
-  $("leases-part").hidden = !status.leases.length;
-  say($("leases-count"), status.lease_count > status.leases.length ? `${count(status.leases.length)} of ${count(status.lease_count)}` : "");
-  rows($("leases"), status.leases, (lease) => `${lease.tenant}/${lease.name}`, [
+export function showLeases(leases) {
+  $("leases-part").hidden = !leases.length;
+  rows($("leases"), leases, (lease) => `${lease.tenant}/${lease.name}`, [
     ["name", (lease) => lease.name, (lease) => (lease.tenant ? `${lease.name} of ${lease.tenant}` : lease.name)],
     ["more", (lease) => lease.kind],
     ["num", (lease) => bytes(lease.bytes), (lease) => `${exact(lease.chunks)} chunks of ${lease.model}`],
     ["num", (lease) => (lease.ends_s == null ? "never" : duration(Math.round(lease.ends_s)))],
-    ["num more", (lease) => held(lease.byte_seconds)],
-    ["num", (lease) => (lease.saved_tokens ? count(lease.saved_tokens) : none), (lease) => exact(lease.saved_tokens)],
     ["action", null, null, actionCell("unpin", "End", (lease) => lease.name)],
   ]);
 }
@@ -157,13 +153,6 @@ const NAMES = {
 };
 
 export function showDetails(status) {
-  rows($("windows"), windowsOf(status).filter((window) => window.asked_tokens), (window) => String(window.window_s), [
-    ["", (window) => windowName(window.window_s)],
-    ["num", (window) => count(window.asked_tokens), (window) => exact(window.asked_tokens)],
-    ["num", (window) => share(window.rate), (window) => exact(window.reused_tokens)],
-    ["num", (window) => share(shareOf(window, window.found_tokens || null)), (window) => exact(window.found_tokens)],
-    ["num", (window) => share(shareOf(window, window.bound_tokens))],
-  ]);
   rows(
     $("latencies"),
     status.latencies.filter((latency) => latency.count),
@@ -196,15 +185,6 @@ export function showDetails(status) {
     ["num", at(0.5)],
     ["num", at(0.9)],
     ["num", (each) => text(each, each.sum / total(each))],
-  ]);
-  $("sums-part").hidden = !status.lease_sums.length;
-  rows($("lease-sums"), status.lease_sums, (sum) => `${sum.tenant}/${sum.kind}`, [
-    ["name", (sum) => sum.tenant || "no tenant", (sum) => sum.tenant],
-    ["", (sum) => sum.kind],
-    ["num", (sum) => `${count(sum.leases)} of ${count(sum.begun)}`],
-    ["num", (sum) => bytes(sum.bytes)],
-    ["num", (sum) => count(sum.saved_tokens), (sum) => exact(sum.saved_tokens)],
-    ["num", (sum) => bytes(sum.spared_bytes)],
   ]);
   $("devices-part").hidden = !status.devices.length;
   rows($("devices"), status.devices, (device) => device.uuid, [
