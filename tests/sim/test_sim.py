@@ -459,7 +459,10 @@ def evicts_what_is_leased(patch: Patch) -> None:
 
 
 def _holds_nothing(self: Any, lease: Any, tops: Any, matched: int) -> None:
-    self._charge(lease, sum(size for _, size in tops) - lease.held)
+    size = sum(size for _, size in tops) - lease.held
+    self._leased[self._account(lease)] += size
+    lease.held += size
+    self.bytes += size
     lease.chunks = matched
 
 
