@@ -48,7 +48,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _of_root(name: str) -> str:
     """A page of the root, with links that lead from docs/."""
-    text = (_ROOT / name).read_text().replace("](docs/", "](")
+    text = re.sub(r"(?<=[\"(])docs/", "", (_ROOT / name).read_text())
     return re.sub(rf"\]\(()({_OF_ROOT})(?=[#)])", _lower, text)
 
 
