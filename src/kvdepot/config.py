@@ -6,12 +6,11 @@ environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +26,7 @@ from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import shown
-from kvdepot.values import explain, in_units, suggestion
+from kvdepot.values import explain, in_units, parse_toml, suggestion
 
 __all__ = [
     "ONLY_IN_FILE",
@@ -100,14 +99,6 @@ def default_key() -> str:
 
 TableT = TypeVar("TableT", bound=msgspec.Struct)
 
-_WORDS = {
-    "log_format": ("human", "json"),
-    "log_level": ("debug", "info", "warning", "error"),
-    "on_stop": ("remove", "keep"),
-    "verify": ("off", "sampled", "always"),
-}
-
-
 REMOVED = {
     "fleet": "was removed: watch several depots with the Grafana dashboard (docs/metrics.md)",
     "kv_events_topics": "was removed: KV events always go under the topics that engines name (kvdepot.events_topic)",
@@ -120,24 +111,30 @@ _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5}
 _MOST_GIB = 1 << 30
 
 
+def _about(description: str, **bounds: Any) -> Meta:
+    """The description of a setting, which is its help text, and its bounds."""
+    return Meta(description=description, **bounds)
+
+
+def _one_of(*words: str) -> str:
+    """The pattern of a setting that takes one of these words."""
+    return f"^({'|'.join(words)})$"
+
+
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one tenant gets of the arena and of local tiers: a table `[tenants.NAME]` of the file. See
     protocol/quotas.py.
     """
 
-    floor_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="memory guaranteed to it")] = 0.0
-    cap_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="most memory it can use; 0 = no cap")] = 0.0
-    weight: Annotated[
-        float, Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT, description="its share of the memory above all floors")
-    ] = 1.0
-    ttl_s: Annotated[
-        int, Meta(ge=0, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
-    ] = 0
-    disk_floor_gib: Annotated[
-        float, Meta(ge=0, le=_MOST_GIB, description="space guaranteed to it in each tier disk://")
-    ] = 0.0
+    floor_gib: Annotated[float, _about("memory guaranteed to it", ge=0, le=_MOST_GIB)] = 0.0
+    cap_gib: Annotated[float, _about("most memory it can use; 0 = no cap", ge=0, le=_MOST_GIB)] = 0.0
+    weight: Annotated[float, _about("its share of the memory above all floors", ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] = (
+        1.0
+    )
+    ttl_s: Annotated[int, _about("seconds after which its chunks expire, if sooner than ttl_s", ge=0, le=1 << 31)] = 0
+    disk_floor_gib: Annotated[float, _about("space guaranteed to it in each tier disk://", ge=0, le=_MOST_GIB)] = 0.0
     disk_cap_gib: Annotated[
-        float, Meta(ge=0, le=_MOST_GIB, description="most space it can use in each tier disk://; 0 = no cap")
+        float, _about("most space it can use in each tier disk://; 0 = no cap", ge=0, le=_MOST_GIB)
     ] = 0.0
 
     def __post_init__(self) -> None:
@@ -158,7 +155,7 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
     every tenant, without a quota.
     """
 
-    tenant: Annotated[str | None, Meta(description="whose requests; without it, clients without a tenant")] = None
+    tenant: Annotated[str | None, _about("whose requests; without it, clients without a tenant")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,130 +172,123 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
-    url: Annotated[str, Meta(description="ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
-    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens per chunk")] = 256
+    url: Annotated[str, _about("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
+    chunk_size: Annotated[int, _about("tokens per chunk", ge=1, le=1 << 20)] = 256
     arena_gib: Annotated[
         float,
-        Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less"),
+        _about("arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less", ge=0, le=_MOST_GIB),
     ] = 0.0
     keys: Annotated[
-        str,
-        Meta(
-            description="folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host"
-        ),
+        str, _about("folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host")
     ] = ""
-    arena_name: Annotated[str, Meta(description="name of the arena in /dev/shm; empty = derived from user and url")] = (
-        ""
-    )
-    copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
+    arena_name: Annotated[str, _about("name of the arena in /dev/shm; empty = derived from user and url")] = ""
+    copy_threads: Annotated[int, _about("threads that copy KV", ge=1, le=256)] = 2
     gpu_staging_mib: Annotated[
-        int, Meta(ge=0, le=4096, description="device memory that copies may use on each GPU in use, in MiB or as 1GiB")
+        int, _about("device memory that copies may use on each GPU in use, in MiB or as 1GiB", ge=0, le=4096)
     ] = 64
     gpu_dma_from_kib: Annotated[
         int,
-        Meta(
+        _about(
+            "KiB per copy from which on a GPU's copy engines are used, whatever an idle GPU's "
+            "figures say; kvdepot calibrate --busy measures it",
             ge=0,
             le=1 << 20,
-            description="KiB per copy from which on a GPU's copy engines are used, whatever an idle GPU's figures say; "
-            "kvdepot calibrate --busy measures it",
         ),
     ] = 28
     gpu_idle_s: Annotated[
-        float, Meta(ge=0, le=86_400, description="seconds without a worker after which the server releases a GPU")
+        float, _about("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
     ] = 180.0
-    policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
-    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message accepted, in MiB or as 1GiB")] = 4
-    max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096
-    max_queued: Annotated[int, Meta(ge=1, description="stores and retrieves in flight per client")] = 1024
-    max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
-    max_pins: Annotated[int, Meta(ge=1, description="chunks per client that its requests pin")] = 1 << 22
-    max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
-    max_namespaces: Annotated[int, Meta(ge=1, description="distinct models, parallel shapes and layouts")] = 1024
-    max_rate: Annotated[int, Meta(ge=16, description="requests per second and client; large ones count more")] = 20_000
+    policy: Annotated[
+        str, _about("eviction policy: " + ", ".join(sorted(POLICIES)), pattern=_one_of(*sorted(POLICIES)))
+    ] = "lru"
+    max_message_mib: Annotated[int, _about("largest message accepted, in MiB or as 1GiB", ge=1, le=1024)] = 4
+    max_clients: Annotated[int, _about("clients served at once", ge=1)] = 4096
+    max_queued: Annotated[int, _about("stores and retrieves in flight per client", ge=1)] = 1024
+    max_sessions: Annotated[int, _about("requests per client that hold pins", ge=1)] = 100_000
+    max_pins: Annotated[int, _about("chunks per client that its requests pin", ge=1)] = 1 << 22
+    max_instances: Annotated[int, _about("registrations of KV tensors per client", ge=1)] = 64
+    max_namespaces: Annotated[int, _about("distinct models, parallel shapes and layouts", ge=1)] = 1024
+    max_rate: Annotated[int, _about("requests per second and client; large ones count more", ge=16)] = 20_000
     max_hint_s: Annotated[
         int,
-        Meta(
+        _about(
+            "longest time, in seconds, for which a request's hints keep chunks; 0 = requests can "
+            "neither keep nor remove chunks",
             ge=0,
             le=1 << 31,
-            description="longest time, in seconds, for which a request's hints keep chunks; 0 = requests can neither "
-            "keep nor remove chunks",
         ),
     ] = HINT_S
     max_hint_priority: Annotated[
-        int, Meta(ge=0, le=MOST_PRIORITY, description="highest priority that a request's hints can give its leases")
+        int, _about("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)
     ] = NORMAL
-    drain_s: Annotated[float, Meta(ge=0, le=86_400, description="seconds to finish copies in flight when stopped")] = (
-        5.0
-    )
+    drain_s: Annotated[float, _about("seconds to finish copies in flight when stopped", ge=0, le=86_400)] = 5.0
     idle_exit: Annotated[
-        float, Meta(ge=0, le=1e9, description="seconds without an engine after which the server stops; 0 = never")
+        float, _about("seconds without an engine after which the server stops; 0 = never", ge=0, le=1e9)
     ] = 0.0
     on_stop: Annotated[
-        str, Meta(description="what to do with the arena on stop: remove, or keep it for the next server")
+        str,
+        _about(
+            "what to do with the arena on stop: remove, or keep it for the next server",
+            pattern=_one_of("remove", "keep"),
+        ),
     ] = "remove"
     tiers: Annotated[
         tuple[str, ...],
-        Meta(description="storage behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
+        _about("storage behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
     ] = ()
     lookup_s: Annotated[
-        float, Meta(gt=0, le=8, description="seconds a lookup may wait for tiers; what arrives later is recomputed")
+        float, _about("seconds a lookup may wait for tiers; what arrives later is recomputed", gt=0, le=8)
     ] = 1.0
-    ttl_s: Annotated[int, Meta(ge=0, le=1 << 31, description="seconds after which a chunk expires; 0 = never")] = 0
+    ttl_s: Annotated[int, _about("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
     tenants: Annotated[
         dict[str, Share],
-        Meta(
-            description="memory and disk by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight, ttl_s, "
-            "disk_floor_gib and disk_cap_gib"
+        _about(
+            "memory and disk by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight, "
+            "ttl_s, disk_floor_gib and disk_cap_gib"
         ),
     ] = {}
     salts: Annotated[
         dict[str, SaltShare],
-        Meta(description="expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
+        _about("expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
     ] = {}
     verify: Annotated[
-        str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
+        str,
+        _about(
+            "checksums of chunks in memory: off, sampled (one chunk in 16) or always",
+            pattern=_one_of("off", "sampled", "always"),
+        ),
     ] = "sampled"
     http: Annotated[
-        str,
-        Meta(
-            description="HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys"
-        ),
+        str, _about("HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys")
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
-        str, Meta(description="file with the HTTP token (mode 0600); empty = created beside the unix socket")
+        str, _about("file with the HTTP token (mode 0600); empty = created beside the unix socket")
     ] = ""
-    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
-    log_format: Annotated[str, Meta(description="human, or json: one object per line")] = "human"
+    log_level: Annotated[
+        str, _about("debug, info, warning or error", pattern=_one_of("debug", "info", "warning", "error"))
+    ] = "info"
+    log_format: Annotated[str, _about("human, or json: one object per line", pattern=_one_of("human", "json"))] = (
+        "human"
+    )
     kv_events: Annotated[
         str,
-        Meta(
-            description="endpoint where routers receive vLLM's KV events (chunks stored and removed), with token ids, "
-            "under the topics that engines name: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or the next "
-            "port; empty = off"
+        _about(
+            "endpoint where routers receive vLLM's KV events (chunks stored and removed), with token ids, under the "
+            "topics that engines name: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or the next port; empty = "
+            "off"
         ),
     ] = ""
 
     def __post_init__(self) -> None:
-        for name in ("arena_gib", "drain_s", "idle_exit", "lookup_s"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
-        if self.arena_gib > _MOST_GIB:
-            raise ValueError(
-                f"arena_gib: {self.arena_gib:g} GiB is more than any machine has; the unit is GiB, e.g. 64"
-            )
         if self.url and (fault := fault_of_endpoint(self.url)):
             raise ValueError(f"url: {fault}")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither off nor HOST:PORT with a port up to {MOST_PORT}")
-        if self.kv_events and not _is_events_endpoint(self.kv_events):
+        # Replays use the next port.
+        if self.kv_events and fault_of_endpoint(self.kv_events, MOST_PORT - 1):
             raise ValueError(
                 f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT with a port below {MOST_PORT}"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(sorted(POLICIES))}")
-        for name, allowed in _WORDS.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if "" in self.salts:
             raise ValueError("salts: a salt has at least one character; ttl_s applies to requests without one")
         if len(self.salts) > MOST_SALTS:
@@ -365,7 +355,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def words_of(setting: str) -> tuple[str, ...]:
     """The allowed values of a setting that takes one of a few words; otherwise empty."""
-    return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
+    hint = get_type_hints(Config, include_extras=True).get(setting)
+    pattern = getattr(hint, "__metadata__", (Meta(),))[0].pattern
+    return tuple(pattern.strip("^($)").split("|")) if pattern else ()
 
 
 def odd_chunk_size(chunk_size: int) -> str:
@@ -378,10 +370,6 @@ def odd_chunk_size(chunk_size: int) -> str:
         f"connector uses whole blocks instead ({fitting} tokens with blocks of {SMALLEST_BLOCK}), and clients of the "
         f"LMCache contract whose block does not divide it are refused"
     )
-
-
-def _is_events_endpoint(url: str) -> bool:
-    return not fault_of_endpoint(url, MOST_PORT - 1)  # replays use the next port
 
 
 def load(
@@ -398,13 +386,11 @@ def load_with_sources(
     merged: dict[str, object] = {}
     source: dict[str, str] = {}
     if file is not None:
-        from kvdepot.toml import tomllib
-
         try:
-            table = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
+            table = parse_toml(Path(file).read_text(encoding="utf-8-sig"))
         except OSError as exc:
             raise ConfigError(f"cannot read the settings file {file}: {exc.strerror}") from exc
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        except ValueError as exc:
             raise ConfigError(f"the settings file {file} is not TOML: {exc}") from exc
         merged |= table
         source |= dict.fromkeys(table, file)
@@ -456,16 +442,15 @@ def _tables(section: str, tables: object, kind: type[TableT], where: str) -> dic
 def _refuse_unknown(source: Mapping[str, str]) -> None:
     """Raise ConfigError with all unknown settings of the first source that has any."""
     unknown = [name for name in source if name not in Config.__struct_fields__]
-    if not unknown:
-        return
-    where = source[unknown[0]]
-    names = []
     for name in unknown:
         if name in REMOVED:
             raise ConfigError(f"{source[name]}: {name} {REMOVED[name]}")
-        meant = suggestion(name, Config.__struct_fields__)
-        names.append(f"{name} (did you mean {meant}?)" if meant else name)
-    raise ConfigError(f"{where}: unknown setting {', '.join(names)}; `kvdepot config` lists all settings")
+    if unknown:
+        meant = {name: suggestion(name, Config.__struct_fields__) for name in unknown}
+        names = [f"{name} (did you mean {close}?)" if close else name for name, close in meant.items()]
+        raise ConfigError(
+            f"{source[unknown[0]]}: unknown setting {', '.join(names)}; `kvdepot config` lists all settings"
+        )
 
 
 _OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}

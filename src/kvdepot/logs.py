@@ -2,7 +2,7 @@
 
 Configured once by the running command. A line about a client, a request or a tier carries them as fields:
 `log.info("...", extra={"request": request_id})`; they are at the line's end, or keys of the object. Invariants: text
-from others is bounded and stays within its line; logging never blocks. So a separate thread writes the lines; if the
+from others is bounded and stays within its line; logging never blocks. So a thread of its own writes the lines; if the
 pipe or disk does not accept them, those beyond a limit are dropped and counted.
 """
 
@@ -14,6 +14,7 @@ import os
 import select
 import threading
 import time
+from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,7 +31,7 @@ _MOST_SAID = 8192
 _MOST_LINES = 4096
 """Lines that wait to be written."""
 _SPARED_S = 60.0
-"""Time in which a line of `Sparing` is logged once."""
+"""Time in which a line of `Sparing` is logged once, in seconds."""
 _MOST_SPARED = 100
 """Different lines that `Sparing` remembers."""
 _END_S = 1.0
@@ -39,9 +40,10 @@ _END_S = 1.0
 
 def configure(level: str, form: str, fd: int = 2) -> None:
     """Log to a descriptor (standard error) from `level` on. form: "human" or "json"."""
-    writer = _Writer(fd)
-    writer.setFormatter(_Json() if form == "json" else _Human())
-    logging.basicConfig(level=level.upper(), handlers=[writer], force=True)
+    handler = _Queued()
+    handler.setFormatter(_Json() if form == "json" else _Human())
+    _Writer(handler, fd).start()
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 class Sparing:
@@ -80,56 +82,61 @@ class Sparing:
         self._log.log(level, "%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
 
 
-class _Writer(logging.Handler):
-    """Writes lines to a descriptor, on a thread of its own."""
+class _Queued(QueueHandler):
+    """Queues lines for `_Writer`. Never blocks: SimpleQueue has no lock that a writing thread could hold."""
 
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self._lines: SimpleQueue[str | threading.Event | None] = SimpleQueue()
-        self._dropped = 0  # changed under the handler's lock
-        self._told = 0  # of these, reported in the log; used by the thread only
-        self._thread = threading.Thread(target=self._run, name="kvdepot-log", daemon=True)
-        self._thread.start()
+    queue: SimpleQueue[str | threading.Event | None]
+
+    def __init__(self) -> None:
+        super().__init__(SimpleQueue())
+        self.dropped = 0  # changed under the handler's lock
 
     def __repr__(self) -> str:
-        return f"<_Writer {self._lines.qsize()} lines wait, {self._dropped} dropped>"
+        return f"<_Queued {self.queue.qsize()} lines wait, {self.dropped} dropped>"
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line. Never blocks."""
-        if self._lines.qsize() >= _MOST_LINES:
-            self._dropped += 1
-            return
-        try:
-            self._lines.put(self.format(record))
-        except Exception:  # noqa: BLE001 - like all handlers of logging: a bad line must not raise in the caller
-            self.handleError(record)
+    def prepare(self, record: logging.LogRecord) -> str:
+        """The line of a record, as the standard library wants it for the queue."""
+        return self.format(record)
+
+    def enqueue(self, record: Any) -> None:
+        """Queue a line that `prepare` made, or count it as dropped."""
+        if self.queue.qsize() >= _MOST_LINES:
+            self.dropped += 1
+        else:
+            self.queue.put_nowait(record)
 
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""
-        if self._thread.is_alive():
-            written = threading.Event()
-            self._lines.put(written)
-            written.wait(_END_S)
+        written = threading.Event()
+        self.queue.put_nowait(written)
+        written.wait(_END_S)
 
     def close(self) -> None:
-        """End the thread after the waiting lines."""
-        self._lines.put(None)
+        """End the writing thread after the waiting lines."""
+        self.queue.put_nowait(None)  # QueueListener's sentinel
         super().close()
 
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
-            self._write(line)
-            if (dropped := self._dropped) > self._told:
-                lost, self._told = dropped - self._told, dropped
-                record = logging.LogRecord(
-                    __name__, logging.WARNING, __file__, 0,
-                    "%d log lines lost: the reader of standard error is too slow", (lost,), None,
-                )  # fmt: skip
-                self._write(self.format(record))
+
+class _Writer(QueueListener):
+    """Writes lines to a descriptor, on a thread of its own."""
+
+    def __init__(self, handler: _Queued, fd: int) -> None:
+        super().__init__(handler.queue)
+        self._handler = handler
+        self._fd = fd
+        self._reported = 0  # dropped lines that the log has mentioned
+
+    def handle(self, record: Any) -> None:
+        """Write a line, and how many were dropped before it; or set an event."""
+        if isinstance(record, threading.Event):
+            record.set()
+            return
+        self._write(record)
+        if (dropped := self._handler.dropped) > self._reported:
+            lost, self._reported = dropped - self._reported, dropped
+            text = "%d log lines lost: the reader of standard error is too slow"
+            lines = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lost,), None)
+            self._write(self._handler.format(lines))
 
     def _write(self, line: str) -> None:
         # Not through sys.stderr, because the interpreter's exit would wait for its lock, which this thread may hold.
@@ -193,12 +200,9 @@ class _Json(logging.Formatter):
         said |= {name: value for name, value in _fields(record).items() if name not in said}
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)[-_MOST_SAID:]
-        # surrogates stand for bytes that were not UTF-8 (in a file's name, for example), and cannot be encoded
-        return msgspec.json.encode(_clean(said)).decode()
+        # Surrogates stand for bytes that were not UTF-8 (in a file's name, for example), and cannot be encoded.
+        return msgspec.json.encode({name: _encodable(value) for name, value in said.items()}).decode()
 
 
-def _clean(said: dict[str, object]) -> dict[str, object]:
-    return {
-        name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-        for name, value in said.items()
-    }
+def _encodable(value: object) -> object:
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

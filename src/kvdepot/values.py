@@ -7,13 +7,14 @@ is for what callers send as JSON: the hints of requests, and the bodies of HTTP 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["explain", "fault_of", "in_units", "is_size", "parse_size", "plural", "suggestion"]
+__all__ = ["explain", "fault_of", "in_units", "is_size", "parse_size", "parse_toml", "plural", "suggestion"]
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -33,6 +34,15 @@ def parse_size(text: str) -> float:
     if found is None or found[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size")
     return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML document. Raises ValueError."""
+    if sys.version_info >= (3, 11):  # imported here, because most processes read no TOML
+        import tomllib
+    else:  # pragma: no cover
+        import tomli as tomllib
+    return tomllib.loads(text)
 
 
 def is_size(name: str) -> bool:

@@ -26,6 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from kvdepot.errors import ConfigError
+from kvdepot.values import parse_toml
 
 __all__ = [
     "Client",
@@ -148,11 +149,9 @@ def read_file(path: Path, is_secret: bool) -> bytes:
 
 
 def _read(path: Path, is_secret: bool) -> dict[str, object]:
-    from kvdepot.toml import tomllib
-
     try:
-        return tomllib.loads(read_file(path, is_secret).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return parse_toml(read_file(path, is_secret).decode())
+    except ValueError:
         raise ConfigError(f"{path} is not TOML: create keys with `kvdepot keygen`") from None
 
 
