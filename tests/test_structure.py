@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src/kvdepot"
 
 LAYERS = """
-    errors values toml install logs processes locks
+    errors values install logs processes locks
     protocol
     eviction
     memory
