@@ -16,7 +16,7 @@ from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
-from kvdepot.tiers.worker import MOST_PARTS, Clock, TierTask, run
+from kvdepot.tiers.worker import MOST_PARTS, Mover, TierTask
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup
 
 TRUTH: dict[tuple[bytes, int, str, int], bytes] = {}
@@ -71,8 +71,8 @@ class Host(Desk):
         self.done.append(tier_task)
         outcome: Any
         try:
-            clock = Clock(self.depot.wall)
-            outcome = run(tier_task, self.tiers[tier_task.tier][1], self, self.heads, make_codec(Options()), clock)
+            mover = Mover(self.tiers[tier_task.tier][1], self, make_codec(Options()), self.heads)
+            outcome = mover.run(tier_task, self.depot.wall)
         except KVDepotError as exc:
             outcome = exc
         self.finished(tier_task.token, outcome)

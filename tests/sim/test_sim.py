@@ -299,13 +299,13 @@ def copies_one_block_too_few(patch: Patch) -> None:
 
 @breaks(282)
 def seals_corrupt_loads(patch: Patch) -> None:
-    check = tier_worker._check
+    accept = tier_worker.Mover._accept
 
-    def credulous(part: Any, blob: Any, *rest: Any) -> Any:
-        found = check(part, blob, *rest)
+    def credulous(self: Any, part: Any, blob: Any, *rest: Any) -> Any:
+        found = accept(self, part, blob, *rest)
         return Header.unpack(blob.buffers[0]) if found is tier_worker.NotLoaded.CORRUPT else found
 
-    patch.setattr(tier_worker, "_check", credulous)
+    patch.setattr(tier_worker.Mover, "_accept", credulous)
 
 
 @breaks(279)

@@ -25,7 +25,6 @@ from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.worker import (
     MOST_PARTS,
-    Clock,
     Enforce,
     Erase,
     Erased,
@@ -34,6 +33,7 @@ from kvdepot.tiers.worker import (
     Load,
     Loaded,
     Located,
+    Mover,
     NotLoaded,
     Part,
     Probe,
@@ -42,7 +42,6 @@ from kvdepot.tiers.worker import (
     TierOutcome,
     TierTask,
     Unwanted,
-    run,
 )  # fmt: skip
 from tests.sim.content import Memory, chunk_image
 
@@ -236,9 +235,9 @@ class TierWorker:
         self._start()
 
     def _run(self, tier_task: TierTask) -> TierOutcome:
-        clock = Clock(WALL + self._world.now, self._ttl_s)
+        mover = Mover(self.store.tier, self._server, self._codec, self._heads, self._ttl_s)
         try:
-            return run(tier_task, self.store.tier, self._server, self._heads, self._codec, clock)
+            return mover.run(tier_task, WALL + self._world.now)
         except KVDepotError as exc:
             return exc
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, its control groups' and /dev/shm's.
+"""The memory that this process may still take: the machine's, its control groups' and /dev/shm's.
 
 Used by config.py for the arena's default size, by arena.py, by cli/ for its checks, and by devices/cpu.py before it
 moves KV. Any thread; it only reads files of /proc and /sys. A file in /dev/shm takes memory as its pages are written,
@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     most: int
     free: int
     advice: str
-    """How to raise it."""
+    """Advice for raising it."""
     is_hard: bool = True
     """Whether the kernel kills a process, or fails its allocation, rather than exceed it."""
 

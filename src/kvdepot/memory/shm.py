@@ -73,7 +73,7 @@ _WHY_NOT = {
     errno.ENOSPC: f"{SHM} is full",
     errno.ENOMEM: "this machine or control group is out of memory",
 }
-"""What an errno of `populate` says."""
+"""The reason for an errno of `populate`."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

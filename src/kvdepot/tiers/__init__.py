@@ -45,17 +45,14 @@ KINDS = {
 }
 """URL scheme -> the kind of tier: a module here that has `open(url, options: dict[str, str], threads) -> Tier`."""
 
-_LOCAL = {"disk"}
-"""Those whose objects are one server's alone."""
-
 _SECRET = re.compile("secret|token|pass|pwd|credential|key|auth|signature|^sig$|^sas", re.IGNORECASE)
-"""What the name of an option with which somebody gives a secret contains."""
+"""The name of an option that seems to hold a secret contains one of these."""
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
-"""What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
+"""The form of names (`fullmatch`): salt, space, key and rank, at most 160 characters."""
 
 ABSENT = -1
-"""What `Tier.read` answers if an object does not exist."""
+"""The answer of `Tier.read` for an object that does not exist."""
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
@@ -82,7 +79,7 @@ class Blob:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a tier holds; None for values that it cannot determine quickly."""
+    """The contents of a tier; None for values that it cannot determine quickly."""
 
     objects: int | None = None
     bytes: int | None = None
@@ -92,7 +89,7 @@ class Usage(msgspec.Struct, frozen=True):
     owners: dict[str, int] = {}
     """Bytes of each quota (by `rules.owner_prefix`), if the tier enforces quotas."""
     free_bytes: int | None = None
-    """What the tier can still take from a file system that it shares with others."""
+    """Bytes that are left in a file system that the tier shares with others."""
 
 
 class Tier(Protocol):
@@ -143,7 +140,7 @@ class Tier(Protocol):
         """
 
     def usage(self) -> Usage:
-        """What the tier holds. Cheap: it also serves as the probe of a failed tier (raises TierError)."""
+        """Count its objects. Cheap: it also serves as the probe of a failed tier (raises TierError)."""
 
     def close(self) -> None:
         """Release connections, threads and files; objects stay. May be called twice.
@@ -198,20 +195,20 @@ class TierConfig(msgspec.Struct, frozen=True):
     secrets: tuple[str, ...] = ()
     """Text that no message may contain."""
     rules: Rules = Rules()
-    """That a local tier follows from the start."""
+    """The rules that a local tier follows from the start."""
 
     def __repr__(self) -> str:
         return f"<TierConfig {self.name}>"
 
     @property
     def name(self) -> str:
-        """For people: the URL without credentials and options."""
+        """The URL without credentials and options, for people."""
         return shown(credentials_of(self.url)[2])
 
     @property
     def is_local(self) -> bool:
         """Whether it is `Enforcing`; all other tiers are shared by servers."""
-        return self.kind in _LOCAL
+        return self.kind == "disk"
 
     def redact(self, exc: BaseException) -> str:
         """An error's message without this tier's secrets."""
@@ -233,23 +230,9 @@ class TierConfig(msgspec.Struct, frozen=True):
         """
         kind = KINDS[self.kind]
         try:
-            return _module(kind)
+            return importlib.import_module(f"kvdepot.tiers.{kind}")
         except ImportError as exc:
             raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
-
-
-def _module(kind: str) -> ModuleType:
-    """By literal names: no setting can import anything else."""
-    match kind:
-        case "disk":
-            return importlib.import_module("kvdepot.tiers.disk")
-        case "redis":
-            return importlib.import_module("kvdepot.tiers.redis")
-        case "object":
-            return importlib.import_module("kvdepot.tiers.object")
-        case "mooncake":
-            return importlib.import_module("kvdepot.tiers.mooncake")
-    raise AssertionError(kind)
 
 
 def parse(text: str) -> TierConfig:

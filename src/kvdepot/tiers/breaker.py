@@ -2,10 +2,6 @@
 
 There is one of the whole tier (`Breaker`), and one of each kind of call (`CallBreaker`): a store may answer everything
 but reads, because its user may not read, or everything but writes, because it has become a replica.
-
-That of the tier opens after FAILURES failures with no success in between, or when the first probe of a tier that has
-never answered fails. While it is open, the tier gets one harmless probe after a pause, which doubles with
-each probe that fails; a probe that succeeds closes it.
 """
 
 from __future__ import annotations
@@ -16,47 +12,50 @@ FAILURES = 3
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 FORGET_S = 60.0
+_NEVER = float("inf")
 
 
 class Breaker:
-    """One tier's circuit breaker. `usable`: it is closed, and the tier may be called."""
+    """One tier's circuit breaker. `usable`: it is closed, and the tier may be called.
 
-    __slots__ = ("failures", "last_success", "probe_at", "trips", "usable", "wait_s")
+    It opens after FAILURES failures with no success in between, or when the first probe of a tier that has never
+    answered fails. While it is open, the tier gets one harmless probe at `probe_at`, after a pause that doubles with
+    each probe that fails; a probe that succeeds closes it.
+    """
+
+    __slots__ = ("failures", "last_success", "probe_at", "usable", "wait_s")
 
     def __init__(self) -> None:
         self.usable = True
         self.failures = 0
-        self.last_success = float("-inf")
+        self.last_success = -_NEVER
         self.wait_s = FIRST_WAIT_S
-        self.probe_at = float("inf")
-        """Time of the next probe."""
-        self.trips = 0
+        self.probe_at = _NEVER
 
     def succeeded(self, now: float) -> bool:
         """A call succeeded; whether that closes the breaker."""
-        back = not self.usable
+        closes = not self.usable
         self.usable = True
         self.failures = 0
         self.last_success = now
         self.wait_s = FIRST_WAIT_S
-        self.probe_at = float("inf")
-        return back
+        self.probe_at = _NEVER
+        return closes
 
     def failed(self, now: float, is_probe: bool = False) -> bool:
         """A call failed or timed out; whether that opens the breaker. is_probe: the call was a probe."""
         if not self.usable and now < self.probe_at:
             return False  # called before the breaker opened
         self.failures += 1
-        was_never_there = is_probe and self.last_success == float("-inf")
+        was_never_there = is_probe and self.last_success == -_NEVER
         if self.usable and self.failures < FAILURES and not was_never_there:
             return False
-        tripped = self.usable
-        if not tripped:
+        opens = self.usable
+        if not opens:
             self.wait_s = min(2 * self.wait_s, LONGEST_WAIT_S)
-        self.trips += tripped
         self.usable = False
         self.probe_at = now + self.wait_s
-        return tripped
+        return opens
 
 
 class CallBreaker:
@@ -72,10 +71,9 @@ class CallBreaker:
     def __init__(self) -> None:
         self.usable = True
         self.failures = 0
-        self.error = ""
-        """Of the last failure."""
+        self.error = ""  # of the last failure
         self.wait_s = FIRST_WAIT_S
-        self.retry_at = float("inf")
+        self.retry_at = _NEVER
 
     @property
     def is_failing(self) -> bool:

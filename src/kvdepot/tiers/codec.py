@@ -75,7 +75,7 @@ class Codec:
         """key: 32 bytes. Raises ConfigError if a library is missing."""
         self._compress = compress
         self._key = key
-        self.told = False
+        self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
         self._coding = 0  # of everything that it encrypts, and the only one that it decrypts
         if compress and _zstandard() is None:

@@ -67,12 +67,12 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def tenant_prefix(tenant: str) -> str:
-    """How the second part of every name of a tenant begins."""
+    """The beginning of the second part of every name of a tenant."""
     return str(blake3(b"kvdepot tenant" + _encode(tenant)).hexdigest()[:8])
 
 
 def model_prefix(tenant: str, model: str) -> str:
-    """How the second part of every name of a tenant's model begins."""
+    """The beginning of the second part of every name of a tenant's model."""
     return tenant_prefix(tenant) + str(blake3(b"kvdepot model" + _encode([tenant, model])).hexdigest()[:8])
 
 

@@ -61,7 +61,7 @@ _FULL = re.compile("status code: 507|QuotaExceeded|StorageFull|No space left on 
 
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9a-f:.]*:[0-9a-f:.]*")
 _WORD = re.compile(r"[A-Za-z0-9._\-]+")
-"""What names of buckets, containers and regions consist of."""
+"""The form of names of buckets, containers and regions."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -111,7 +111,7 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
 
 
 def _fault_of_endpoint(endpoint: str) -> str:
-    """What is wrong with an `endpoint`, at which obstore might panic; empty: nothing."""
+    """The fault of an `endpoint`, at which obstore might panic; empty: none."""
     if not endpoint or _is_address(endpoint):
         return ""
     if "://" not in endpoint and _is_address(f"http://{endpoint}"):

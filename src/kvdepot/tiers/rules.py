@@ -1,4 +1,4 @@
-"""What a local tier keeps for whom, and for how long: quotas and times to live, by names of objects. Pure.
+"""Rules of a local tier: quotas and times to live, by names of objects. Pure.
 
 Each tenant with a quota owns objects, and so does each cache salt with a quota; their owners are the beginnings of
 their names' parts (`owner_prefix`).
@@ -22,11 +22,11 @@ class Rules(msgspec.Struct, frozen=True):
     """The quotas and times to live in one tier."""
 
     quotas: dict[str, Quota] = {}
-    """By `owner_prefix`."""
+    """Quotas by `owner_prefix`."""
     salts: dict[str, int] = {}
     """Seconds, by the first part of names."""
     ttl_s: int = 0
-    """Of all objects; 0: none."""
+    """Seconds of all objects; 0: no limit."""
 
     @classmethod
     def of(cls, quotas: Mapping[tuple[str, bytes], Quota], salts: Mapping[bytes, int], ttl_s: int) -> Rules:
@@ -45,7 +45,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     @property
     def ages(self) -> object:
-        """What `ttl_of` depends on, to be compared."""
+        """All that `ttl_of` depends on, to be compared."""
         return self.ttl_s, self.salts, {owner: quota.ttl_s for owner, quota in self.quotas.items() if quota.ttl_s}
 
     def fault(self, capacity_bytes: int) -> str:
@@ -60,12 +60,12 @@ NO_RULES = Rules()
 
 
 def owner_of(name: str) -> str:
-    """Whose object it is, as exactly as a quota may say: its name up to what stands for the tenant."""
+    """The owner of an object, as exactly as a quota may say: its name up to the tenant's part."""
     return name[:41]
 
 
 def tenant_of(owner: str) -> str:
-    """What stands for the tenant in an `owner_of` (`tenant_prefix`)."""
+    """The tenant's part of an `owner_of` (`tenant_prefix`)."""
     return owner[33:]
 
 

@@ -33,30 +33,10 @@ from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.rules import Rules
 
 __all__ = [
-    "MOST_PARTS",
-    "Clock",
-    "Enforce",
-    "Enforced",
-    "Erase",
-    "Erased",
-    "Find",
-    "Forget",
-    "Forgotten",
-    "Load",
-    "Loaded",
-    "Located",
-    "NotLoaded",
-    "Part",
-    "Probe",
-    "Save",
-    "Saved",
-    "TierOutcome",
-    "TierTask",
-    "TierWorker",
-    "Unwanted",
-    "run",
+    "MOST_PARTS", "Enforce", "Enforced", "Erase", "Erased", "Find", "Forget", "Forgotten", "Load", "Loaded", "Located",
+    "Mover", "NotLoaded", "Part", "Probe", "Save", "Saved", "TierOutcome", "TierTask", "TierWorker", "Unwanted",
     "start_workers",
-]
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +44,18 @@ Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
 
 _OPEN_S = 1.0
-"""How long a starting server waits for a tier to open."""
+"""Seconds that a starting server waits for a tier to open."""
 MOST_PARTS = 16
 """Shards per Load or Save."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One shard to load or save: its identity, and its place in the arena."""
+    """One shard to load or save: its identity, and its place in the arena.
+
+    checksum, born: for a save, the checksum if it is already known, else 0, and when the chunk was computed, in seconds
+    since 1970.
+    """
 
     facts: Facts
     salt: bytes
@@ -79,30 +63,39 @@ class Part:
     extents: Extents
     size: int
     checksum: int = 0
-    """For a save: the checksum if it is already known, else 0."""
     born: int = 0
-    """For a save: when the chunk was computed, in seconds since 1970."""
 
     @property
     def name(self) -> str:
         return self.facts.name(self.salt, self.key)
 
 
-# -- tier tasks. `token` is the caller's and comes back with the outcome; `tier` is the tier's number.
+# -- tier tasks
 
 
 @dataclass(slots=True)
-class Find:
-    """Check which objects exist. Outcome: Located, or Unwanted."""
+class _Task:
+    """token: the caller's; it comes back with the outcome. tier: the tier's number."""
 
     token: object
     tier: int
+
+
+def _is_wanted() -> bool:
+    return True
+
+
+@dataclass(slots=True)
+class Find(_Task):
+    """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted.
+
+    is_wanted: whether a lookup still waits for the answer. A callable, because the tier's thread evaluates it when the
+    task starts: a find that no lookup waits for costs no call to the store.
+    """
+
     objects: list[tuple[Facts, bytes]]
-    """(facts, key)"""
     salt: bytes
-    is_wanted: Callable[[], bool] = lambda: True
-    """Whether a lookup still waits for the answer. A callable, because the tier's thread evaluates it when the task
-    starts: a find that nobody waits for costs no call to the store."""
+    is_wanted: Callable[[], bool] = _is_wanted
 
     @property
     def names(self) -> list[str]:
@@ -110,59 +103,46 @@ class Find:
 
 
 @dataclass(slots=True)
-class Load:
+class Load(_Task):
     """Read shards into the arena. Outcome: Loaded."""
 
-    token: object
-    tier: int
     parts: list[Part]
 
 
 @dataclass(slots=True)
-class Save:
+class Save(_Task):
     """Write shards. Outcome: Saved."""
 
-    token: object
-    tier: int
     parts: list[Part]
 
 
 @dataclass(slots=True)
-class Erase:
+class Erase(_Task):
     """Remove objects. Outcome: Erased."""
 
-    token: object
-    tier: int
     names: list[str]
 
 
 @dataclass(slots=True)
-class Forget:
+class Forget(_Task):
     """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten.
 
     A tier that must scan all its objects to forget (Redis) scans them once per space.
     """
 
-    token: object
-    tier: int
     salt: str
     namespaces: list[str]
 
 
 @dataclass(slots=True)
-class Probe:
+class Probe(_Task):
     """Check whether the tier responds. Outcome: its Usage."""
-
-    token: object
-    tier: int
 
 
 @dataclass(slots=True)
-class Enforce:
-    """For a local tier: follow these rules, and remove what they do not allow. Outcome: Enforced."""
+class Enforce(_Task):
+    """Let a local tier follow these rules, and remove what they do not allow. Outcome: Enforced."""
 
-    token: object
-    tier: int
     rules: Rules
 
 
@@ -193,7 +173,7 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """For each part of the Load: the header if the shard is in the arena, intact; otherwise why it is not.
+    """The header of each part of the Load if the shard is in the arena, intact; otherwise why it is not.
 
     took_s: of the call, with decoding and checksums; 0: not measured.
     """
@@ -204,7 +184,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """For each part of the Save: whether the tier has the shard now. took_s: see `Loaded`."""
+    """Whether the tier has each part of the Save now. took_s: see `Loaded`."""
 
     kept: list[bool]
     took_s: float = 0.0
@@ -217,7 +197,7 @@ class Erased:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many objects were removed."""
+    """The number of objects that were removed."""
 
     objects: int
 
@@ -237,12 +217,7 @@ class TierWorker:
     """One tier's threads. They call `report(token, outcome)` for every finished task."""
 
     def __init__(
-        self,
-        config: TierConfig,
-        arena: Memory,
-        report: Callable[[object, TierOutcome], None],
-        codec: Codec,
-        wall: Callable[[], float] = time.time,
+        self, config: TierConfig, arena: Memory, report: Callable[[object, TierOutcome], None], codec: Codec
     ) -> None:
         """Open the tier, in the background if that takes long. If it fails to open, each task tries again.
 
@@ -254,12 +229,11 @@ class TierWorker:
         self._arena = arena
         self._report = report
         self._codec = codec
-        self._wall = wall
         self._ready = threading.Condition()
         self._urgent: deque[TierTask] = deque()
         self._later: deque[TierTask] = deque()
         self._stopping = False
-        # One more than asked for: of the last, saves keep off, so that no load waits behind them all.
+        # One more than asked for: the first takes no saves, so that no load waits behind them all.
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
@@ -274,7 +248,7 @@ class TierWorker:
             self._has_begun = True
         if isinstance(self._refused, ConfigError):
             raise self._refused
-        self._tell_refused()
+        self._log_refused()
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -316,9 +290,9 @@ class TierWorker:
                 self._refused = self._failure("opening it", exc)
                 if not self._has_begun:
                     return  # the constructor's to raise or to log
-            self._tell_refused()
+            self._log_refused()
 
-    def _tell_refused(self) -> None:
+    def _log_refused(self) -> None:
         if self._refused is not None:
             log.warning("tier %s is unavailable: %s", self._config.name, self._refused)
 
@@ -330,22 +304,24 @@ class TierWorker:
                 self._tier = tier
             return self._tier
 
-    def _next(self, saves: bool) -> TierTask | None:
+    def _next(self, takes_saves: bool) -> TierTask | None:
         with self._ready:
             while not self._stopping:
                 if self._urgent:
                     return self._urgent.popleft()
-                if saves and self._later:
+                if takes_saves and self._later:
                     return self._later.popleft()
                 self._ready.wait()
             return None
 
-    def _run(self, heads: Bytes, saves: bool) -> None:
-        while (tier_task := self._next(saves)) is not None:
+    def _run(self, heads: Bytes, takes_saves: bool) -> None:
+        ttl_s = shortest(self._config.options.ttl_s, self._config.rules.ttl_s)
+        while (tier_task := self._next(takes_saves)) is not None:
             outcome: TierOutcome
             began = time.monotonic()
             try:
-                outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._clock())
+                mover = Mover(self._tier or self._open(), self._arena, self._codec, heads, ttl_s)
+                outcome = mover.run(tier_task, time.time())
             except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
                 outcome = self._failure(type(tier_task).__name__, exc)
             if isinstance(outcome, Loaded | Saved):
@@ -368,9 +344,6 @@ class TierWorker:
             log.error("tier %s: %s; further errors of this kind are not logged", self._config.name, said)
         return InternalError(f"{what}: {type(exc).__name__}")
 
-    def _clock(self) -> Clock:
-        return Clock(self._wall(), shortest(self._config.options.ttl_s, self._config.rules.ttl_s))
-
 
 def start_workers(
     tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[object, TierOutcome], None]
@@ -392,106 +365,96 @@ def start_workers(
     return workers
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The time at which a tier task runs (`wall`, seconds since 1970), and `ttl_s` of all objects; 0: none."""
-
-    wall: float = 0.0
-    ttl_s: int = 0
-
-    @property
-    def oldest(self) -> float:
-        """Shards computed before this time count as absent."""
-        return self.wall - self.ttl_s if self.ttl_s else 0.0
-
-
-def run(
-    tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Codec, clock: Clock = Clock()
-) -> TierOutcome:
-    """Do one tier task and return its outcome. Blocks. Raises TierError.
-
-    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK].
-    """
-    match tier_task:
-        case Find():
-            if not tier_task.is_wanted():
-                return Unwanted()
-            return Located(_whole(tier_task.objects, tier.find(tier_task.names)))
-        case Load():
-            return Loaded(_load(tier_task.parts, tier, arena, heads, codec, clock.oldest))
-        case Save():
-            return Saved(_save(tier_task.parts, tier, arena, heads, codec))
-        case Erase():
-            tier.remove(tier_task.names)
-            return Erased()
-        case Forget():
-            return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
-        case Probe():
-            return tier.usage()
-        case Enforce():
-            assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
-            return Enforced(tier.enforce(tier_task.rules, clock.wall))
-
-
-def _whole(asked: Sequence[object], answers: list[_T]) -> list[_T]:
+def _complete(asked: Sequence[object], answers: list[_T]) -> list[_T]:
     if len(answers) != len(asked):
         raise TierError(f"{len(answers)} answers for {len(asked)} objects")
     return answers
 
 
-def _load(
-    parts: list[Part], tier: Tier, arena: Memory, heads: Bytes, codec: Codec, oldest: float
-) -> list[Header | NotLoaded]:
-    slack = codec.slack
-    blobs = []
-    if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
-        return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
-    for i, part in enumerate(parts):
-        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
-        behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []
-        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *kv, *behind]))
-    sizes = _whole(parts, tier.read(blobs))
-    return [
-        _check(part, blob, size, arena, codec, oldest) for part, blob, size in zip(parts, blobs, sizes, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Does tier tasks on one thread.
 
+    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. ttl_s: seconds after which shards count as absent;
+    0: never.
+    """
 
-def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | NotLoaded:
-    """Check what was read, and decode it into the arena."""
-    if size < 0:
-        return NotLoaded.ABSENT
-    header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
-    if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
-        return NotLoaded.CORRUPT
-    if header.stored != size - HEADER_BYTES:
-        return NotLoaded.CORRUPT
-    if header.born < oldest:
-        return NotLoaded.ABSENT
-    if not codec.is_readable(header):
-        if not codec.told:
-            codec.told = True
-            log.warning("%s and similar objects count as misses: %s", part.name, codec.why_not(header))
-        return NotLoaded.ABSENT
-    if header.coding:
-        out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
-        if not codec.decode(header, blob.buffers[1:], out):
+    tier: Tier
+    arena: Memory
+    codec: Codec
+    heads: Bytes
+    ttl_s: int = 0
+
+    def run(self, tier_task: TierTask, wall: float) -> TierOutcome:
+        """Do one tier task at `wall` (seconds since 1970) and return its outcome. Blocks. Raises TierError."""
+        tier = self.tier
+        match tier_task:
+            case Find():
+                if not tier_task.is_wanted():
+                    return Unwanted()
+                return Located(_complete(tier_task.objects, tier.find(tier_task.names)))
+            case Load():
+                return Loaded(self._load(tier_task.parts, wall - self.ttl_s if self.ttl_s else 0.0))
+            case Save():
+                return Saved(self._save(tier_task.parts))
+            case Erase():
+                tier.remove(tier_task.names)
+                return Erased()
+            case Forget():
+                return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
+            case Probe():
+                return tier.usage()
+            case Enforce():
+                assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
+                return Enforced(tier.enforce(tier_task.rules, wall))
+
+    def _kv(self, part: Part) -> list[memoryview]:
+        """The part's memory in the arena."""
+        return [view.data for view in views(self.arena.bytes, part.extents, 0, part.size)]
+
+    def _load(self, parts: list[Part], oldest: float) -> list[Header | NotLoaded]:
+        """oldest: shards computed before this time count as absent."""
+        if not all(self.arena.ensure(*extent) for part in parts for extent in part.extents):
+            return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
+        end = HEADER_BYTES + self.codec.slack
+        blobs = [
+            Blob(part.name, [head[:HEADER_BYTES].data, *self._kv(part), head[HEADER_BYTES:end].data])
+            for part, head in zip(parts, self.heads, strict=False)
+        ]
+        sizes = _complete(parts, self.tier.read(blobs))
+        return [self._accept(*read, oldest) for read in zip(parts, blobs, sizes, strict=True)]
+
+    def _accept(self, part: Part, blob: Blob, size: int, oldest: float) -> Header | NotLoaded:
+        """Check what was read, and decode it into the arena."""
+        if size < 0:
+            return NotLoaded.ABSENT
+        header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
+        if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
             return NotLoaded.CORRUPT
-    elif header.stored != part.size:
-        return NotLoaded.CORRUPT
-    is_intact = checksum(arena.bytes, part.extents, part.size) == header.checksum
-    return header if is_intact else NotLoaded.CORRUPT
+        if header.stored != size - HEADER_BYTES:
+            return NotLoaded.CORRUPT
+        if header.born < oldest:
+            return NotLoaded.ABSENT
+        if not self.codec.is_readable(header):
+            if not self.codec.has_logged:
+                self.codec.has_logged = True
+                log.warning("%s and similar objects count as misses: %s", part.name, self.codec.why_not(header))
+            return NotLoaded.ABSENT
+        if header.coding:
+            if not self.codec.decode(header, blob.buffers[1:], self._kv(part)):
+                return NotLoaded.CORRUPT
+        elif header.stored != part.size:
+            return NotLoaded.CORRUPT
+        is_intact = checksum(self.arena.bytes, part.extents, part.size) == header.checksum
+        return header if is_intact else NotLoaded.CORRUPT
 
-
-def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Bytes, codec: Codec) -> list[bool]:
-    blobs = []
-    for i, part in enumerate(parts):
-        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
-        total = part.checksum or checksum(arena.bytes, part.extents, part.size)
-        header = Header(
-            part.facts.digest, part.key, part.salt or NO_SALT, part.size, part.size, total, part.born
-        )  # fmt: skip
-        first, *rest = codec.encode(header, part.facts, kv)
-        heads[i, :HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
-        pieces = [heads[i, :HEADER_BYTES].data, *(memoryview(piece) for piece in rest)]
-        blobs.append(Blob(part.name, pieces, part.born))
-    return _whole(parts, tier.write(blobs))
+    def _save(self, parts: list[Part]) -> list[bool]:
+        blobs = []
+        for part, head in zip(parts, self.heads, strict=False):
+            total = part.checksum or checksum(self.arena.bytes, part.extents, part.size)
+            identity = part.facts.digest, part.key, part.salt or NO_SALT
+            header = Header(*identity, part.size, part.size, total, part.born)
+            first, *rest = self.codec.encode(header, part.facts, self._kv(part))
+            head[:HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
+            blobs.append(Blob(part.name, [head[:HEADER_BYTES].data, *rest], part.born))
+        return _complete(parts, self.tier.write(blobs))

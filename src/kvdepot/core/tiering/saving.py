@@ -140,7 +140,7 @@ class Saves:
         self._index.release([chunk])
 
     def holds_of(self, chunk: Chunk) -> int:
-        """How many saves and demotions in progress hold a chunk; all of them end by themselves."""
+        """The number of saves and demotions in progress that hold a chunk; all of them end by themselves."""
         return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
@@ -154,7 +154,7 @@ class Saves:
     # -- demotion
 
     def make_room(self, by: Account | None) -> list[Save]:
-        """For tiers with `on_evict`: save the next victims before their space is needed.
+        """Save the next victims in tiers with `on_evict`, before their space is needed.
 
         by: the account that has just stored or loaded something, and may soon need more; None: none in particular.
         """

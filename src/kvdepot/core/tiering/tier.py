@@ -44,7 +44,7 @@ LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 """The kinds of call, as they are shown."""
 _NO_USAGE = Usage()
 _ENFORCE_EVERY_S = 10.0
-"""How often a local tier removes what has expired: an object stays at most this much longer."""
+"""Seconds between two removals of expired objects in a local tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Queued(NamedTuple):
 
 
 class CallTimes:
-    """How long calls of one kind take, and how fast they are. One value per call, of up to MOST_PARTS shards."""
+    """Durations and rates of calls of one kind, one value per call of up to MOST_PARTS shards."""
 
     __slots__ = ("rates", "seconds")
 
@@ -246,7 +246,7 @@ class TierState:
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What a tier task is for; it comes back with the outcome. There is one subclass per kind of task.
+    """The purpose of a tier task; it comes back with the outcome. There is one subclass per kind of task.
 
     kind: of the call; empty for a probe.
     """

@@ -204,7 +204,7 @@ class Tiering:
         return saves + self._saves.make_room(arrived.shards[0][0].account) if arrived.shards else saves
 
     def make_room(self, by: Account | None = None) -> list[Save]:
-        """For tiers with `on_evict`: save the next victims before their space is needed. by: see `Saves.make_room`."""
+        """Save the next victims in tiers with `on_evict`; see `Saves.make_room`."""
         return self._saves.make_room(by)
 
     # -- forgetting
@@ -234,7 +234,7 @@ class Tiering:
     # -- dropping
 
     def saves_of(self, chunk: Chunk) -> int:
-        """How many saves and demotions in progress hold a chunk."""
+        """The number of saves and demotions in progress that hold a chunk."""
         return self._saves.holds_of(chunk)
 
     def erase(self, parts: Iterable[Unsaved]) -> None:

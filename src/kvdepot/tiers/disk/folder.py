@@ -25,7 +25,7 @@ from kvdepot.tiers.rules import Rules, owner_of
 __all__ = ["Folder"]
 
 _DATE_EVERY_S = 60.0
-"""How often reads update a file's access time: an update at each read would cost a journal entry."""
+"""Seconds between two updates of a file's access time: one at each read would cost a journal entry."""
 _MOST_TRIMMED = 4096
 """Objects that one call of `enforce` removes, so that the tier's other tasks get the thread again."""
 _CLOSE_S = 5.0

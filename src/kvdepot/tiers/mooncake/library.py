@@ -22,7 +22,7 @@ Matrix = list[list[int]]
 
 
 class ReplicateConfig(Protocol):
-    """How a new object is stored."""
+    """The options of a new object."""
 
     replica_num: int
 

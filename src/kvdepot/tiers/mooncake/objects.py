@@ -65,7 +65,7 @@ class Group:
         self._most = most
         self._weight = 0
         self.objects: dict[str, PoolObject] = {}
-        """By key: of two with the same key in a call, the library fills one and answers for both (0.3.13)."""
+        """Objects by key: of two with the same key in a call, the library fills one and answers for both (0.3.13)."""
 
     def is_full(self, entry: PoolObject, weight: int) -> bool:
         return bool(self.objects) and (self._weight + weight > self._most or entry.key in self.objects)

@@ -252,7 +252,7 @@ class RedisTier:
         """
         indexes: Sequence[int] = range(len(requests))
         with self._edge():
-            for again in (False, True):
+            for _ in range(2):
                 moved: list[int] = []
 
                 def sort(index: int, replies: list[Reply], moved: list[int] = moved) -> None:
@@ -261,10 +261,11 @@ class RedisTier:
                     else:
                         answer(index, replies)
 
-                for pool, theirs in self._servers.routes(requests, indexes, again):
+                for pool, theirs in self._servers.routes(requests, indexes):
                     exchange(pool, [(index, requests[index]) for index in theirs], sort)
                 if not moved:
                     return
+                self._servers.distrust()
                 indexes = moved
 
     @contextmanager
@@ -275,7 +276,7 @@ class RedisTier:
         try:
             yield
         except (RedisError, RedisClusterException, OSError) as exc:
-            self._servers.failed()
+            self._servers.distrust()
             # A server that does not know AUTH quotes its arguments, cut off at some length.
             said = redact(str(exc).partition(", with args beginning with")[0], self._secrets)
             raise TierError(f"{self._name}: {type(exc).__name__}: {said}") from None

@@ -98,7 +98,7 @@ def expect(reply: Reply, kind: type[_T]) -> _T:
 
 
 def checked(value: object) -> Reply:
-    """What redis-py has read, as a reply. Raises RedisError if it is something else."""
+    """The value that redis-py has read, as a reply. Raises RedisError if it is something else."""
     if isinstance(value, list):
         return [checked(item) for item in value]
     if value is None or isinstance(value, int | bytes | ResponseError):

@@ -43,16 +43,16 @@ class Single:
         once = Retry(NoBackoff(), 0)  # the circuit breaker decides about retries
         self._client = redis.Redis(host=host, port=port, db=database, retry=once, **settings)
 
-    def routes(self, requests: Sequence[Request], numbers: Sequence[int], again: bool) -> list[Route]:
-        """Where to send the requests of these numbers. again: a server has said that some are elsewhere."""
+    def routes(self, requests: Sequence[Request], numbers: Sequence[int]) -> list[Route]:
+        """The servers of the requests of these numbers."""
         return [(self._client.connection_pool, numbers)]
 
     def clients(self) -> list[redis.Redis]:
         """All servers that hold keys."""
         return [self._client]
 
-    def failed(self) -> None:
-        """Nothing: the pool checks each connection before it hands it out."""
+    def distrust(self) -> None:
+        """Do nothing: the pool checks each connection before it hands it out."""
 
     def close(self) -> None:
         self._client.connection_pool.disconnect(inuse_connections=False)
@@ -76,7 +76,7 @@ class Cluster:
         self._cluster: redis.RedisCluster | None = None
         self._doubtful = False
 
-    def _known(self, again: bool = False) -> _Cluster:
+    def _known(self) -> _Cluster:
         if self._cluster is None:
             node: Callable[[str, int], ClusterNode] = ClusterNode
             self._cluster = redis.RedisCluster(
@@ -85,13 +85,13 @@ class Cluster:
                 retry=Retry(NoBackoff(), 0),
                 **self._settings,
             )
-        elif again or self._doubtful:
+        elif self._doubtful:
             self._cluster.nodes_manager.initialize()
         self._doubtful = False
         return self._cluster
 
-    def routes(self, requests: Sequence[Request], numbers: Sequence[int], again: bool) -> list[Route]:
-        cluster = self._known(again)
+    def routes(self, requests: Sequence[Request], numbers: Sequence[int]) -> list[Route]:
+        cluster = self._known()
         found: dict[str, tuple[ClusterNode, list[int]]] = {}
         for number in numbers:
             node = cluster.get_node_from_key(requests[number].key)
@@ -102,7 +102,8 @@ class Cluster:
         cluster = self._known()
         return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
 
-    def failed(self) -> None:
+    def distrust(self) -> None:
+        """Query the slots again before the next request: a call failed, or a key has moved."""
         self._doubtful = True
 
     def close(self) -> None:
