@@ -263,82 +263,6 @@ TestQuotas.settings = settings(max_examples=60, stateful_step_count=50, deadline
 # -- who gives up space
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_what_is_above_the_floors_is_divided_by_weight_among_those_that_want_it(policy: str) -> None:
-    house = House(100, policy)
-    house.index.set_quota("a", pages(20, weight=1))
-    house.index.set_quota("b", pages(0, weight=3))
-    house.fill("a", "b")
-    assert (house.used("a"), house.used("b")) == (40, 60)
-    house.fill("")  # the rest has weight 1
-    assert (house.used("a"), house.used("b"), house.used("")) == (36, 48, 16)
-
-
-def test_space_that_others_leave_unused_is_used_and_given_back_when_they_want_it() -> None:
-    house = House(100)
-    house.index.set_quota("a", pages(30))
-    house.index.set_quota("b", pages(30, 40))
-    house.fill("a")
-    assert house.used("a") == 100
-    house.fill("b")
-    assert (house.used("a"), house.used("b")) == (60, 40), "b stops at its cap, and a keeps what is left"
-    house.fill("", chunks=500)
-    assert (house.used("a"), house.used("b"), house.used("")) == (45, 40, 15)
-
-
-def test_a_flood_never_takes_a_tenant_below_its_floor() -> None:
-    house = House(64)
-    house.index.set_quota("a", pages(10))
-    house.fill("a", chunks=10)
-    house.fill("", chunks=300)
-    assert (house.used("a"), house.used("")) == (10, 54)
-
-
-def test_a_tenant_at_its_cap_replaces_its_own_chunks_although_space_is_free() -> None:
-    house = House(64)
-    house.index.set_quota("a", pages(cap=5))
-    house.fill("a", chunks=50)
-    house.fill("", chunks=5)
-    assert (house.used("a"), house.used("")) == (5, 5)
-    account = house.index.accounts.of("a")
-    assert (account.evicted, account.chunks) == (45, 5)
-
-
-def test_a_store_is_refused_for_the_cap_if_all_that_the_tenant_has_is_pinned() -> None:
-    house = House(64)
-    house.index.set_quota("a", pages(cap=3))
-    held = [chunk for _ in range(3) if (chunk := house.store("a")) is not None]
-    house.index.hold(held)
-    outcome = house.reserve("a", (7,), PAGE)
-    assert isinstance(outcome, NoRoom) and outcome.is_capped
-    house.index.release(held)
-    assert house.store("a") is not None
-
-
-def test_if_the_first_account_has_nothing_to_give_the_next_one_gives() -> None:
-    house = House(12)
-    house.index.set_quota("a", pages(1))
-    house.index.set_quota("b", pages(1))
-    house.fill("a", chunks=7)
-    house.index.hold(list(house.namespaces["a"].chunks.values()))
-    house.fill("b", chunks=5)
-    assert house.store("") is not None, "a is further above its floor, but its chunks are pinned"
-    assert (house.used("a"), house.used("b"), house.used("")) == (7, 4, 1)
-    house.index.hold(list(house.namespaces["b"].chunks.values()))
-    house.index.hold(list(house.namespaces[""].chunks.values()))
-    outcome = house.reserve("", (7,), PAGE)
-    assert isinstance(outcome, NoRoom) and not outcome.is_capped
-
-
-def test_tenants_without_a_quota_evict_each_other_in_the_order_of_use_as_without_quotas() -> None:
-    house = House(8)
-    house.index.set_quota("a", pages(2))
-    house.fill("b", chunks=4)
-    house.fill("c", chunks=4)
-    house.fill("", chunks=4)
-    assert [house.used(tenant) for tenant in ("b", "c", "")] == [0, 4, 4]
-
-
 # -- changes at run time
 
 
@@ -380,18 +304,6 @@ def test_what_is_above_a_lowered_cap_goes_some_chunks_at_a_time_and_nothing_is_a
     assert house.index.trim(16) and house.used("a") == 24
     assert not house.index.trim(16) and house.used("a") == 10
     assert house.store("a") is not None and house.used("a") == 10
-
-
-def test_what_is_pinned_stays_above_a_lowered_cap_until_it_is_released() -> None:
-    house = House(64)
-    house.index.set_quota("a", pages(cap=8))
-    house.fill("a", chunks=8)
-    held = list(house.namespaces["a"].chunks.values())
-    house.index.hold(held)
-    house.index.set_quota("a", pages(cap=2))
-    assert not house.index.trim(100) and house.used("a") == 8
-    house.index.release(held)
-    assert not house.index.trim(100) and house.used("a") == 2
 
 
 @pytest.mark.parametrize(
@@ -439,28 +351,6 @@ def test_too_many_chunks_are_not_moved_at_once(monkeypatch: pytest.MonkeyPatch) 
 # -- salts
 
 
-def test_a_salts_first_quota_moves_its_chunks_and_its_end_moves_them_back_to_their_tenant() -> None:
-    house = House(64)
-    x, y = TAGS[1:]
-    for tag in (x, y, b""):
-        for number in range(4):
-            house.store("a", (len(tag), number, tag[0] if tag else 0), tag=tag)
-            house.store("", (len(tag), number, tag[0] if tag else 0), tag=tag)
-    index = house.index
-    index.set_quota("a", pages(2))
-    index.set_quota("a", pages(3), x)
-    index.set_quota("", pages(1), y)
-    chunks = {(account.tenant, account.tag): account.chunks for account in index.accounts.all()}
-    assert chunks == {("", b""): 8, ("a", b""): 8, ("a", x): 4, ("", y): 4}
-    index.validate()
-    index.set_quota("a", None)
-    assert (index.accounts.rest.chunks, index.accounts.of("a", tenant_salt("a", x)).chunks) == (16, 4)
-    index.set_quota("a", pages(5))
-    index.set_quota("a", None, x)
-    assert index.accounts.of("a").chunks == 12
-    index.validate()
-
-
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chain(policy: str) -> None:
     table = memoryview(bytearray(256 * SLOT_BYTES))
@@ -476,34 +366,6 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index = Index(Allocator(0, 16 * PAGE), Lru, Records(table))
     restore(index)
     index.validate()
-
-
-def test_what_is_still_loaded_after_a_store_took_its_place_moves_with_its_salts_chunks() -> None:
-    house, x = House(16), TAGS[1]
-    loading = house.reserve("a", (1,), PAGE, is_load=True, tag=x).chunk.shards[0]
-    chunk = house.reserve("a", (1,), PAGE, tag=x).chunk
-    assert loading.state is State.REPLACED
-    for tag, used in ((x, [0, 2]), (b"", [0, 2, 0])):
-        house.index.set_quota("a", pages(), tag)
-        assert [account.used // PAGE for account in house.index.accounts.all()] == used
-    house.index.set_quota("a", None, x)
-    assert [account.used // PAGE for account in house.index.accounts.all()] == [0, 2]
-    house.index.remove(chunk, Reason.FAILED, 0)
-    house.index.set_quota("a", None)
-    house.index.validate()
-    house.index.give_back(chunk, loading)
-    assert house.index.accounts.rest.used == 0
-    house.index.validate()
-
-
-def test_tenants_and_salts_together_have_at_most_so_many_quotas() -> None:
-    index = House(16).index
-    for number in range(MOST_QUOTAS - 1):
-        index.set_quota("a", pages(), salt_tag(f"{number}"))
-    index.set_quota("a", pages())
-    for tenant, tag in (("b", b""), ("", salt_tag("more"))):
-        with pytest.raises(BadRequest, match=str(MOST_QUOTAS)):
-            index.set_quota(tenant, pages(), tag)
 
 
 def test_salts_whose_names_for_people_are_equal_have_quotas_of_their_own() -> None:
@@ -524,30 +386,7 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
     assert len(house.index.accounts.ages) <= 2 * 20 + 64
 
 
-def test_a_salt_without_chunks_gets_a_quota_beside_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas_module, "MOST_MOVED", 3)
-    house = House(16)
-    house.fill("a", chunks=8)
-    house.index.set_quota("a", pages(1), TAGS[1])
-    house.store("a", tag=TAGS[2])
-    with pytest.raises(Busy):
-        house.index.set_quota("a", pages(1), TAGS[2])
-    house.index.validate()
-
-
 # -- expiry
-
-
-def test_chunks_expire_by_the_shorter_of_the_servers_and_the_tenants_time() -> None:
-    house = House(16, ttl_s=100)
-    house.index.set_quota("a", pages(ttl_s=10))
-    house.index.set_quota("b", pages(ttl_s=1000))
-    for tenant in ("a", "b", ""):
-        house.store(tenant)
-    assert house.index.expire(9) == 0
-    assert house.index.expire(10) == 1 and house.used("a") == 0
-    assert house.index.expire(99) == 0
-    assert house.index.expire(100) == 2
 
 
 def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> None:
@@ -616,21 +455,4 @@ def test_a_restart_finds_each_chunk_in_its_tenants_account_and_trims_what_a_lowe
     assert index.trim(5) and index.accounts.of("a").chunks == 15
     assert not index.trim(100)
     assert [account.used // PAGE for account in index.accounts.all()] == [20, 8, 0]
-    index.validate()
-
-
-def test_a_restart_finds_each_chunk_in_its_salts_account() -> None:
-    table = memoryview(bytearray(256 * SLOT_BYTES))
-    house, tag = House(64, records=Records(table)), TAGS[1]
-    for _ in range(5):
-        for tenant in ("a", ""):
-            house.store(tenant, tag=tag)
-            house.store(tenant)
-    index = Index(Allocator(0, 64 * PAGE), Lru, Records(table))
-    index.set_quota("a", pages(cap=3), tag)
-    restore(index)
-    index.validate()
-    assert [account.chunks for account in index.accounts.all()] == [15, 5]
-    assert not index.trim(100)
-    assert [account.chunks for account in index.accounts.all()] == [15, 3]
     index.validate()

@@ -105,17 +105,6 @@ def test_a_window_that_only_the_tier_has_joins_what_memory_has_of_the_others(tie
     there.assert_quiet()
 
 
-def test_full_attention_that_only_the_tier_has_joins_the_window_in_memory(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 6)
-    fill(tier, reaches, chain)
-    there = group_host(reaches, tier, url="disk:///d?write=off")
-    put(there, reaches, chain, [[], range(4, 6)])
-    assert there.find(b"one", look(chain)) == 6
-    assert loaded(there, chain) == [list(range(6)), []]
-    take(there, reaches, chain, 6)
-    there.assert_quiet()
-
-
 def test_a_state_at_one_boundary_loads_what_that_needs_and_nothing_behind_it(tier: MemoryTier) -> None:
     reaches, chain = (0, 1), prompt("a", 9)
     fill(tier, reaches, chain, [range(9), [2, 5]])
@@ -188,17 +177,6 @@ def test_a_part_counts_only_with_the_shards_of_all_ranks(tier: MemoryTier) -> No
     there.assert_quiet()
 
 
-def test_chunks_of_another_length_are_others(tier: MemoryTier) -> None:
-    chain = prompt("a", 4)
-    fill(tier, (0, 2), chain, [range(4), range(4)])
-    there = group_host((0, 2), tier)
-    for namespace in there.index.namespaces.all():
-        assert there.ask(b"one", wire.Unregister(1 + namespace.group)) is None
-    there.register_groups((0, 2), chunk_tokens=32)
-    assert there.find(b"one", look(chain)) == 0
-    there.assert_quiet()
-
-
 def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
     reaches, chain = (0, 2), prompt("a", 6)
     fill(tier, reaches, chain, [range(6), range(6)])
@@ -267,23 +245,6 @@ def _is_of_group(name: str, chain: ChunkChain, reaches: Reaches, group: int) -> 
     return name in alone.objects
 
 
-def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_next(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 6)
-    fill(tier, reaches, chain)
-    there = group_host(reaches, tier, url="disk:///d?write=off", lookup_s=0.5)
-    put(there, reaches, prompt("a", 2))
-    asked = there.send(b"one", look(chain))
-    there.work()  # it is found; the load hangs
-    there.pass_time(0.5)
-    assert there.answers[asked] == 2
-    take(there, reaches, chain, 2)
-    there.rest()
-    asked = there.send(b"one", look(chain, "r2"))
-    assert there.answers[asked] == 6 and not there.tier_tasks
-    take(there, reaches, chain, 6, request="r2")
-    there.assert_quiet()
-
-
 @pytest.mark.parametrize(("numbers", "is_enough"), [([1], False), ([4, 5], True)])
 def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of_it(
     tier: MemoryTier, numbers: list[int], is_enough: bool
@@ -302,18 +263,6 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of
     if is_enough:
         take(there, reaches, chain, 6)
     there.assert_quiet()
-
-
-def test_a_server_that_stops_and_a_client_that_dies_leave_nothing_held(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 6)
-    fill(tier, reaches, chain)
-    there = group_host(reaches, tier)
-    asked = there.send(b"one", look(chain))
-    there.work()
-    there.die(b"one")
-    assert asked not in there.answers
-    there.assert_quiet()
-    assert there.index.chunks == 8, "it came all the same"
 
 
 # -- what happens meanwhile
@@ -388,35 +337,6 @@ def test_of_a_prompt_too_large_to_be_loaded_at_once_a_boundary_comes_each_time(t
     there.assert_quiet()
 
 
-def test_full_attention_leaves_room_for_the_window_without_which_it_is_of_no_use(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 20)
-    fill(tier, reaches, chain, [range(20)] * 2)
-    there = group_host(reaches, tier, url="disk:///d?write=off", pages=26)
-    assert there.find(b"one", look(chain)) == 11, "half of the arena are 13 pages"
-    assert loaded(there, chain) == needed(reaches, 11)
-    take(there, reaches, chain, 11)
-    there.assert_quiet()
-
-
-def test_a_prompt_that_finds_no_room_leaves_nothing_held(tier: MemoryTier) -> None:
-    reaches, chain, other = (0, 0, 2), prompt("a", 4), prompt("b", 4)
-    fill(tier, reaches, chain, [range(4)] * 3)
-    there = group_host(reaches, tier, url="disk:///d?write=off", pages=18)
-    put(there, reaches, other)
-    assert there.find(b"one", look(other, "keeps")) == 4
-    for _ in range(3):
-        found = there.find(b"one", look(chain))
-        assert found <= 3, "8 pages are left, and a boundary at 4 takes 10"
-        there.ask(b"one", wire.EndSession("r"))
-        there.rest()
-        there.index.validate()
-    take(there, reaches, other, 4, request="keeps")
-    there.assert_quiet()
-    assert there.find(b"one", look(chain)) == 4
-    take(there, reaches, chain, 4)
-    there.assert_quiet()
-
-
 def test_no_more_objects_are_asked_for_than_a_lookup_may(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.tiering.lookup._MOST_WANTED", 13)
     reaches, chain = (0, 2), prompt("a", 9)
@@ -466,36 +386,7 @@ def test_a_store_takes_over_a_part_that_is_being_loaded(tier: MemoryTier) -> Non
     assert clear(there.index) == 6 and there.index.allocator.free_bytes == there.index.allocator.capacity
 
 
-def test_what_is_forgotten_while_it_is_loaded_does_not_come_back(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 4)
-    fill(tier, reaches, chain)
-    there = group_host(reaches, tier, url="disk:///d?write=off")
-    put(there, reaches, chain, [range(2), []])
-    asked = there.send(b"one", look(chain))
-    there.work()
-    there.send(b"one", wire.Forget("m"))
-    there.rest()
-    assert there.answers[asked] == 0 and tier.objects == {}
-    assert there.find(b"one", look(chain, "r2")) == 0
-    there.assert_quiet()
-    assert there.index.chunks == 0
-
-
 # -- saves
-
-
-def test_parts_that_memory_evicts_are_found_in_the_tier_and_make_their_boundaries_whole(tier: MemoryTier) -> None:
-    reaches = (0, 2)
-    host = group_host(reaches, tier, url="disk:///d?write=on_evict", pages=64)
-    chains = [prompt(f"p{number}", 4) for number in range(20)]
-    for chain in chains:
-        put(host, reaches, chain)
-    assert host.depot.tiering.status(0.0)[0].counters.get("undemoted_chunks", 0) == 0
-    assert len(tier.objects) >= 20 * 6 - 64
-    for chain in chains:
-        assert host.find(b"one", look(chain)) == 4
-        take(host, reaches, chain, 4)
-    host.assert_quiet()
 
 
 @pytest.mark.parametrize("seed", range(25))

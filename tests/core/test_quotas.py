@@ -68,15 +68,6 @@ def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:
     ]
 
 
-def test_a_quota_that_cannot_hold_is_refused_with_the_reason(desk: Desk) -> None:
-    desk.hello(b"admin")
-    assert desk.ask(b"admin", wire.SetQuota("red", pages(20))) is None
-    for quota, fault in ((pages(13), "all floors together"), (pages(4, 3), "below"), (pages(weight=-1.0), "weight")):
-        answer = desk.ask(b"admin", wire.SetQuota("blue", quota))
-        assert isinstance(answer, BadRequest) and fault in str(answer)
-    assert told(desk).keys() == {"", "red"}
-
-
 def test_a_tenant_that_no_client_can_have_gets_no_quota_but_can_lose_one(desk: Desk) -> None:
     desk.hello(b"admin")
     desk.depot._is_tenant = "blue".__eq__
@@ -289,24 +280,6 @@ def on_disk(tmp_path: Path) -> Iterator[tuple[Host, Disk]]:
     tier.close()
 
 
-def test_each_tenant_has_its_floor_and_no_more_than_its_cap_on_disk(on_disk: tuple[Host, Disk]) -> None:
-    host, tier = on_disk
-    blue, red = engine(host, "blue"), engine(host, "red")
-    assert host.ask(b"one", wire.SetQuota("blue", disk(4))) is None
-    assert host.ask(b"one", wire.SetQuota("red", disk(cap=8))) is None
-    host.tick(1.0, 1001.0)
-    host.rest()
-    for client, count in ((blue, 6), (red, 12), (b"one", 30)):
-        for number in range(count):
-            assert host.find(client, store(prompt(f"{number}", 1))) is True
-    host.tick(20.0, 1020.0)
-    host.rest()
-    counts = {name: each.disk_bytes // OBJECT for name, each in told(host).items() if each.disk_bytes is not None}
-    assert counts["blue"] >= 4 and counts["red"] <= 8 and sum(counts.values()) < 20
-    assert tier.usage().objects == 20
-    host.assert_quiet()
-
-
 def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tenant(
     on_disk: tuple[Host, Disk],
 ) -> None:
@@ -384,14 +357,6 @@ def test_a_salt_of_clients_without_a_tenant_can_have_a_quota_although_they_canno
     assert isinstance(desk.ask(b"admin", wire.SetQuota("", disk(1), tag)), BadRequest)
     assert desk.ask(b"admin", wire.SetQuota("", pages(1), tag)) is None
     assert of_salts(desk).keys() == {("", ""), ("", tag.hex()[:16])}
-
-
-def test_a_store_beyond_a_salts_cap_counts_for_the_salt(desk: Desk) -> None:
-    admin, tag = engine(desk, ""), salt_tag("alice")
-    desk.ask(admin, wire.SetQuota("", pages(cap=2), tag))
-    request = wire.Store(1, 1, [msgspec.structs.replace(shards(prompt("long", 5)), salt=tag)])
-    assert desk.ask(admin, request) is False
-    assert {each.salt: each.capped_chunks for each in of_salts(desk).values()} == {"": 0, tag.hex()[:16]: 3}
 
 
 def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) -> None:

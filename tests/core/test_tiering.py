@@ -60,14 +60,6 @@ def test_hits_that_tiers_are_awaited_for_count_in_the_window_of_their_lookup(tie
     assert tokens.bound is not None and 0 <= tokens.found <= tokens.bound <= tokens.asked
 
 
-def test_a_lookup_that_memory_can_answer_asks_no_tier(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    chain = prompt("a", 5)
-    host.find(b"one", store(chain))
-    asked = host.send(b"one", look(chain))
-    assert host.answers[asked] == 5 and not host.tier_tasks
-
-
 def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> None:
     here, there = new_host(tier), new_host(tier)
     chain = prompt("a", 40)
@@ -90,18 +82,6 @@ def test_a_hole_in_the_tier_ends_the_prefix_there(tier: MemoryTier) -> None:
     assert there.find(b"one", look(chain)) == 2
     assert there.index.chunks == 2
     there.ask(b"one", wire.EndSession("r"))
-    there.assert_quiet()
-
-
-def test_a_chunk_is_a_hit_only_with_the_shards_of_all_ranks(tier: MemoryTier) -> None:
-    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
-    chain = prompt("a", 3)
-    for rank in range(2):
-        end = 3 if rank == 0 else 2
-        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank, end=end))
-    assert there.find(b"one", look(chain, world_size=2, readers=2)) == 2
-    for rank in range(2):
-        assert there.find(b"one", retrieve(chain, instance=rank + 1, world_size=2, rank=rank, end=2)) == [True] * 2
     there.assert_quiet()
 
 
@@ -142,31 +122,6 @@ def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None
     there.assert_quiet()
 
 
-def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    first = there.send(b"one", look(chain, "r1"))
-    there.work()
-    second = there.send(b"one", look(chain, "r2"))
-    assert there.kinds() == ["Load"]
-    there.work()
-    assert (there.answers[first], there.answers[second]) == (3, 3)
-    for request in ("r1", "r2"):
-        there.ask(b"one", wire.EndSession(request))
-    there.assert_quiet()
-
-
-def test_what_is_loaded_is_pinned_until_its_session_ends(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, pages=8)
-    chain, others = prompt("a", 4), [prompt(f"o{i}", 4) for i in range(5)]
-    here.find(b"one", store(chain))
-    assert there.find(b"one", look(chain, "r1")) == 4
-    for other in others:
-        there.find(b"one", store(other))
-    assert there.find(b"one", retrieve(chain, request="r1")) == [True] * 4
-
-
 def test_a_load_that_finds_too_little_room_answers_a_shorter_prefix(tier: MemoryTier) -> None:
     here, there = new_host(tier), new_host(tier, pages=8)
     full, chain = prompt("f", 5), prompt("a", 6)
@@ -192,21 +147,6 @@ def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> No
     there.index.validate()
     there.ask(b"one", wire.EndSession("r"))
     there.assert_quiet()
-
-
-def test_the_nearest_tier_that_has_it_loads_it(tier: MemoryTier) -> None:
-    near = MemoryTier()
-    here = new_host(tier)
-    chain = prompt("a", 5)
-    here.find(b"one", store(chain))
-    near.objects.update(tier.objects)
-    there = new_host(("disk:///d", near), ("redis://far", tier))
-    there.send(b"one", look(prompt("a", 6)))  # nobody has the sixth
-    near_find, far_find = there.tier_tasks
-    there.work(far_find)
-    there.work(near_find)
-    assert {tier_task.tier for tier_task in there.tier_tasks if isinstance(tier_task, Load)} == {0}
-    there.rest()
 
 
 def test_a_repeated_hash_leaks_no_hold(tier: MemoryTier) -> None:
@@ -257,21 +197,6 @@ def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_
     there.ask(b"one", wire.EndSession("r2"))
     there.ask(b"one", wire.EndSession("r"))
     there.assert_quiet()
-
-
-def test_at_half_time_what_the_other_tiers_have_is_loaded(tier: MemoryTier) -> None:
-    slow = MemoryTier()
-    here = new_host(tier)
-    there = new_host(("redis://slow", slow), ("disk:///d", tier), lookup_s=1.0)
-    chain = prompt("a", 5)
-    here.find(b"one", store(chain))
-    asked = there.send(b"one", look(prompt("a", 6)))
-    there.work(there.tier_tasks[1])  # the first tier says nothing, and may have the sixth
-    assert there.kinds() == ["Find"]
-    there.pass_time(0.5)
-    assert there.kinds() == ["Find", "Load"]
-    there.work(there.tier_tasks[1])
-    assert there.answers[asked] == 5
 
 
 def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> None:
@@ -432,23 +357,6 @@ def test_a_chunk_that_is_corrupt_on_two_ranks_is_loaded_anew_on_both() -> None:
     there.assert_quiet()
 
 
-def test_two_ranks_store_a_corrupt_chunk_anew_at_once() -> None:
-    host = new_host(world_size=2)
-    chain, ranks = prompt("a", 2), range(2)
-    for rank in ranks:
-        host.ask(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
-    assert host.ask(b"one", look(chain, "holds the second", world_size=2)) == 2
-    host.ask(b"one", wire.Forget())
-    head = prompt("a", 1)
-    for rank in ranks:
-        host.send(b"one", store(head, instance=rank + 1, world_size=2, rank=rank))
-    host.settle()
-    assert host.ask(b"one", look(head, world_size=2)) == 1
-    for request in ("r", "holds the second"):
-        host.ask(b"one", wire.EndSession(request))
-    host.assert_quiet()
-
-
 def test_half_time_does_not_end_a_tier_lookup_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
     slow = MemoryTier()
     here = new_host(slow)
@@ -462,20 +370,6 @@ def test_half_time_does_not_end_a_tier_lookup_that_could_still_find_its_first_ch
     assert asked not in there.answers, "half a second was left"
     there.work(there.tier_tasks[0])
     there.rest()
-    assert there.answers[asked] == 3
-
-
-def test_what_is_recomputed_while_its_load_hangs_is_cached(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, lookup_s=0.5)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    there.send(b"one", look(chain))
-    there.work()
-    assert there.kinds() == ["Load"]  # which hangs from now on
-    there.pass_time(0.5)
-    assert there.ask(b"one", store(chain)) is True  # the engine has computed it
-    asked = there.send(b"one", look(chain, "r2"))
-    there.pass_time(0.5)
     assert there.answers[asked] == 3
 
 
@@ -593,18 +487,6 @@ def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_
     assert there.index.allocator.free_bytes == there.index.allocator.capacity
 
 
-def test_a_namespace_that_is_dropped_during_a_tier_lookup_takes_no_chunks(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain, other = prompt("a", 3), prompt("b", 1)
-    here.find(b"one", store(chain))
-    there.find(b"one", store(other))
-    there.ask(b"one", wire.Unregister(1))
-    there.send(b"one", look(chain))
-    there.ask(b"one", wire.Clear())  # or its last chunk is evicted
-    there.rest()
-    there.index.validate()
-
-
 # -- writing
 
 
@@ -673,23 +555,6 @@ def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier:
     for chain in chains:
         assert host.find(b"one", look(chain)) == 2, "neither memory nor the tier has it"
         assert host.find(b"one", retrieve(chain)) == [True, True]
-    host.assert_quiet()
-
-
-def test_what_is_used_while_it_is_handed_down_stays(tier: MemoryTier) -> None:
-    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
-    chains = [prompt(f"p{i}", 1) for i in range(16)]
-    for chain in chains[:14]:
-        host.find(b"one", store(chain))
-    asked = host.send(b"one", store(chains[14]))
-    host.settle()
-    assert host.answers[asked] is True and host.kinds() == ["Save"]
-    host.ask(b"one", look(chains[0], "uses it"))
-    host.ask(b"one", wire.EndSession("uses it"))
-    host.rest()
-    asked = host.send(b"one", look(chains[0], "again"))
-    assert host.answers[asked] == 1
-    host.ask(b"one", wire.EndSession("again"))
     host.assert_quiet()
 
 

@@ -21,22 +21,6 @@ def test_finds_that_nobody_awaits_do_not_pile_up(tier: MemoryTier) -> None:
     host.rest()
 
 
-def test_a_slow_tier_does_not_collect_finds_for_ever(tier: MemoryTier) -> None:
-    """Ten a second are answered, a hundred are asked: every one late, none a failure, for something succeeded."""
-    host = new_host(tier, lookup_s=1.0)
-    n = 0
-    for second in range(1, 40):
-        for _ in range(100):
-            n += 1
-            host.send(b"one", look(prompt("a", 2), f"r{n}"))
-        for _ in range(10):
-            host.pass_time(0.1)
-            if host.tier_tasks:
-                host.work()
-        host.tick(host.now, 1000.0 + second)
-    assert len(host.tier_tasks) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
-
-
 def test_ended_tier_lookups_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
     host = new_host(tier, lookup_s=8.0)
     for i in range(3000):

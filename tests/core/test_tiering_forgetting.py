@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvdepot.errors import Busy
 from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
@@ -82,17 +81,6 @@ def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name_and_never
     assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
 
 
-def test_nothing_is_loaded_of_a_model_that_is_being_forgotten_by_the_beginning_of_its_name(tier: MemoryTier) -> None:
-    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="team-x/m")
-    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
-    asked = there.send(b"one", wire.Forget("team-x/"))
-    seen = there.send(b"one", look(prompt("a", 3), model="team-x/m"))
-    assert there.answers[seen] == 0 and asked not in there.answers
-    there.rest()
-    assert there.answers[asked]["disk:///d"] == 3 and not tier.objects
-    there.assert_quiet()
-
-
 def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
     host = new_host(tier)
     chain = prompt("a", 3)
@@ -118,22 +106,6 @@ def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTie
     there.rest()
     assert there.answers[asked] == 0 and there.answers[forgot]["disk:///d"] == 3
     assert there.index.chunks == 0 and not tier.objects
-
-
-def test_what_is_being_saved_when_it_is_forgotten_is_removed_after_that(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    chain = prompt("a", 3)
-    host.ask(b"one", store(chain))
-    asked = host.send(b"one", wire.Forget())
-    assert host.kinds() == ["Save"]
-    host.work()
-    assert tier.objects and host.kinds() == ["Forget"]
-    lookup_meanwhile = host.send(b"one", look(chain))
-    assert host.answers[lookup_meanwhile] == 0 and asked not in host.answers
-    host.rest()
-    assert host.answers[asked] == {"memory": 3, "disk:///d": 3}
-    assert not tier.objects and host.index.chunks == 0
-    host.assert_quiet()
 
 
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
@@ -179,16 +151,6 @@ def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -
     there.assert_quiet()
 
 
-def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
-    tier = MemoryTier()
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
-        there.send(b"one", forget)
-    assert there.find(b"one", look(chain)) == 3
-
-
 def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:
     tier = FaultyTier(MemoryTier())
     for late in (0, 1):  # whether the save fails after it has happened
@@ -222,48 +184,7 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     assert not tier.objects
 
 
-def test_a_store_that_is_under_way_is_forgotten_too_or_not_counted() -> None:
-    host = new_host()
-    chain = prompt("a", 3)
-    host.send(b"one", store(chain))
-    said = host.ask(b"one", wire.Forget())  # `ask` lets the copies end
-    assert said["memory"] == 0 or host.find(b"one", look(chain)) == 0
-
-
 # -- leases
-
-
-def test_a_lease_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, pages=16)
-    chain = prompt("a", 4)
-    here.find(b"one", store(chain))
-    there.hello(b"two")
-    pin = wire.Lease("system prompt", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))
-    assert there.find(b"two", pin) == 4
-    there.die(b"two")
-    for i in range(8):
-        there.find(b"one", store(prompt(f"o{i}", 4)))
-    assert there.ask(b"one", wire.Status()).leases[0].name == "system prompt"
-    asked = there.send(b"one", look(chain, "r2"))
-    assert there.answers[asked] == 4
-    there.ask(b"one", wire.EndSession("r2"))
-    assert there.find(b"one", wire.EndLease("system prompt")) is True
-    assert there.find(b"one", wire.EndLease("system prompt")) is False
-    there.assert_quiet()
-    timed = wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
-    assert there.find(b"one", timed) == 4 and there.index.held
-    there.now += 10
-    there.tick(there.now, 1010.0)
-    there.assert_quiet()
-
-
-def test_leases_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
-    host = new_host(tier, pages=16)
-    one, two = prompt("a", 6), prompt("b", 6)
-    for chain in (one, two):
-        host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Lease("1", "retain", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
-    assert isinstance(host.find(b"one", wire.Lease("2", "retain", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
 
 
 def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_that() -> None:
@@ -290,27 +211,6 @@ def test_a_lease_whose_time_is_over_while_its_name_is_leased_anew_leaves_the_new
     assert host.answers[asked] == 2
     assert host.ask(b"one", wire.EndLease("name")) is True
     host.assert_quiet()
-
-
-def test_what_is_leased_and_expires_can_be_cached_again() -> None:
-    host = new_host(ttl_s=60)
-    chain = prompt("a", 3)
-    host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
-    host.tick(61.0, 1061.0)
-    assert host.find(b"one", look(chain)) == 0
-    host.find(b"one", store(chain))  # recomputed
-    assert host.find(b"one", look(chain)) == 3
-
-
-def test_what_is_leased_and_forgotten_can_be_cached_again() -> None:
-    host = new_host()
-    chain = prompt("a", 3)
-    host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
-    host.find(b"one", wire.Forget())
-    host.find(b"one", store(chain))
-    assert host.find(b"one", look(chain)) == 3
 
 
 # -- ages

@@ -80,14 +80,14 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_neighbours_are_joined(self) -> None:
-        if hasattr(self, "space"):
+        if hasattr(self, "allocator"):
             assert self.allocator.free_bytes == len(self.free) * PAGE
             shown = re.search(r"in (\d+) extents", repr(self.allocator))
             assert shown is not None and int(shown[1]) == len(runs_of(self.free))
             self.allocator.validate()
 
     def teardown(self) -> None:
-        if not hasattr(self, "space"):
+        if not hasattr(self, "allocator"):
             return
         self.allocator.validate()
         for page in sorted(self.all - self.free, key=lambda page: (page * 7) % 11):  # in pieces, out of order
@@ -99,37 +99,6 @@ class SpaceMachine(RuleBasedStateMachine):
 
 TestSpaceMachine = SpaceMachine.TestCase
 TestSpaceMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_space_that_is_given_back_can_be_taken_whole_again() -> None:
-    allocator = Allocator(PAGE, 101 * PAGE)
-    pieces = [allocator.allocate(PAGE * (1 + i % 3)) for i in range(50)]
-    random.Random(3).shuffle(pieces)
-    for extents in pieces:
-        assert extents is not None
-        allocator.free(extents)
-    assert allocator.allocate(100 * PAGE) == ((PAGE, 100 * PAGE),)
-
-
-def test_bytes_in_pieces_are_handed_out_in_pieces() -> None:
-    allocator = Allocator(0, 10 * PAGE)
-    single = [allocator.allocate(PAGE) for _ in range(10)]
-    for extents in single[::2]:
-        assert extents is not None
-        allocator.free(extents)
-    taken = allocator.allocate(5 * PAGE)
-    assert taken is not None and len(taken) == 5
-    assert allocator.free_bytes == 0
-
-
-def test_a_large_enough_free_extent_is_taken_rather_than_pieces() -> None:
-    allocator = Allocator(0, 100 * PAGE)
-    held = [allocator.allocate(PAGE * n) for n in (3, 1, 3, 1, 40, 1, 3)]
-    for extents in held[::2]:
-        assert extents is not None
-        allocator.free(extents)
-    taken = allocator.allocate(20 * PAGE)
-    assert taken is not None and len(taken) == 1
 
 
 def test_chunks_of_one_size_are_never_cut() -> None:
@@ -145,20 +114,6 @@ def test_chunks_of_one_size_are_never_cut() -> None:
         assert len(held) == 14 and all(extents is not None and len(extents) == 1 for extents in held)
 
 
-@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
-def test_what_is_taken_is_the_size_rounded_up_to_pages(size: int) -> None:
-    allocator = Allocator(0, 8 * PAGE)
-    extents = allocator.allocate(size)
-    assert extents is not None
-    assert sum(length for _, length in extents) == Allocator.rounded(size) == 8 * PAGE - allocator.free_bytes
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_taking_nothing_is_a_bug_of_the_caller(size: int) -> None:
-    with pytest.raises(AssertionError):
-        Allocator(0, PAGE).allocate(size)
-
-
 def test_giving_back_twice_or_what_lies_outside_is_a_bug_of_the_caller() -> None:
     allocator = Allocator(0, 8 * PAGE)
     extents = allocator.allocate(PAGE)
@@ -168,8 +123,3 @@ def test_giving_back_twice_or_what_lies_outside_is_a_bug_of_the_caller() -> None
         with pytest.raises(AssertionError):
             allocator.free(wrong)
     allocator.validate()
-
-
-def test_a_range_without_a_whole_page_is_no_space() -> None:
-    with pytest.raises(AssertionError):
-        Allocator(1, PAGE)

@@ -79,12 +79,6 @@ def test_a_containers_limit_is_found_at_the_root_of_its_mount(tmp_path: Path, pa
     assert found == MACHINE | {"control group /": (1, 0, True)}
 
 
-def test_without_limits_only_the_machine_counts(tmp_path: Path) -> None:
-    mount = "35 31 0:32 / /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory"
-    assert tree(tmp_path, "4:memory:/", mount, **{"memory__memory-limit_in_bytes": NO_LIMIT}) == MACHINE
-    assert tree(tmp_path / "none", "0::/", "30 23 0:27 / / rw - ext4 /dev/sda rw") == MACHINE
-
-
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group with a limit of 1 GiB, and one inside it."""

@@ -99,7 +99,8 @@ class Behind:
             server.world.counters["load_without_room"],
             len(server.condemned),
             counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],
-            sum(tier.counters[name] for tier in tiers for name in names) + sum(tier.counters["breaker_openings"] for tier in tiers),
+            sum(tier.counters[name] for tier in tiers for name in names)
+            + sum(tier.counters["breaker_openings"] for tier in tiers),
             sum(store.tier.injected.total() + store.objects.counters["evicted"] for store in server.host.stores),
         )
 

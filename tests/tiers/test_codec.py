@@ -129,14 +129,6 @@ def test_kv_comes_back_however_it_is_cut(
     target.assert_untouched_outside()
 
 
-def test_uncoded_bytes_are_not_copied() -> None:
-    kv = normal(1000)
-    parts = cut(kv, [300])
-    head, *rest = PLAIN.encode(header_of(kv), FACTS, parts)
-    assert rest == parts and all(given is part for given, part in zip(rest, parts, strict=True))
-    assert unpacked(head) == header_of(kv)
-
-
 @coded
 def test_a_read_may_have_filled_the_very_memory_that_is_decoded_into(codec: Codec) -> None:
     """As it is done: the header elsewhere, what follows where KV belongs, and the rest in the slack."""
@@ -153,26 +145,6 @@ def test_a_read_may_have_filled_the_very_memory_that_is_decoded_into(codec: Code
     assert codec.decode(header, room, target.pieces)
     assert (target.bytes == kv).all()
     target.assert_untouched_outside()
-
-
-def test_many_threads_share_a_codec() -> None:
-    codec = BOTH
-    failed: list[int] = []
-
-    def work(seed: int) -> None:
-        kv = normal(BLOCK_BYTES + 100, seed)
-        for _ in range(5):
-            header, rest = coding_of(codec, kv)
-            out = np.zeros(len(kv), np.uint8)
-            if not codec.decode(header, rest, [out.data]) or (out != kv).any():
-                failed.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
 
 
 @coded
@@ -227,13 +199,6 @@ def test_kv_of_four_bytes_an_element_shrinks_as_such_and_kv_of_one_byte_and_of_o
         assert ZSTD.decode(header, rest, [out.data]) and (out == kv).all()
 
 
-def test_a_depot_that_does_not_compress_reads_what_another_did() -> None:
-    kv = normal(BLOCK_BYTES)
-    header, rest = coding_of(ZSTD, kv)
-    out = np.zeros(len(kv), np.uint8)
-    assert PLAIN.is_readable(header) and PLAIN.decode(header, rest, [out.data]) and (out == kv).all()
-
-
 def frame(data: bytes, **options: Any) -> bytes:
     made: bytes = zstandard.ZstdCompressor(**options).compress(data)
     return made
@@ -286,12 +251,6 @@ def test_a_table_of_planes_that_lies_is_noticed(table: list[int], plane_bytes: i
     target = Guarded(1000)
     assert not PLAIN.decode(header, [memoryview(body)], target.pieces)
     target.assert_untouched_outside()
-
-
-def test_elements_must_fit_into_the_size() -> None:
-    for planes in ([bytes(500)] * 2, [bytes(500), bytes(501)]):
-        header, body = compressed(1001, planes)
-        assert not PLAIN.decode(header, [memoryview(body)], Guarded(1001).pieces)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
@@ -376,24 +335,6 @@ def test_another_key_is_noticed_before_a_byte_is_decrypted(codec: Codec) -> None
 
 
 @sealed
-def test_a_key_with_the_same_mark_does_not_decrypt_either(codec: Codec) -> None:
-    """Marks of keys are short: two keys may have the same one."""
-    kv = normal(1000)
-    header, rest = coding_of(codec, kv)
-    other = Codec(True, OTHER_KEY)
-    other._coding = codec._coding
-    assert other.is_readable(header) and not other.decode(header, rest, [np.zeros(1000, np.uint8).data])
-
-
-@sealed
-def test_who_has_a_key_believes_nothing_that_is_not_encrypted(codec: Codec) -> None:
-    for writer in (PLAIN, ZSTD):
-        header, rest = coding_of(writer, normal(1000))
-        assert not codec.is_readable(header)
-        assert not codec.decode(header, rest, [np.zeros(1000, np.uint8).data])
-
-
-@sealed
 @pytest.mark.parametrize(
     "change",
     [{"facts": b"o" * 32}, {"key": b"o" * 32}, {"salt": b"o" * 16}, {"checksum": 9}, {"born": 9}, {"nonce": bytes(12)}],
@@ -405,12 +346,6 @@ def test_encrypted_bytes_belong_to_their_header_alone(codec: Codec, change: dict
     out = np.zeros(1000, np.uint8)
     assert codec.decode(header, rest, [out.data])
     assert not codec.decode(msgspec.structs.replace(header, **change), rest, [out.data])
-
-
-@pytest.mark.parametrize("coding", [4, 8, 16, 32, 128, 256, 1 | 3 << 2, 1 | 16], ids=hex)
-def test_codings_of_a_later_version_are_not_for_us(coding: int) -> None:
-    header = header_of(normal(100), coding=coding)
-    assert not any(codec.is_readable(header) for codec in CODECS)
 
 
 def test_it_says_why_an_object_is_not_for_it() -> None:
@@ -468,12 +403,6 @@ def test_a_key_file_that_is_none_or_that_others_can_read_is_refused(
     assert KEY.hex()[8:16] not in str(caught.value) and caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_a_key_file_must_be_there(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        make_codec(Options(key_file=str(tmp_path / name)))
-
-
 def test_nothing_shows_the_key(key_file: Path) -> None:
     codec = make_codec(Options(key_file=str(key_file)))
     assert KEY.hex()[:8] not in repr(codec) and repr(KEY)[2:20] not in repr(codec)
@@ -495,14 +424,6 @@ def test_without_its_library_a_codec_names_the_package_to_install(library: str, 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert advice(extra) in done.stdout and library in advice(extra)
-
-
-def test_what_nobody_asked_for_is_not_imported() -> None:
-    program = (
-        "import sys; from kvdepot.tiers import codec, Options; codec.make_codec(Options())\n"
-        "assert not {'zstandard', 'cryptography'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # -- behind the tier worker

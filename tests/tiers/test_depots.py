@@ -6,8 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,20 +135,6 @@ def test_a_store_that_is_down_at_the_start_is_named_with_its_error_in_log_status
     assert "hunter2" not in depot.logged() + said
 
 
-def test_memory_and_disk_together_hold_what_memory_alone_cannot(start_depot: StartDepot, tmp_path: Path) -> None:
-    url = f"disk://{tmp_path}/kv?capacity_gib=1&write=on_evict"
-    depot = start_depot("--tiers", url, arena_mib=2)
-    with engine(depot) as toy:
-        for family in range(60):
-            assert toy.store(family, CHUNKS)
-            eventually(lambda: tier(depot)["saves"] == 0)
-        status = depot.status()
-        assert status["evicted_chunks"] > 0
-        assert tier(depot)["counters"].get("undemoted_chunks", 0) == 0
-        for family in range(60):
-            assert toy.hits([family], CHUNKS) == CHUNKS
-
-
 def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
     start_depot: StartDepot, redis_server: RedisServer
 ) -> None:
@@ -187,17 +171,6 @@ def test_a_store_that_dies_is_left_alone_and_taken_back_when_it_lives_again(
         eventually(lambda: tier(depot)["state"] == "up")
         assert toy.store(3, CHUNKS)
         eventually(lambda: saved(depot) >= CHUNKS)
-
-
-def test_a_store_that_is_not_there_yet_keeps_no_server_from_starting(
-    start_depot: StartDepot, redis_server: RedisServer
-) -> None:
-    redis_server.kill()
-    depot = start_depot("--tiers", f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=1")
-    with engine(depot) as toy:
-        assert toy.store(1, CHUNKS) and toy.hits([1], CHUNKS) == CHUNKS
-        redis_server.start()
-        eventually(lambda: toy.store(int(time.monotonic() * 1000), 1) and saved(depot) > 0)
 
 
 def test_a_server_with_a_hung_store_stops_all_the_same(start_depot: StartDepot, redis_server: RedisServer) -> None:
@@ -298,39 +271,3 @@ def test_a_library_that_panics_costs_neither_holds_nor_the_tiers_threads(
         done = command("forget", "--all", "--yes", "--url", depot.url)
         assert "AWS_ENDPOINT_URL" in done.stdout and "answered within" not in done.stdout, "the tier has answered"
     assert "Traceback" not in depot.logged()
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("ftp://x", "does not begin with one of"),
-        ("disk:///tmp/x?capacity_gib=ten", "capacity_gib"),
-        ("disk:///tmp/x?colour=red", "colour"),
-        ("redis://h?write=sometimes", "write"),
-        ("disk:///tmp/x?capacity_gib=1&key_file=/nowhere", "/nowhere"),
-    ],
-)
-def test_a_tier_that_cannot_be_meant_is_refused_at_the_start(url: str, said: str) -> None:
-    refused = command("serve", "--url", "ipc:///tmp/kvdepot-refused.sock", "--tiers", url, "--arena-gib", "0.01")
-    assert refused.returncode == 2, refused.stderr
-    assert said in refused.stderr and "Traceback" not in refused.stderr
-
-
-def test_lookups_of_many_at_once_share_what_is_loaded(start_depot: StartDepot, redis_url: str) -> None:
-    one, two = start_depot("--tiers", redis_url), start_depot("--tiers", redis_url)
-    with engine(one) as here:
-        assert here.store(1, CHUNKS)
-        eventually(lambda: saved(one) == CHUNKS)
-    got: list[int] = []
-
-    def ask(seed: int) -> None:
-        with engine(two, seed=seed) as toy:
-            got.append(toy.hits([1], CHUNKS))
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [CHUNKS] * 4
-    assert tier(two)["counters"]["loaded_chunks"] == CHUNKS

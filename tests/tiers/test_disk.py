@@ -120,15 +120,6 @@ def test_a_file_system_without_locks_is_named_with_what_to_do(root: Path, monkey
         parse(f"disk://{root}?capacity_gib=1").open()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-def test_a_tier_that_is_opened_again_and_again_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.chown(tmp_path, 10001, -1)
-    (tmp_path / "kv").mkdir(mode=0o700)
-    for _ in range(3):
-        parse(f"disk://{tmp_path}/kv?capacity_gib=1").open().close()
-    assert caplog.text.count(f"user 10001 owns {tmp_path}, and could replace it") == 1
-
-
 def test_a_directory_with_files_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
@@ -161,13 +152,6 @@ def test_what_was_removed_is_room_again_to_the_last_byte(root: Path, start: Call
         usage = tier.usage()
         assert (usage.objects, usage.bytes) == (0, 0)
     assert [path.name for path in root.iterdir() if path.is_dir() and len(path.name) == 2] == []
-
-
-def test_an_object_larger_than_the_capacity_is_refused_and_evicts_nothing(start: Callable[..., Disk]) -> None:
-    tier = start(MIB)
-    assert write(tier, 1) and not write(tier, 2, MIB)  # with the blocks that say where it lies, too large
-    assert there(tier, 1, 2) == [1]
-    assert tier.usage().counters["refused"] == 1
 
 
 def test_a_smaller_capacity_holds_from_the_first_write_after_a_restart(root: Path, start: Callable[..., Disk]) -> None:
@@ -235,17 +219,6 @@ def test_directories_and_files_are_ours_alone_whatever_the_mask(root: Path, star
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
-
-
-def test_no_directory_gets_many_entries(root: Path, start: Callable[..., Disk]) -> None:
-    tier = start()
-    names = [name_of(number, salt=0) for number in range(3000)]
-    data = memoryview(b"x")
-    assert all(tier.write([Blob(name, [data]) for name in names]))
-    assert max(len(names) + len(folders) for _, folders, names in os.walk(root)) <= 256
-    for salt in range(300):
-        assert write(tier, 1, 1, salt * (2**128 // 300))
-    assert max(len(names) + len(folders) for _, folders, names in os.walk(root)) <= 300
 
 
 @pytest.mark.parametrize(
@@ -332,17 +305,6 @@ def test_a_directory_that_others_could_enter_is_closed_to_them_and_the_log_says_
     assert f"{root} had mode 0777" in caplog.text
 
 
-def test_the_log_tells_of_no_removal_if_nothing_was_removed(
-    root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
-) -> None:
-    root.mkdir()
-    root.chmod(0o755)
-    start()
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{root} had mode 0755; changed it to 0700"
-    ]
-
-
 @as_root
 def test_what_another_user_put_into_an_open_directory_is_never_read(
     root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
@@ -419,19 +381,6 @@ def test_a_file_of_nothing_is_no_object_after_a_power_cut(root: Path, start: Cal
     assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
 
 
-def test_what_others_put_into_the_tree_is_left_alone(root: Path, start: Callable[..., Disk]) -> None:
-    tier = start()
-    assert write(tier, 1)
-    tier.close()
-    notes = [file_of(root, 1).with_name("notes"), file_of(root, 1).parents[1] / "notes"]
-    for path in notes:
-        path.write_text("mine")
-    tier = start()
-    assert tier.usage().objects == 1
-    tier.remove([name_of(1)])
-    assert all(path.read_text() == "mine" for path in notes)
-
-
 # -- files that change behind our back
 
 
@@ -445,19 +394,6 @@ def test_a_file_cut_off_or_grown_is_answered_with_its_true_size(root: Path, star
     area = memoryview(bytearray(10_000))
     assert tier.read([Blob(name_of(number), [area]) for number in (1, 2, 3)]) == [4000, 20_000, 0]
     assert read(tier, 1) == content(1, 10_000)[:4000]
-
-
-def test_a_file_that_vanished_is_a_miss_counted_and_can_be_written_again(
-    root: Path, start: Callable[..., Disk]
-) -> None:
-    tier = start()
-    assert write(tier, 1) and write(tier, 2)
-    before = tier.usage().bytes
-    file_of(root, 1).unlink()
-    assert read(tier, 1) == -1 and there(tier, 1, 2) == [2]
-    usage = tier.usage()
-    assert usage.bytes == (before or 0) // 2 and usage.counters["vanished"] == 1
-    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
 
 
 def test_a_directory_where_a_file_should_be_is_that_objects_failure_alone(
@@ -643,20 +579,6 @@ def test_files_never_take_more_than_the_capacity_half_written_ones_included(
     tier.close()
     tier = start(bound, root)
     assert tier.usage().bytes == 0
-    tier.close()
-
-
-def test_a_disk_smaller_than_the_capacity_goes_on_by_evicting(
-    mount: Callable[..., _Mount], start: Callable[..., Disk]
-) -> None:
-    place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")
-    tier = start(GIB, place.path / "tier")
-    for number in range(40):
-        assert write(tier, number, 500_000), number
-    assert 4 <= len(there(tier, *range(40))) <= 8
-    assert read(tier, 39, 500_000) == content(39, 500_000)
-    tier.forget("", "")
-    assert tier.usage().bytes == 0 == allocated(place.path)
     tier.close()
 
 

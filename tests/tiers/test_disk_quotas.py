@@ -221,24 +221,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
         tier.close()
 
 
-def test_what_is_above_the_floors_is_divided_by_weight(start: Callable[..., Disk]) -> None:
-    tier = start(of_tenants(blue=on_disk(4, weight=3.0), red=on_disk()))
-    for number in range(60):
-        assert write(tier, "blue", number) and write(tier, "red", number)
-    counts = [len(there(tier, tenant, range(60))) for tenant in ("blue", "red")]
-    assert counts[0] + counts[1] == 24 and counts[0] in (18, 19, 20), "4 and three quarters of 20"
-    assert there(tier, "blue", range(60))[-1] == 59, "each loses what it has not used for longest"
-
-
-def test_no_other_tenants_object_takes_one_below_its_floor(start: Callable[..., Disk]) -> None:
-    tier = start(of_tenants(blue=on_disk(floor=22)))
-    assert all(write(tier, "blue", number, blocks=4) for number in range(6))
-    assert not write(tier, "red", 0, blocks=3)  # two blocks are above blue's floor, and its objects have four
-    assert there(tier, "blue", range(6)) == list(range(6))
-    assert write(tier, "blue", 6, blocks=4)  # its own objects may
-    assert len(there(tier, "blue", range(7))) == 6
-
-
 def test_a_smaller_capacity_is_divided_by_quotas_as_soon_as_a_server_starts(start: Callable[..., Disk]) -> None:
     tier = start(Rules())
     for number in range(8):
@@ -262,26 +244,6 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
     assert there(tier, "blue", range(3)) == [2]
     enforce(tier, rules, WALL + 70)
     assert tier.usage().objects == 0 and tier.usage().counters["expired"] == 1 + 1
-
-
-def test_of_the_limits_of_tier_tenant_and_salt_the_shortest_applies(start: Callable[..., Disk]) -> None:
-    short, own = SALTS[1:]
-    tier = start(Rules())
-    for salt in SALTS:
-        for tenant in ("blue", "red"):
-            assert write(tier, tenant, 1, born=WALL, salt=salt)
-    quotas = {("blue", b""): on_disk(ttl_s=50), ("blue", own): on_disk(ttl_s=10), ("red", own): on_disk(ttl_s=90)}
-    rules = Rules.of(quotas, {short: 20}, 70)
-    left = []
-    for seconds in (9, 10, 19, 20, 49, 50, 69, 70):
-        enforce(tier, rules, WALL + seconds)
-        left.append(tier.usage().objects)
-    assert left == [6, 5, 5, 3, 3, 2, 2, 0]
-    assert write(tier, "blue", 2, born=WALL + 100, salt=own) and write(tier, "blue", 3, born=WALL + 100)
-    quotas["blue", own] = on_disk(ttl_s=60)
-    for seconds, count in ((149, 2), (150, 0)):
-        enforce(tier, Rules.of(quotas, {}, 0), WALL + seconds)
-        assert tier.usage().objects == count, "a tenant's limit also holds for its salt with a quota"
 
 
 def test_an_object_that_is_being_read_does_not_keep_an_account_above_its_cap(start: Callable[..., Disk]) -> None:

@@ -50,16 +50,6 @@ def test_a_header_with_one_bit_flipped_is_none(bit: int) -> None:
     assert Header.unpack(packed) is None
 
 
-@given(st.binary(max_size=2 * HEADER_BYTES))
-def test_bytes_that_nobody_packed_are_no_header(data: bytes) -> None:
-    assert Header.unpack(data) is None
-    assert Header.unpack(HEADER.pack(FACTS)[: min(len(data), HEADER_BYTES - 1)]) is None
-
-
-def test_people_can_read_the_facts_in_a_header() -> None:
-    assert msgspec.msgpack.decode(HEADER.pack(FACTS)[148:].rstrip(b"\0"), type=Facts) == FACTS
-
-
 @pytest.mark.parametrize("field", OTHERS)
 def test_encryption_binds_every_field_of_a_header(field: str) -> None:
     assert msgspec.structs.replace(HEADER, **{field: OTHERS[field]}).bound() != HEADER.bound()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -112,19 +109,6 @@ def read(tier: Tier, number: int, size: int = MIB) -> str:
     area = bytearray(size)
     (found,) = tier.read([Blob(name_of(number), [memoryview(area)])])
     return "missing" if found < 0 else "right" if found == size and area == content(number, size) else "wrong"
-
-
-def test_what_one_host_stores_another_one_gets(pool: Master, tier: Tier) -> None:
-    other = Host(pool.url, segment_mib=0).wait_ready()
-    try:
-        assert other.ask(f"write 1 {3 * MIB}") == "True"
-        assert tier.find([name_of(1)]) == [True] and read(tier, 1, 3 * MIB) == "right"
-        assert write(tier, 2)
-        assert other.ask(f"read 2 {MIB}") == "right"
-        tier.remove([name_of(2)])
-        assert other.ask(f"read 2 {MIB}") == "missing"
-    finally:
-        other.close()
 
 
 def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryview) -> None:
@@ -340,15 +324,6 @@ def test_a_master_that_hangs_and_goes_on() -> None:
         tier.close()
 
 
-def test_closing_ends_also_where_the_master_does_not() -> None:
-    with started(Master()) as master:
-        tier = join(master, segment_mib=64)
-        assert write(tier, 1)
-        master.stop()
-        with ends():
-            tier.close()
-
-
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_host_that_dies_takes_its_objects_along_and_nothing_else(how: str) -> None:
     with started(Master(flags=("--client_ttl=2",))) as master:
@@ -406,41 +381,6 @@ def test_errors_in_the_url_say_what_is_wrong(pool: Master) -> None:
 def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -> None:
     with ends(), pytest.raises(TierError):
         parse(f"{pool.url}?protocol=rdma&device=none_0&segment_gib=0").open()
-
-
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
-        ("No module named 'mooncake'", r"pip install 'mooncake-transfer-engine-non-cuda"),
-    ],
-)
-def test_what_is_missing_is_named_with_its_package(tmp_path: Path, raised: str, words: str) -> None:
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").write_text(f"raise ImportError({raised!r})")
-    code = (
-        "from kvdepot.errors import ConfigError; from kvdepot.tiers import parse\n"
-        "try: parse('mooncake://localhost/').open()\n"
-        "except ConfigError as exc: print(exc)"
-    )
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    said = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert re.search(words, said.stdout), said
-
-
-def test_the_library_is_loaded_by_open_alone_and_says_little(pool: Master) -> None:
-    code = (
-        "import sys; from kvdepot.tiers import parse; import kvdepot.tiers.mooncake\n"
-        "print('mooncake' in sys.modules)\n"
-        f"tier = parse('{pool.url}?segment_gib=0&local_host=127.0.0.1').open()\n"
-        "print(tier.find(['0' * 32 + '/' + '0' * 32 + '/0.0']), 'mooncake' in sys.modules)\n"
-        "tier.close()"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
-    assert said.stdout.split("\n")[:2] == ["False", "[False] True"], said
-    assert [line[0] for line in said.stderr.splitlines() if not line.startswith("WARNING: Logging before")] == ["E"]
 
 
 # -- two hosts

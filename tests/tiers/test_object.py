@@ -115,23 +115,6 @@ def test_a_setting_that_is_wrong_is_named(text: str, says: str, monkeypatch: pyt
         parse(text).open()
 
 
-def test_objects_of_two_prefixes_of_a_bucket_do_not_meet(server: S3Server) -> None:
-    one, two = parse(url(server.endpoint)).open(), parse(url(server.endpoint)).open()
-    assert put(one, 1, b"one") and put(two, 1, b"two")
-    assert get(one, 1) == b"one" and one.forget("", "") == 1
-    assert get(one, 1) is None and get(two, 1) == b"two"
-
-
-def test_thousands_of_objects_are_forgotten(tmp_path: Path) -> None:
-    tier = parse(f"file://{tmp_path}/shared").open()
-    data = memoryview(b"x")
-    blobs = [Blob(name_of(n, salt=n % 2), [data]) for n in range(2100)]
-    assert all(tier.write(blobs))
-    assert tier.forget("0" * 31 + "1", "") == 1050
-    assert tier.find([blob.name for blob in blobs[:4]]) == [True, False, True, False]
-    assert tier.forget("", "") == 1050
-
-
 # -- stores that fail
 
 
@@ -208,34 +191,6 @@ def alive(tier: Tier) -> bool:
     except TierError:
         return False
     return True
-
-
-def test_reads_under_way_when_the_server_dies_end_as_errors_or_whole(own_server: S3Server) -> None:
-    tier = parse(url(own_server.endpoint, "&retries=0")).open()
-    data = content(1, 4 << 20)
-    assert put(tier, 1, data)
-    begun = threading.Semaphore(0)
-    wrong: list[str] = []
-
-    def work() -> None:
-        try:
-            while True:
-                if get(tier, 1, len(data)) != data:
-                    wrong.append("bytes")
-                begun.release()
-        except TierError:
-            return
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(9):
-        assert begun.acquire(timeout=HANG_S)
-    own_server.kill()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive()
-    assert not wrong
 
 
 class Unwilling:

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import HANG_S, ends, eventually
+from tests.conftest import ends, eventually
 from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
@@ -270,45 +270,6 @@ def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored
     assert tier.usage().counters["refused"] == 1
 
 
-def test_a_full_server_refuses_writes_and_is_read_from(start: Start, open_tier: OpenTier) -> None:
-    server = start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
-    tier = open_tier(f"redis://127.0.0.1:{server.port}")
-    data = content(1, 1 << 20)
-    answers = tier.write([Blob(name_of(n), [memoryview(data)]) for n in range(20)])
-    kept = answers.count(True)
-    assert 2 <= kept < 8 and tier.find([name_of(n) for n in range(20)]) == answers
-    assert get(tier, answers.index(True), 1 << 20) == data
-    usage = tier.usage()
-    assert usage.capacity_bytes == 8 << 20 and usage.counters["refused"] == 20 - kept
-    tier.remove([name_of(n) for n in range(20)])
-    assert eventually(lambda: put(tier, 1, data))
-
-
-def test_what_redis_evicts_is_gone_and_never_in_part(start: Start, open_tier: OpenTier) -> None:
-    server = start("--maxmemory", "16mb", "--maxmemory-policy", "allkeys-lru")
-    tier = open_tier(f"redis://127.0.0.1:{server.port}")
-    for number in range(40):
-        assert put(tier, number, content(number, 1 << 20))
-    there = tier.find([name_of(n) for n in range(40)])
-    assert 3 <= sum(there) < 16 and there[-1]
-    for number, found in enumerate(there):
-        assert get(tier, number, 1 << 20) in ((content(number, 1 << 20), None) if found else (None,))
-
-
-def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
-    start: Start, open_tier: OpenTier, tmp_path: Path
-) -> None:
-    (tmp_path / "gone").mkdir()
-    server = start("--save", "3600 1", "--dir", str(tmp_path / "gone"))
-    tier = open_tier(f"redis://127.0.0.1:{server.port}")
-    assert put(tier, 1, b"one")
-    (tmp_path / "gone").rmdir()
-    server.cli("bgsave")
-    eventually(lambda: "rdb_last_bgsave_status:err" in server.cli("info", "persistence"))
-    assert not put(tier, 2, b"two")
-    assert get(tier, 1) == b"one" and tier.usage().counters["refused"] == 1
-
-
 def test_an_object_that_is_read_in_several_parts_is_of_one_moment(server: RedisServer, open_tier: OpenTier) -> None:
     tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
     sizes = [3 << 20, (2 << 20) + 1, 5 << 20]
@@ -333,6 +294,34 @@ def test_an_object_that_is_read_in_several_parts_is_of_one_moment(server: RedisS
             thread.join()
 
 
+def test_a_full_server_refuses_writes_and_is_read_from(start: Start, open_tier: OpenTier) -> None:
+    server = start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    data = content(1, 1 << 20)
+    answers = tier.write([Blob(name_of(n), [memoryview(data)]) for n in range(20)])
+    kept = answers.count(True)
+    assert 2 <= kept < 8 and tier.find([name_of(n) for n in range(20)]) == answers
+    assert get(tier, answers.index(True), 1 << 20) == data
+    usage = tier.usage()
+    assert usage.capacity_bytes == 8 << 20 and usage.counters["refused"] == 20 - kept
+    tier.remove([name_of(n) for n in range(20)])
+    assert eventually(lambda: put(tier, 1, data))
+
+
+def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
+    start: Start, open_tier: OpenTier, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    server = start("--save", "3600 1", "--dir", str(tmp_path / "gone"))
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    assert put(tier, 1, b"one")
+    (tmp_path / "gone").rmdir()
+    server.cli("bgsave")
+    eventually(lambda: "rdb_last_bgsave_status:err" in server.cli("info", "persistence"))
+    assert not put(tier, 2, b"two")
+    assert get(tier, 1) == b"one" and tier.usage().counters["refused"] == 1
+
+
 # -- servers that fail
 
 
@@ -349,37 +338,6 @@ def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(start: 
         tier.usage()
         assert get(tier, 1) is None
         assert put(tier, 1, b"one") and get(tier, 1) == b"one"
-
-
-def test_reads_and_writes_under_way_when_the_server_dies_end_as_errors_or_whole(
-    start: Start, open_tier: OpenTier
-) -> None:
-    server = start()
-    tier = open_tier(f"redis://127.0.0.1:{server.port}")
-    data = content(1, 4 << 20)
-    begun = threading.Semaphore(0)
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        try:
-            while True:
-                put(tier, number, data)
-                if get(tier, number, len(data)) not in (data, None):
-                    wrong.append("bytes")
-                begun.release()
-        except TierError:
-            return
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(12):
-        assert begun.acquire(timeout=HANG_S)
-    server.kill()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive()
-    assert not wrong
 
 
 def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(
@@ -488,16 +446,6 @@ def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[Redi
     eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster))
     assert eventually(lambda: alive(tier))
     assert tier.find(names) == [True] * 30
-
-
-def test_a_cluster_that_cannot_be_reached_is_an_error_when_it_is_asked(open_tier: OpenTier, start: Start) -> None:
-    server = start()
-    tier = open_tier(f"redis+cluster://127.0.0.1:{server.port}")  # a server without a cluster
-    with pytest.raises(TierError):
-        tier.usage()
-    server.kill()
-    with pytest.raises(TierError):
-        tier.find([name_of(1)])
 
 
 # -- what is sent

@@ -42,7 +42,7 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Usage, convert
 from kvdepot.tiers.pieces import fill
 from kvdepot.tiers.tally import Tally
-from kvdepot.tiers.urls import redact, shown
+from kvdepot.tiers.urls import redact, shown, shown_option
 
 if TYPE_CHECKING:  # obstore has these in its stubs alone
     from obstore import Bytes, ListStream, ObjectMeta
@@ -115,8 +115,8 @@ def _fault_of_endpoint(endpoint: str) -> str:
     if not endpoint or _is_address(endpoint):
         return ""
     if "://" not in endpoint and _is_address(f"http://{endpoint}"):
-        return f"it has no scheme: write {shown(f'http://{endpoint}')} or {shown(f'https://{endpoint}')}"
-    return f"{shown(endpoint)!r} is not a URL such as http://10.0.0.7:9000"
+        return f"it has no scheme: write {shown_option(f'http://{endpoint}')} or {shown_option(f'https://{endpoint}')}"
+    return f"{shown_option(endpoint)!r} is not a URL such as http://10.0.0.7:9000"
 
 
 def _is_address(url: str) -> bool:

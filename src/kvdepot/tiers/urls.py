@@ -20,6 +20,7 @@ __all__ = [
     "redact",
     "secrets_of",
     "shown",
+    "shown_option",
 ]
 
 HIDDEN = "***"
@@ -117,6 +118,11 @@ def shown(url: str) -> str:
     return f"{scheme}://{place}{mark}{'&'.join(_options(query))}"
 
 
+def shown_option(url: str) -> str:
+    """A URL in an option, with `***` for its secrets; `***` alone if it is unclear where they end."""
+    return HIDDEN if has_ambiguous_secret(url) else shown(url)
+
+
 def _after_credentials(text: str) -> str:
     """The text after the last `@`, if that is only a host and a path."""
     place = text.rpartition("@")[2].partition("?")[0]
@@ -139,4 +145,4 @@ def _options(query: str) -> Iterator[str]:
         if name not in HARMLESS_OPTIONS or ("=" in read and not is_url):
             yield f"{name}={HIDDEN}" if equals else HIDDEN
             return
-        yield f"{name}{equals}{shown(read) if is_url else value}"
+        yield f"{name}{equals}{shown_option(read) if is_url else value}"
