@@ -7,8 +7,8 @@
 settings                             every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
 counters                             what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
 versions                             of the protocol and of what is stored
-commands                             the help of every command
 
+<!-- commands -->                    the help of every command, on the site alone
 --8<-- "SECURITY.md"                 a page that lies in the repository's root; a line of its own, too
 
 Links are written so that they work in the repository: `docs/gpus.md` in a page of the root, `../SECURITY.md` in one of
@@ -32,6 +32,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with what it includes, links that lead within the site, and its tables filled in."""
     if page.file.src_uri.startswith(("decisions", "internals/", "architecture", "contributing")):
         page.meta.setdefault("search", {"exclude": True})  # whoever searches for a word wants to use it
+    markdown = re.sub(r"^<!-- commands -->$", lambda _: _commands(), markdown, flags=re.M)
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
     return re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
 
@@ -61,8 +62,6 @@ def _table(name: str) -> str:
         return _counters(name)
     if name == "versions":
         return _versions()
-    if name == "commands":
-        return _commands()
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
     kind = _kind(name)
     fields = msgspec.structs.fields(kind)
