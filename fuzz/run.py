@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOUND = HERE / "found"
-TARGETS = ("requests", "replies", "depot", "config", "records", "table", "arena")
+TARGETS = ("requests", "replies", "config", "records", "table", "arena")
 UNIT_S = 20
 """An input that takes longer counts as a failure."""
 

@@ -17,7 +17,7 @@ RUN = Path(__file__).parent.parent / "fuzz" / "run.py"
 SHM = Path("/dev/shm")
 
 anything = st.one_of(st.binary(max_size=64), st.binary(min_size=200, max_size=900))
-EXAMPLES = {"requests": 500, "replies": 500, "depot": 200, "config": 150, "records": 250, "table": 200, "arena": 250}
+EXAMPLES = {"requests": 500, "replies": 500, "config": 150, "records": 250, "table": 200, "arena": 250}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -30,14 +30,11 @@ def test_what_holds_for_every_input_holds_for_the_seeds_of_the_fuzzer(name: str)
 
 def test_the_seeds_come_to_what_the_targets_are_about() -> None:
     reached = {}
-    for name in ("depot", "records", "table", "arena"):
+    for name in ("records", "table", "arena"):
         REACHED.clear()
         for seed in TARGETS[name].seeds():
             TARGETS[name].check(seed)
         reached[name] = dict(REACHED)
-    assert reached["depot"]["chunks checked"] > 100
-    assert reached["depot"]["shards back after a restart"] > 30
-    assert reached["depot"]["corruptions found"] > 0
     for name in ("records", "table", "arena"):
         assert reached[name]["chunks restored"] > 30, reached
         assert reached[name]["chained chunks restored"] > 0, reached

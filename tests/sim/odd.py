@@ -1,4 +1,4 @@
-"""Clients that are no engine: wrong in their hello, of another tenant, too loud. They learn nothing of engines.
+"""Clients that are no engine: wrong in hello or bytes, of another tenant, too loud. They learn nothing of engines.
 
 What they do is drawn from numbers of their own and happens in one instant, so that a run of engines is the same with
 and without them. Each visit ends with a client that has died, which the server must find.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.errors import BadRequest, Busy, KVDepotError, UnknownClient
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, ProtocolError, UnknownClient
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, Seal
 from kvdepot.protocol.status import read
@@ -115,6 +115,7 @@ class _Odd:
         assert not isinstance(welcome, KVDepotError), welcome
         self._must_be_refused(Offer("another-liveness", bytes(16), is_sealed=False).hello, BadRequest)
         self._look_around()
+        self._fuzz()
         if self._host.config.max_rate == LOUD_RATE:
             self._flood()
 
@@ -137,6 +138,30 @@ class _Odd:
             assert self._ask(wire.Clear()) is None
         assert not read(self._ask(wire.Status())).namespaces, "a tenant is told of another's"
         assert self._ask(wire.EndSession("r")) is None
+
+    def _fuzz(self) -> None:
+        """Requests with some wrong bytes: each is answered once at most, as what it has become or with an error."""
+        server, draw = self._host.server, self._random
+        assert server is not None
+        part = wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), bytes(16))
+        for request in (
+            wire.Lookup("m", 1, 0, "r", 1, draw.randbytes(64)), wire.Retrieve(1, [part]), wire.Store(1, 1, [part] * 2),
+            wire.Describe(bytes(32), bytes(32), bytes(64), 16), wire.Inspect("m", bytes(32)), wire.Prefixes("m"),
+            wire.Lease("name", "retain", "m", 1, 1, bytes(32)), wire.Unregister(7), wire.EndSession("r"),
+        ):  # fmt: skip
+            self._number += 1
+            frame = bytearray(wire.encode_request(self._number, request))
+            for _ in range(draw.randint(1, 4)):
+                wrong = draw.choice([0, 1, 0x7F, 0xC1, 0xFF, draw.getrandbits(8)])
+                frame[draw.randrange(wire.ID_BYTES, len(frame))] = wrong
+            del frame[draw.randint(wire.ID_BYTES, 2 * len(frame)) :]
+            is_message = not isinstance(wire.decode_request(bytes(frame))[1], ProtocolError)
+            server.deliver(self, bytes(frame) if self._seal is None else self._seal.close(bytes(frame)))
+            assert len(self._heard) == 1 or (is_message and not self._heard), f"{len(self._heard)} answers to {frame!r}"
+            for reply in self._heard:
+                number, _, value = wire.decode_reply((self._seal and self._seal.open(reply)) or reply)
+                assert number == self._number and not isinstance(value, InternalError), f"{frame!r}: {value!r}"
+            self._heard.clear()
 
     def _flood(self) -> None:
         """More than the rate that is allowed: what is beyond it is refused, and costs nobody else an answer."""

@@ -330,7 +330,11 @@ class Server(Checks, Harness):
         number, request = wire.decode_request(
             frame[: wire.ID_BYTES] + frame[wire.ID_BYTES + SEAL_BYTES :] if sealed else frame
         )
-        assert not isinstance(request, KVDepotError), request
+        is_odd = client is not None and bool(client.tenant)
+        if isinstance(request, KVDepotError):
+            assert is_odd, request
+            Harness.deliver(self, identity, frame)
+            return
         greets = isinstance(request, wire.Hello | wire.Prove)
         assert sealed or greets or client is None or client.seal is None, "this client has stopped sealing"
         self.world.counters["sealed"] += sealed and client is not None
@@ -338,7 +342,7 @@ class Server(Checks, Harness):
         self.doing = request
         if isinstance(request, wire.Prove):
             self.world.counters["proved_to_a_successor"] += identity not in self.connections._challenges
-        if greets or client is None or client.tenant:
+        if greets or client is None or is_odd:
             Harness.deliver(self, identity, frame)
         else:
             self._decide(identity, number, request, frame)
