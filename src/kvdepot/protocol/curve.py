@@ -29,14 +29,14 @@ from kvdepot.errors import ConfigError
 from kvdepot.values import parse_toml
 
 __all__ = [
-    "Client",
     "Gate",
     "Key",
+    "KeyOwner",
     "ServerKeys",
     "generate",
     "is_loopback",
     "read_client_key",
-    "read_file",
+    "read_secret",
     "read_server_keys",
     "refuse_open",
 ]
@@ -45,9 +45,8 @@ CLIENTS = "clients.toml"
 _SERVER = "server"
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_DOMAIN = b"kvdepot"
-_ALL_TENANTS = b"kvdepot-all-tenants"
-"""ZAP domain of sockets that publish every tenant's chunks."""
+OWN_TENANT, ALL_TENANTS = b"kvdepot", b"kvdepot-all-tenants"
+"""ZAP domains: of sockets that give clients their own tenant's chunks, and of those that publish every tenant's."""
 _MOST_BYTES = 16 << 20
 """Bytes read of a key file."""
 
@@ -68,8 +67,8 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Client:
-    """The owner of a key. tenant: the only one whose chunks it can reach; empty if it is not bound to one."""
+class KeyOwner:
+    """A client whose key the server knows. tenant: the only one whose chunks it can reach; empty: it has no limit."""
 
     name: str
     tenant: str = ""
@@ -80,7 +79,7 @@ class ServerKeys:
     """The server's own key, and its clients by their public keys (32 bytes)."""
 
     key: Key
-    clients: dict[bytes, Client]
+    clients: dict[bytes, KeyOwner]
 
     def tenant(self, user: str) -> str:
         """The tenant of a client, by its name."""
@@ -93,7 +92,7 @@ class ServerKeys:
         """
         assert not _NAME.fullmatch(name), name
         public, secret = zmq.curve_keypair()
-        self.clients[z85.decode(public)] = Client(name)
+        self.clients[z85.decode(public)] = KeyOwner(name)
         return Key(public, secret, self.key.public)
 
 
@@ -122,11 +121,13 @@ def refuse_open(url: str) -> None:
 # -- reading
 
 
-def read_file(path: Path, is_secret: bool) -> bytes:
-    """Read a file that other users cannot change and, if it is secret, cannot read.
+def read_secret(path: Path) -> bytes:
+    """Read a file that other users can neither read nor change. Raises ConfigError, without a word of the file."""
+    return _read(path, 0o077)
 
-    Raises ConfigError; its text contains nothing of the file.
-    """
+
+def _read(path: Path, forbidden: int) -> bytes:
+    """Read a file that other users cannot open. forbidden: bits that its mode must not have."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
@@ -137,8 +138,8 @@ def read_file(path: Path, is_secret: bool) -> bytes:
             raise ConfigError(f"{path} is not a plain file")
         if info.st_uid not in (0, os.geteuid()):
             raise ConfigError(f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()}")
-        if info.st_mode & (0o077 if is_secret else 0o022):
-            what = "read" if is_secret else "change"
+        if info.st_mode & forbidden:
+            what = "read" if forbidden & 0o044 else "change"
             raise ConfigError(
                 f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}); if it is the right file, chmod it to "
                 "600"
@@ -148,9 +149,9 @@ def read_file(path: Path, is_secret: bool) -> bytes:
         os.close(fd)
 
 
-def _read(path: Path, is_secret: bool) -> dict[str, object]:
+def _read_table(path: Path, forbidden: int = 0o077) -> dict[str, object]:
     try:
-        return parse_toml(read_file(path, is_secret).decode())
+        return parse_toml(_read(path, forbidden).decode())
     except ValueError:
         raise ConfigError(f"{path} is not TOML: create keys with `kvdepot keygen`") from None
 
@@ -165,7 +166,7 @@ def _key_text(path: Path, table: dict[str, object], name: str) -> bytes:
 def read_client_key(path: str | Path) -> Key:
     """Read a client's key file. Raises ConfigError if it is missing, not a key, or readable by others."""
     path = Path(path)
-    table = _read(path, is_secret=True)
+    table = _read_table(path)
     if "server" not in table and "secret" in table:
         raise ConfigError(f"{path} is a server's key: give one of its clients'")
     return Key(_key_text(path, table, "public"), _key_text(path, table, "secret"), _key_text(path, table, "server"))
@@ -177,17 +178,17 @@ def read_server_keys(folder: str | Path) -> ServerKeys:
     path = folder / f"{_SERVER}.key"
     if not path.exists():
         raise ConfigError(f"{path} does not exist: make keys with `kvdepot keygen {folder} CLIENT...`")
-    table = _read(path, is_secret=True)
+    table = _read_table(path)
     key = Key(_key_text(path, table, "public"), _key_text(path, table, "secret"))
     return ServerKeys(key, {z85.decode(public): client for public, client in _read_clients(folder).items()})
 
 
-def _read_clients(folder: Path) -> dict[bytes, Client]:
+def _read_clients(folder: Path) -> dict[bytes, KeyOwner]:
     path = folder / CLIENTS
     if not path.exists():
         return {}
-    clients: dict[bytes, Client] = {}
-    for name, entry in _read(path, is_secret=False).items():
+    clients: dict[bytes, KeyOwner] = {}
+    for name, entry in _read_table(path, 0o022).items():
         if not _NAME.fullmatch(name) or not isinstance(entry, dict) or not entry.keys() <= {"public", "tenant"}:
             raise ConfigError(f"{path}: [{name}] must have `public` and `tenant`")
         tenant = entry.get("tenant", "")
@@ -196,7 +197,7 @@ def _read_clients(folder: Path) -> dict[bytes, Client]:
         public = _key_text(path, entry, "public")
         if public in clients:
             raise ConfigError(f"{path}: [{name}] and [{clients[public].name}] have the same key")
-        clients[public] = Client(name, tenant)
+        clients[public] = KeyOwner(name, tenant)
     return clients
 
 
@@ -278,15 +279,13 @@ class Gate:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
 
-    def guard(self, socket: zmq.Socket[bytes], key: Key, all_tenants: bool = False) -> None:
-        """Admit only clients with known keys to a socket. Call it before the socket is bound.
-
-        all_tenants: admit only those that are not bound to a tenant.
-        """
+    def guard(self, socket: zmq.Socket[bytes], key: Key, domain: bytes = OWN_TENANT) -> None:
+        """Admit only clients with known keys to a socket; to the domain ALL_TENANTS only those that are not bound to a
+        tenant. Call it before the socket is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _ALL_TENANTS if all_tenants else _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, ZeroMQ admits nobody
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, ZeroMQ refuses the client
 
     def answer(self) -> bool:
         """Answer one request; returns whether the client was admitted. Its name becomes the message's `User-Id`."""
@@ -294,7 +293,7 @@ class Gate:
         client = None
         if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
             known = self._clients.get(frames[6])
-            if known is not None and (frames[2] == _DOMAIN or (frames[2] == _ALL_TENANTS and not known.tenant)):
+            if known is not None and (frames[2] == OWN_TENANT or (frames[2] == ALL_TENANTS and not known.tenant)):
                 client = known
         verdict = (b"200", b"", client.name.encode(), b"") if client else (b"400", b"no such key", b"", b"")
         with contextlib.suppress(zmq.ZMQError):  # the connection is gone

@@ -78,22 +78,25 @@ class Binding:
         listen(self._socket, self._url)
         self._file = self._path.lstat() if self._path is not None else None
 
-    def hide(self, hidden: bool) -> None:
-        """Rename the unix socket so that no client can connect, or rename it back. Connected clients stay connected."""
-        if self._path is None or hidden == self._is_hidden:
-            return
-        aside = self._path.with_name(self._path.name + _ASIDE)
+    def hide(self) -> None:
+        """Rename the unix socket so that no client can connect. Connected clients stay connected."""
+        if self._path is not None and not self._is_hidden:
+            self._is_hidden = self._rename(self._path, self._path.with_name(self._path.name + _ASIDE))
+
+    def show(self) -> None:
+        """Rename the unix socket back after `hide`."""
+        if self._path is not None and self._is_hidden:
+            self._is_hidden = not self._rename(self._path.with_name(self._path.name + _ASIDE), self._path)
+
+    def _rename(self, old: Path, new: Path) -> bool:
         try:
-            if hidden:
-                self._path.rename(aside)
-            else:
-                aside.rename(self._path)
+            old.rename(new)
         except OSError as exc:
             log.warning("%s cannot be moved: %s", self._path, exc.strerror)
-        else:
-            self._is_hidden = hidden
+            return False
+        return True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check that our file is still in place; bind again if it was removed."""
         if self._path is None or self._file is None or self._is_hidden:
             return
@@ -114,7 +117,7 @@ class Binding:
 
 
 def _logout(folder: Path) -> str:
-    """What to do about a folder that systemd removes when its user logs out; empty for other folders."""
+    """Advice for a folder that systemd removes when its user logs out; empty for other folders."""
     if not re.match(r"/run/user/\d+(/|$)", os.fspath(folder)):
         return ""
     return ", as at the logout of its user (`loginctl enable-linger` prevents that; or use another --url)"
@@ -123,10 +126,13 @@ def _logout(folder: Path) -> str:
 def holder(url: str) -> str:
     """Who holds the lock of a unix socket: `pid N`, or `a process` if the file does not say; empty if nobody does."""
     path = socket_path(url)
-    if path is None:
-        return ""
+    return _locker(lock_file(path)) if path is not None else ""
+
+
+def _locker(lock: Path) -> str:
+    """Who has locked a file: `pid N`, or `a process` if the file does not say; empty if it is not locked."""
     try:
-        fd = os.open(f"{path}{_LOCK}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return ""
     try:
@@ -136,7 +142,7 @@ def holder(url: str) -> str:
 
 
 def _read_holder(fd: int) -> str:
-    """What `Claim` wrote: `pid N`, with the host or container if that is not ours; empty if there is nothing."""
+    """The text that `Claim` wrote: `pid N`, with the host or container if that is not ours; empty if there is none."""
     pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
     if not pid.isdecimal():
         return ""
@@ -183,16 +189,7 @@ def start_lock(path: Path) -> Path:
 def is_on_demand(url: str) -> bool:
     """Whether a server that an engine started is at a unix socket, or is about to be."""
     path = socket_path(url)
-    if path is None:
-        return False
-    try:
-        fd = os.open(start_lock(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return locks.is_locked(fd)
-    finally:
-        os.close(fd)
+    return path is not None and bool(_locker(start_lock(path)))
 
 
 def is_coming(url: str) -> bool:
@@ -201,7 +198,7 @@ def is_coming(url: str) -> bool:
 
 
 def note_serving(url: str) -> None:
-    """Tell engines that the server which one of them has started serves: its start has not failed."""
+    """Record for engines that the server which one of them has started serves: its start has not failed."""
     path = socket_path(url)
     if path is not None:
         with contextlib.suppress(OSError):  # none has started it

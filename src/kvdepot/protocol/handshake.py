@@ -43,6 +43,7 @@ lookup's time, for nothing where the kernel already guards the socket).
 
 from __future__ import annotations
 
+import enum
 import os
 from _operator import _compare_digest as compare_digest  # hmac's own; hmac brings OpenSSL into every engine
 
@@ -52,7 +53,7 @@ from blake3 import blake3
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.protocol import wire
 
-__all__ = ["SECRET_BYTES", "Challenge", "Offer", "Seal", "is_open_to_all", "is_sealed"]
+__all__ = ["SECRET_BYTES", "Challenge", "End", "Offer", "Seal", "is_open_to_all", "is_sealed"]
 
 SECRET_BYTES = 32
 """Length of an arena's secret."""
@@ -60,12 +61,10 @@ _NONCE_BYTES = 16
 _TAG_BYTES = 16
 _MARK = b"\xc1"
 _SEAL_BYTES = len(_MARK) + 8 + _TAG_BYTES
-_REQUEST_HEAD = wire.ID_BYTES
-_REPLY_HEAD = wire.ID_BYTES + wire.BOOT_BYTES
 
 
 class _Terms(msgspec.Struct, array_like=True, frozen=True):
-    """What both ends must agree on; the nonces make it unique to one handshake."""
+    """The terms that both ends must agree on; the nonces make them unique to one handshake."""
 
     version: int
     boot: bytes
@@ -109,7 +108,7 @@ class Offer:
         if not compare_digest(proof.mac, _mac(arena_secret, b"server", terms)):
             raise Unavailable("it cannot read that arena")
         key = _session_key(arena_secret, self._liveness_secret, terms)
-        return wire.Prove(_mac(key, b"client", terms)), Seal(key, is_server=False) if hello.sealed else None
+        return wire.Prove(_mac(key, b"client", terms)), Seal(key, End.CLIENT) if hello.sealed else None
 
 
 class Challenge:
@@ -133,16 +132,23 @@ class Challenge:
             raise BadRequest(
                 f"this client has not proved that it knows the secret of liveness file {self.liveness[:64]}"
             )
-        return Seal(key, is_server=True) if self._terms.sealed else None
+        return Seal(key, End.SERVER) if self._terms.sealed else None
+
+
+class End(enum.Enum):
+    """The two ends of a connection, and how many bytes before the seal the messages that each sends have."""
+
+    CLIENT = wire.ID_BYTES
+    SERVER = wire.ID_BYTES + wire.BOOT_BYTES
 
 
 class Seal:
     """Authenticates the messages of one connection, in both directions. Not thread-safe."""
 
-    def __init__(self, key: bytes, is_server: bool) -> None:
-        of_client, of_server = (blake3(end, key=key).digest() for end in (b"client", b"server"))
-        self._sends, self._takes = (of_server, of_client) if is_server else (of_client, of_server)
-        self._out, self._in = (_REPLY_HEAD, _REQUEST_HEAD) if is_server else (_REQUEST_HEAD, _REPLY_HEAD)
+    def __init__(self, key: bytes, end: End) -> None:
+        other = End.CLIENT if end is End.SERVER else End.SERVER
+        self._sends, self._takes = (blake3(each.name.lower().encode(), key=key).digest() for each in (end, other))
+        self._out, self._in = end.value, other.value
         self._sent = self._taken = 0
 
     def __repr__(self) -> str:
@@ -171,7 +177,7 @@ class Seal:
         return plain
 
 
-def is_sealed(frame: bytes, head: int = _REQUEST_HEAD) -> bool:
+def is_sealed(frame: bytes, head: int = wire.ID_BYTES) -> bool:
     """Whether a request carries a seal, valid or not. For a reply, give its head's length."""
     return frame[head : head + 1] == _MARK and len(frame) >= head + _SEAL_BYTES
 

@@ -17,7 +17,7 @@ from kvdepot.values import plural
 __all__ = ["RECENT_S", "Concern", "Health", "judge"]
 
 RECENT_S = 300.0
-"""What counts as recent."""
+"""Seconds that count as recent."""
 _ADVICE = {counted.name: counted.advice for counted in SERVER}
 
 

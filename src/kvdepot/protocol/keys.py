@@ -182,7 +182,7 @@ class ChunkChain:
         self._tokens[-1:-1] = token_ids[covered:reach]
 
     def _by_chunk(self, extras: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
-        """What is hashed into each chunk besides tokens: its place from the chunk's start, and the extra."""
+        """The extras hashed into each chunk besides tokens, each after its position from the chunk's start."""
         size, found = self.chunk_size, dict[int, list[bytes]]()
         for position, extra in extras:
             for chunk in range(max(0, position - self.lookahead) // size, position // size + 1):

@@ -16,7 +16,7 @@ from typing import cast
 import zmq
 
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.curve import Gate, Key, ServerKeys, read_server_keys
+from kvdepot.protocol.curve import ALL_TENANTS, Gate, Key, ServerKeys, read_server_keys
 from kvdepot.protocol.endpoints import Binding
 from kvdepot.protocol.monitor import Monitor, shut
 
@@ -104,7 +104,7 @@ class Listener:
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """With keys, admit only clients without a tenant to another socket of the server."""
         if self._gate is not None and self._keys is not None:
-            self._gate.guard(socket, self._keys.key, all_tenants=True)
+            self._gate.guard(socket, self._keys.key, ALL_TENANTS)
 
     def share_out(self, clients: int) -> tuple[int, int]:
         """Divide the free descriptors: the maximum number of clients (at most `clients`), and of files of tensors."""
@@ -138,7 +138,7 @@ class Listener:
                         "raise it (ulimit -n, LimitNOFILE=) and restart the server",
                         self._connections,
                     )
-                    self.binding.hide(True)
+                    self.binding.hide()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections -= 1
             else:
@@ -147,12 +147,12 @@ class Listener:
     def tick(self) -> None:
         """Accept clients again after the limit was reached, or after our unix socket was removed."""
         if self._connections < self._most:
-            self.binding.hide(False)
-        self.binding.look()
+            self.binding.show()
+        self.binding.check()
 
     def close(self) -> None:
         """Stop listening; ZeroMQ may send queued replies for another second."""
-        self.binding.hide(False)
+        self.binding.show()
         self._monitor.close()
         if self._gate is not None:
             self._gate.close()

@@ -2,7 +2,7 @@
 
 A server that hangs and one that waits for another key are equally silent, but ZeroMQ's own thread greets whoever
 connects, and its greeting says whether a key is needed. A server at its limit of open files accepts or keeps no more
-connections, and serves those that it has. So nobody is told to kill a server that is well.
+connections, and serves those that it has. So no user is advised to kill a server that is well.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["why_silent"]
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 """With what a greeting begins (ZMTP 3.1, rfc.zeromq.org/spec/37). The other end answers it with the whole of its own,
-and is not told more: it closes connections that are not to its liking before it has sent that."""
+and gets no more of ours: it closes connections that are not to its liking before it has sent that."""
 _GREETING_BYTES = 64
 _GREETING_S = 1.0
 _FULL = "has reached its limit of open files (its log says so)"
 _MECHANISM = slice(12, 32)
-"""Of a greeting: how its sender wants the other end to prove itself."""
+"""The part of a greeting that says how its sender wants the other end to prove itself."""
 
 
 def why_silent(url: str, has_key: bool) -> str:
-    """What is, and after a semicolon what to do, if that is known; empty if no process listens. Blocks for up to 2 s.
+    """A sentence: the finding, and after a semicolon what to do, if that is known; empty if no process listens.
 
-    has_key: the client has one.
+    has_key: whether the client has a key. Blocks for up to 2 s.
     """
     who = holder(url)
     if not who and not is_open_to_all(url):
@@ -63,9 +63,9 @@ def why_silent(url: str, has_key: bool) -> str:
 
 
 def _greeting(url: str) -> tuple[bytes | None, bool]:
-    """What a process sends first, as far as it comes, and whether it closes the connection before its mechanism.
+    """The first bytes of a process, as far as they come, and whether it closes the connection before its mechanism.
 
-    None: no process accepts connections.
+    None instead of bytes: no process accepts connections.
     """
     try:
         asking = reach(url)

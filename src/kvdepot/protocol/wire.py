@@ -120,7 +120,7 @@ class Prove(_Message, frozen=True):
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one rank says about a KV cache group of its model.
+    """A KV cache group of a model, as one rank registers it.
 
     reach: chunks before a boundary that the engine needs of this group to resume there: 0 means all from the prompt's
     start (full attention, MLA), n the last n (a sliding window), 1 the last one (a state). size: bytes of one chunk on

@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from kvdepot import install
 from kvdepot.errors import ConfigError
-from kvdepot.protocol.curve import read_file
+from kvdepot.protocol.curve import read_secret
 from kvdepot.tiers import Options
 from kvdepot.tiers.format import Facts, Header
 from kvdepot.tiers.pieces import fill
@@ -161,7 +161,7 @@ def make_codec(options: Options) -> Codec:
     key = None
     if options.key_file:
         path = Path(options.key_file)
-        text = read_file(path, is_secret=True).strip()
+        text = read_secret(path).strip()
         if not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
             raise ConfigError(f"{path} is not a 32-byte key in hex: create one with `openssl rand -hex 32`")
         key = bytes.fromhex(text.decode())

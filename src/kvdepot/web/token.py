@@ -14,7 +14,7 @@ from pathlib import Path
 from kvdepot.config import Config, home_url
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.addresses import socket_path
-from kvdepot.protocol.curve import read_file
+from kvdepot.protocol.curve import read_secret
 
 __all__ = ["obtain_token", "read_token", "token_path"]
 
@@ -36,7 +36,7 @@ def token_path(config: Config) -> Path:
 def read_token(config: Config) -> str:
     """The token of the server with these settings. Raises ConfigError if there is none, or others can read it."""
     path = token_path(config)
-    token = read_file(path, is_secret=True).decode(errors="replace").strip()
+    token = read_secret(path).decode(errors="replace").strip()
     if not _TOKEN.fullmatch(token):
         raise ConfigError(f"{path} does not contain a token (16 to 512 letters, digits and - _ . ~ + / =)")
     return token
