@@ -22,7 +22,7 @@ STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
 """Four slots; in each a table and three tiles of the kernel's."""
 
 
-def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
+def prepare(devices: Devices, patch: pytest.MonkeyPatch, *paths: str) -> Any:
     """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
     cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in (".gpus", ".pins", ".copy_paths"))
     for module in (cuda, pins):
@@ -30,9 +30,9 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
     patch.setattr(how, "_BOUNCE_BYTES", 3 * PAGE)
     gpus = cuda.Gpus(devices._memory, *devices._limits)
-    store, retrieve = ways or ("dma", "dma")
+    store, retrieve = paths or ("dma", "dma")
     for uuid in gpus._driver.devices():
-        gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}
+        gpus._choices[uuid] = {"store": [(0, store)], "retrieve": [(0, retrieve)]}
     devices._gpus = gpus
     return gpus
 
@@ -40,7 +40,7 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
 class CopyPathsConformance(DeviceConformance):
     """A subclass provides `start_worker`."""
 
-    ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
+    paths: ClassVar[tuple[str, ...]] = ("dma", "dma")
     """Stores, retrieves."""
     is_registered: ClassVar[bool] = True
     """Whether the server may register the arena with the driver."""
@@ -70,7 +70,7 @@ class CopyPathsConformance(DeviceConformance):
     def devices(cls, arena: Arena, gpus: object) -> Iterator[Devices]:
         made = Devices(arena, STAGING)
         with pytest.MonkeyPatch.context() as patch:
-            prepare(made, patch, *cls.ways)
+            prepare(made, patch, *cls.paths)
             if not cls.is_registered:  # the thread that registers the arena never begins
                 patch.setattr(import_module("kvdepot.devices.cuda.pins").Pins, "attach", lambda pins, context: None)
             yield made
@@ -85,7 +85,7 @@ class CopyPathsConformance(DeviceConformance):
         mapped = devices.map(build_layout(other.make(model), model.axes))
         gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
         try:
-            if not set(cls.ways) <= set(gpu.copy_paths.available):
+            if not set(cls.paths) <= set(gpu.copy_paths.available):
                 pytest.skip(gpu.copy_paths.without)
             yield
             assert cls.is_registered or not devices.status()[0].pinned_bytes

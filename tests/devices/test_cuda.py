@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvdepot.devices import Devices
-from kvdepot.devices.cuda.plan import Plan
-from kvdepot.errors import DeviceError, KVDepotError, LayoutError
+from kvdepot.devices.cuda.plan import CopyPlan
+from kvdepot.errors import DeviceError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.copier import CopyPiece
@@ -81,29 +81,29 @@ class TestDmaOfAnOldDriver(OnFakeDriver):
 
 @pytest.mark.faults
 class TestKernel(OnFakeDriver):
-    ways = ("kernel", "kernel")
+    paths = ("kernel", "kernel")
 
 
 class TestStaged(OnFakeDriver):
-    ways = ("staged", "staged")
+    paths = ("staged", "staged")
 
 
 @pytest.mark.faults
 class TestUnregisteredMemory(OnFakeDriver):
-    ways = ("dma", "staged")
+    paths = ("dma", "staged")
     is_registered = False
 
 
 @pytest.mark.faults
 class TestVirtualMemory(OnFakeDriver):
     how = "virtual"
-    ways = ("dma", "staged")
+    paths = ("dma", "staged")
 
 
 @pytest.mark.faults
 class TestAllocationsApart(OnFakeDriver):
     how = "each"
-    ways = ("staged", "kernel")
+    paths = ("staged", "kernel")
 
 
 # -- what goes wrong
@@ -212,22 +212,6 @@ def test_a_registration_that_fails_keeps_nothing(
     assert machine.contexts(0) == {worker.process.pid} and devices.status() == []
 
 
-def test_the_second_of_two_allocations_that_cannot_be_opened_closes_the_first(
-    machine: Machine, devices: Devices
-) -> None:
-    worker = WorkerProcess(machine.environment(), how="each")
-    model = small()
-    layout = build_layout(worker.make(model), model.axes)
-    assert len(layout.mappings) == 2
-    machine.fail("cuIpcOpenMemHandle", "CUDA_ERROR_MAP_FAILED", nth=2, pid=os.getpid())
-    with pytest.raises(DeviceError, match="MAP_FAILED"):
-        devices.map(layout)
-    machine.heal()
-    assert machine.held_by(os.getpid())["memory"] == {}
-    devices.map(layout).close()
-    worker.close()
-
-
 def test_a_gpu_without_memory_for_a_context_is_an_error(
     machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,67 +227,6 @@ def test_a_gpu_without_memory_for_a_context_is_an_error(
         worker.close()
         devices.close()
     tight.close()
-
-
-def test_memory_of_a_gpu_that_is_not_here_is_an_error_that_names_those_that_are(
-    machine: Machine, devices: Devices, worker: WorkerProcess
-) -> None:
-    model = small()
-    views = [view._replace(device="GPU-00000000-0000-0000-0000-000000000000") for view in worker.make(model)]
-    with pytest.raises(DeviceError, match=r"GPU-61206661-.*GPU-61206661-"):
-        devices.map(build_layout(views, model.axes))
-    assert machine.contexts(0) == {worker.process.pid}
-
-
-@pytest.mark.parametrize(
-    "handle", [b"", b"\1" + bytes(64), b"\1short", b"\3" + bytes(64), b"\2", bytes(4096)],
-    ids=["empty", "no memory's", "short", "of no kind", "no offer", "zeros"],
-)  # fmt: skip
-def test_a_handle_that_is_none_is_an_error_and_keeps_nothing(
-    machine: Machine, devices: Devices, worker: WorkerProcess, handle: bytes
-) -> None:
-    model = small()
-    views = [view._replace(handle=handle) for view in worker.make(model)]
-    with pytest.raises(KVDepotError):
-        devices.map(build_layout(views, model.axes))
-    assert machine.contexts(0) == {worker.process.pid} and devices.status() == []
-
-
-def test_a_mapping_that_is_said_to_be_larger_than_its_allocation_is_an_error(
-    machine: Machine, devices: Devices, worker: WorkerProcess
-) -> None:
-    model = small()
-    views = [view._replace(mapping_bytes=view.mapping_bytes + 1) for view in worker.make(model)]
-    with pytest.raises(LayoutError):
-        devices.map(build_layout(views, model.axes))
-    assert machine.contexts(0) == {worker.process.pid}
-
-
-def test_memory_that_cannot_be_exported_is_refused_in_the_worker_with_what_to_set(machine: Machine) -> None:
-    worker = WorkerProcess(machine.environment(), how="closed")
-    with pytest.raises(DeviceError, match="--enable-sleep-mode"):
-        worker.make(small())
-    worker.close()
-
-
-def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
-    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
-) -> None:
-    """Memory is registered through the first GPU's context: when that goes, through the other's."""
-    extents = ((arena.header.chunks_start, 20 * PAGE),)
-    other = WorkerProcess(machine.environment(), gpu=1)
-    me = os.getpid()
-    before = machine.counts(me)
-    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
-        assert me in machine.contexts(0) & machine.contexts(1)
-        first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
-        second.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
-        second.mapped.close()
-        assert me not in machine.contexts(1)
-        first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
-    assert me not in machine.contexts(0) | machine.contexts(1)
-    other.close()
-    assert machine.counts(me)["pageable_copies"] == before["pageable_copies"]
 
 
 def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
@@ -361,7 +284,7 @@ def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
         eventually(lambda: pins.pinned_bytes == len(arena.bytes))
         address = np.array([pins.address], np.uint64)
         with ThreadPoolExecutor(2) as pool:
-            with pins.used(Plan(address, address, address)):
+            with pins.used(CopyPlan("store", address, address, address)):
                 leaving = pool.submit(second.mapped.close)
                 eventually(lambda: len(devices.status()) == 1)
                 behind = ((start + SMALL_PIECES, 2 * PAGE), (start + 2 * SMALL_PIECES - 4 * PAGE, 2 * PAGE))

@@ -55,7 +55,7 @@ def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as
 ) -> None:
     from kvdepot.devices.cuda.copy_paths import CopyPaths
     from kvdepot.devices.cuda.driver import load
-    from kvdepot.devices.cuda.plan import Plan
+    from kvdepot.devices.cuda.plan import CopyPlan
 
     driver = load()
     area = mmap.mmap(-1, SIZE * COUNT)
@@ -64,26 +64,29 @@ def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as
     steps = np.arange(COUNT, dtype=np.uint64) * np.uint64(SIZE)
     context = driver.retain(0)
     with driver.current(context):
-        ways = CopyPaths(driver, 0, 64 << 20)
-        assert ways.available == ("dma",) and ways.without
+        paths = CopyPaths(driver, 0, 64 << 20)
+        assert paths.available == ("dma",) and paths.without
         device = int(driver.call("cuMemAlloc", len(host)))
         driver.call("cuMemHostRegister", host.ctypes.data, len(host), 3)
-        plan = Plan(
-            steps[::-1] + np.uint64(device), steps + np.uint64(host.ctypes.data), np.full(COUNT, SIZE, np.uint64)
+        plan = CopyPlan(
+            "store" if is_store else "retrieve",
+            steps[::-1] + np.uint64(device),
+            steps + np.uint64(host.ctypes.data),
+            np.full(COUNT, SIZE, np.uint64),
         )
         if is_store:
             driver.call("cuMemcpyHtoD", device, there.ctypes.data, len(there))
         else:
             host[:] = there
-        with ways.slot() as slot:
-            ways.run(plan, is_store, slot)
+        with paths.slot() as slot:
+            paths.run(plan, slot)
         found = host.copy()
         if not is_store:
             driver.call("cuMemcpyDtoH", found.ctypes.data, device, len(found))
         driver.call("cuMemHostUnregister", host.ctypes.data)
         driver.call("cuMemFree", device)
         counts = machine.counts(os.getpid())
-        ways.close()
+        paths.close()
     driver.release(0)
     assert found.reshape(COUNT, SIZE).tobytes() == there.reshape(COUNT, SIZE)[::-1].tobytes()
     assert counts["cuMemcpyDtoHAsync" if is_store else "cuMemcpyHtoDAsync"] == COUNT

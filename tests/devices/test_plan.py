@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.devices.cuda.plan import Plan, Planner
+from kvdepot.devices.cuda.plan import CopyPlan, Planner
 from kvdepot.memory.copier import CopyPiece
 from kvdepot.protocol.layout import Layout, Mapping, Segment, TensorView, build_layout
 from tests.devices.tensors import Model
@@ -61,7 +61,7 @@ def wanted(layout: Layout, pieces: list[CopyPiece]) -> dict[int, list[int]]:
     return {place: sorted(sources) for place, sources in found.items()}
 
 
-def planned(plan: Plan) -> dict[int, list[int]]:
+def planned(plan: CopyPlan) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
         for byte in range(size):
@@ -76,19 +76,11 @@ def test_every_byte_of_every_piece_is_planned_once_and_no_copy_crosses_a_cut(see
     layout = a_layout(draw)
     layout.check()
     pieces = some_pieces(draw, layout)
-    plan = Planner(layout, [DEVICE]).plan(pieces, HOST, cut)
+    plan = Planner(layout, [DEVICE]).plan("store", pieces, HOST, cut)
     assert planned(plan) == wanted(layout, pieces)
     places = plan.host - np.uint64(HOST)
     first, last = places // np.uint64(cut), (places + plan.sizes - np.uint64(1)) // np.uint64(cut)
     assert (first == last).all() and (plan.sizes > 0).all()
-
-
-def test_adjacent_blocks_and_segments_become_one_copy() -> None:
-    layout = Layout([Mapping("m", 4096)], [Segment(0, 0, 64, 64), Segment(0, 2048, 64, 64)], 8, bytes(32))
-    adjacent = CopyPiece(((0, 4096),), np.array([2, 3, 4], np.intp))
-    assert len(Planner(layout, [DEVICE]).plan([adjacent], HOST, 1 << 30)) == 2  # a copy a segment
-    apart = CopyPiece(((0, 4096),), np.array([2, 4, 6], np.intp))
-    assert len(Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)) == 6
 
 
 @pytest.mark.parametrize(
@@ -103,7 +95,7 @@ def test_layers_that_lie_side_by_side_in_a_block_are_one_copy_a_block(kind: str,
     ]
     layout = build_layout(views, model.axes)
     apart = CopyPiece(((0, 3 * layout.block_bytes),), np.array([6, 2, 4], np.intp))
-    plan = Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)
+    plan = Planner(layout, [DEVICE]).plan("store", [apart], HOST, 1 << 30)
     assert len(plan) == 3 * copies and plan.sizes.tolist() == [layout.block_bytes // copies] * len(plan)
 
 
@@ -111,12 +103,8 @@ def test_a_plan_is_arrays_that_the_driver_can_read_by_their_addresses() -> None:
     for segments in ([Segment(0, 0, 64, 64)], [Segment(0, 0, 64, 64), Segment(0, 2048, 64, 64)]):
         layout = Layout([Mapping("m", 4096)], segments, 8, bytes(32))
         for ids in ([2], [2, 4, 6], [2, 3, 4]):
-            plan = Planner(layout, [DEVICE]).plan([CopyPiece(((0, 4096),), np.array(ids, np.intp))], HOST, 1 << 30)
+            plan = Planner(layout, [DEVICE]).plan(
+                "store", [CopyPiece(((0, 4096),), np.array(ids, np.intp))], HOST, 1 << 30
+            )
             for array in (plan.device, plan.host, plan.sizes):
                 assert array.dtype == np.uint64 and array.flags.c_contiguous
-
-
-def test_nothing_to_copy_is_an_empty_plan() -> None:
-    layout = Layout([Mapping("m", 64)], [Segment(0, 0, 64, 64)], 1, bytes(32))
-    plan = Planner(layout, [DEVICE]).plan([], HOST, 64)
-    assert len(plan) == 0 and plan.total == 0

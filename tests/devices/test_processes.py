@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import uuid
@@ -16,7 +15,7 @@ import torch
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.devices.engines import BLOCK, BLOCKS, Engine, round_trips_at_once, settled, tokens_of
+from tests.devices.engines import BLOCK, BLOCKS, Engine, settled, tokens_of
 from tests.fakecuda.machine import VARIABLES, Machine
 
 pytestmark = pytest.mark.faults
@@ -53,33 +52,6 @@ def start_engine(machine: Machine) -> Iterator[StartEngine]:
     yield start
     for engine in started:
         engine.process.close()
-
-
-@pytest.mark.parametrize("how", ["one", "each", "virtual"])
-def test_what_a_worker_stored_comes_back_byte_for_byte_and_to_another_worker_too(
-    machine: Machine, start_depot: StartDepot, start_engine: StartEngine, how: str
-) -> None:
-    depot = start_depot(arena_mib=16)
-    engine = start_engine(depot, gpu=1, how=how)
-    order = random.Random(1).sample(range(BLOCKS), 16)
-    engine.round_trip(order[:8], order[8:], tokens_of(1, 2))
-    stored = engine.truth  # what the retrieve left, in order[8:]
-    other = start_engine(depot, gpu=0)
-    other.fill()
-    assert other.retrieve([5, 4, 3, 2, 1, 0, 9, 8], tokens_of(1, 2)) == []
-    other.model.move(stored, other.truth, dict(zip(order[8:], [5, 4, 3, 2, 1, 0, 9, 8], strict=True)))
-    assert other.wrong(other.truth) == [0, 0]
-    assert machine.counts(depot.process.pid)["pageable_copies"] == 0
-
-
-def test_two_workers_store_and_retrieve_at_once(
-    machine: Machine, start_depot: StartDepot, start_engine: StartEngine
-) -> None:
-    """On one GPU each, in one small arena; each sees its own bytes, and the other's where it asks for them."""
-    depot = start_depot(arena_mib=8)
-    engines = [start_engine(depot, gpu=gpu, name=f"model {gpu}") for gpu in (0, 1)]
-    round_trips_at_once(engines, 12)
-    settled(depot, instances=2)
 
 
 @pytest.mark.parametrize("how", ["one", "virtual"])
@@ -248,18 +220,6 @@ def test_a_gpu_that_fails_fails_its_own_copies_and_no_others(
     settled(depot, instances=1)
     again = start_engine(depot, gpu=0, name="broken")
     again.round_trip(list(range(8)), list(range(8, 16)), tokens_of(4, 2))
-
-
-def test_a_server_that_stops_leaves_the_gpus_first(
-    machine: Machine, start_depot: StartDepot, start_engine: StartEngine
-) -> None:
-    depot = start_depot(*LEAN, arena_mib=16)
-    engine = start_engine(depot)
-    engine.round_trip(list(range(8)), list(range(8, 16)), tokens_of(1, 2))
-    assert depot.stop() == 0
-    assert machine.contexts(0) == {engine.pid}
-    assert not (Path("/dev/shm") / depot.name).exists()
-    assert "Traceback" not in depot.logged()
 
 
 def test_a_server_without_gpus_never_imports_cuda(

@@ -5,9 +5,6 @@ It tests the order of calls and that everything is released; tests/gpu tests tha
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.conftest import eventually
-from tests.devices.peers import MIB, Peer, Raised, is_stopped
+from tests.devices.peers import MIB, Peer, Raised
 from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
@@ -69,18 +66,6 @@ NOTHING = {"memory": 0, "contexts": 0}
 # -- plain allocations
 
 
-def test_a_plain_allocation_is_seen_by_the_server_byte_for_byte_both_ways(worker: Peer, server: Peer) -> None:
-    view = worker.ask("tensor", "a", 3 * MIB, 100_000, [2, 300, 7], [3000, 10, 1], 2)
-    worker.ask("fill", "a", 1)
-    assert view["mapping_bytes"] == 3 * MIB and view["offset"] == 100_000
-    assert view["strides"] == [6000, 20, 2] and view["shape"] == [2, 300, 7] and view["item_bytes"] == 2
-    number = server.ask("open", view)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("write", number, 2)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("close", number)
-
-
 def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_peer: Callable[..., Peer]) -> None:
     worker, server = start_peer(CUDA_VISIBLE_DEVICES="1"), start_peer(CUDA_VISIBLE_DEVICES="1,0")
     other = start_peer(CUDA_VISIBLE_DEVICES="0")
@@ -93,39 +78,6 @@ def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_peer: Callable[
     with pytest.raises(Raised, match="is not visible to this process") as refused:
         other.ask("open", view)
     assert refused.value.kind == "DeviceError"
-
-
-def test_tensors_of_one_allocation_are_one_mapping(worker: Peer, server: Peer) -> None:
-    worker.ask("allocate", "a", 4 * MIB)
-    views = [worker.ask("view", "a", layer * MIB) for layer in range(4)]
-    assert {(view["mapping"], view["handle"], view["mapping_bytes"]) for view in views} == {
-        (views[0]["mapping"], views[0]["handle"], 4 * MIB)
-    }
-    assert [view["offset"] for view in views] == [layer * MIB for layer in range(4)]
-
-
-def test_other_allocations_are_other_mappings(worker: Peer) -> None:
-    views = [worker.ask("tensor", name, MIB) for name in "abc"]
-    assert len({view["mapping"] for view in views}) == len({view["handle"] for view in views}) == 3
-
-
-@pytest.mark.parametrize("kind", ["plain", "virtual"])
-def test_memory_registered_again_is_mapped_before_the_old_is_closed(
-    machine: Machine, worker: Peer, server: Peer, kind: str
-) -> None:
-    view = worker.ask("tensor" if kind == "plain" else "virtual", "a", 4 * MIB)
-    worker.ask("fill", "a", 4)
-    first = server.ask("open", view)
-    second = server.ask("open", view)
-    server.ask("close", first)
-    server.ask("close", first)  # twice changes nothing
-    assert server.ask("sum", second) == worker.ask("sum", "a")
-    third = server.ask("open", view)
-    server.ask("close", second)
-    assert server.ask("sum", third) == worker.ask("sum", "a")
-    server.ask("close", third)
-    server.ask("leave")
-    assert held(machine, server) == NOTHING
 
 
 def test_a_handle_is_open_once_in_the_driver_however_often_it_is_registered(
@@ -171,50 +123,7 @@ def test_sharing_takes_no_more_of_the_engines_context_than_it_gives_back(
     assert machine.contexts(0) == set()
 
 
-def test_a_worker_cannot_open_its_own_memory(worker: Peer) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_CONTEXT"):
-        worker.ask("open", view)
-
-
-def test_more_than_there_is_of_an_allocation_is_refused_and_nothing_kept(
-    machine: Machine, worker: Peer, server: Peer
-) -> None:
-    for kind in ("tensor", "virtual"):
-        view = worker.ask(kind, kind, 4 * MIB)
-        with pytest.raises(Raised) as refused:
-            server.ask("open", {**view, "mapping_bytes": 6 * MIB})
-        assert refused.value.kind == "LayoutError"
-    server.ask("leave")
-    assert held(machine, server) == NOTHING
-
-
 # -- virtual memory
-
-
-def test_virtual_memory_in_pieces_is_one_range_for_the_server(machine: Machine, worker: Peer, server: Peer) -> None:
-    view = worker.ask("virtual", "a", 20 * MIB, 2 * MIB)
-    assert view["mapping_bytes"] == 20 * MIB and len(view["handle"]) < 300
-    worker.ask("fill", "a", 6)
-    number = server.ask("open", view)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("write", number, 7)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("close", number)
-    server.ask("leave")
-    assert held(machine, server) == NOTHING
-
-
-def test_a_tensor_inside_an_expandable_segment_brings_only_the_pieces_under_it(worker: Peer, server: Peer) -> None:
-    worker.ask("reserve", "segment", 40 * MIB, 20 * MIB, 2 * MIB)
-    view = worker.ask("part", "segment", 3 * MIB + 512, 6 * MIB)
-    assert view["mapping_bytes"] == 8 * MIB and view["offset"] == MIB + 512
-    same = worker.ask("part", "segment", 3 * MIB + 512, 6 * MIB)
-    assert (same["mapping"], same["handle"]) == (view["mapping"], view["handle"])
-    number = server.ask("open", view)
-    server.ask("write", number, 8)
-    assert worker.ask("sum", "segment", 2 * MIB, 8 * MIB) == server.ask("sum", number)
-    server.ask("close", number)
 
 
 def test_a_thousand_pieces_are_mapped_and_given_back(machine: Machine, start_peer: Callable[..., Peer]) -> None:
@@ -262,14 +171,6 @@ def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
     assert machine.used_bytes(0) == contexts
 
 
-def test_memory_that_the_worker_has_freed_cannot_be_opened(worker: Peer, server: Peer) -> None:
-    view = worker.ask("virtual", "a", 8 * MIB)
-    worker.ask("free_virtual", "a")
-    with pytest.raises(Raised, match="cannot share its device memory: cuMemRetainAllocationHandle") as refused:
-        server.ask("open", view)
-    assert refused.value.kind == "DeviceError"
-
-
 @pytest.mark.parametrize(
     "function",
     ["cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"],
@@ -292,58 +193,7 @@ def test_a_driver_that_refuses_half_way_leaves_nothing_mapped(
     server.ask("close", number)
 
 
-def test_a_driver_that_refuses_to_open_leaves_nothing_open(machine: Machine, worker: Peer, server: Peer) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    server.ask("enter")
-    machine.fail("cuIpcOpenMemHandle", "CUDA_ERROR_MAP_FAILED", pid=server.pid)
-    with pytest.raises(Raised, match="CUDA_ERROR_MAP_FAILED"):
-        server.ask("open", view)
-    machine.heal()
-    machine.fail("cuMemGetAddressRange", "CUDA_ERROR_UNKNOWN", pid=server.pid)
-    with pytest.raises(Raised, match="CUDA_ERROR_UNKNOWN"):
-        server.ask("open", view)
-    machine.heal()
-    assert {kind: count for kind, count in held(machine, server).items() if count} == {"contexts": 1}
-    number = server.ask("open", view)
-    server.ask("close", number)
-
-
-def test_unmapping_goes_on_where_one_piece_cannot_be_unmapped(machine: Machine, worker: Peer, server: Peer) -> None:
-    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
-    number = server.ask("open", view)
-    machine.fail("cuMemUnmap", "CUDA_ERROR_UNKNOWN", pid=server.pid)
-    with pytest.raises(Raised, match="cuMem"):
-        server.ask("close", number)
-    machine.heal()
-    assert machine.held_by(server.pid)["held"]["virtual"] == 1  # the one
-    server.ask("close", number)
-
-
-@pytest.mark.parametrize("lie", ["larger", "other"])
-def test_a_worker_that_lies_about_its_pieces_is_refused_by_the_driver(
-    machine: Machine, worker: Peer, server: Peer, lie: str
-) -> None:
-    view = worker.ask("lie", lie)
-    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_VALUE") as refused:
-        server.ask("open", view)
-    assert refused.value.kind == "DriverError"
-    server.ask("leave")
-    assert held(machine, server) == NOTHING
-
-
 # -- what cannot be shared
-
-
-@pytest.mark.parametrize(
-    ("reserved", "advice"),
-    [(8 * MIB, "--enable-sleep-mode"), (64 * MIB, "expandable_segments:True")],
-)
-def test_memory_that_is_not_exportable_is_refused_with_what_to_set(worker: Peer, reserved: int, advice: str) -> None:
-    with pytest.raises(Raised) as refused:
-        worker.ask("reserve", "a", reserved, 8 * MIB, 2 * MIB, 0)
-    assert refused.value.kind == "DeviceError"
-    assert advice in str(refused.value) and "layer 0" in str(refused.value)
-    assert len({"--enable-sleep-mode", "expandable_segments:True"} & set(str(refused.value).split())) == 1
 
 
 def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: Peer) -> None:
@@ -353,12 +203,6 @@ def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: 
         worker.ask("part", "a", 0, 2 * MIB)
     assert refused.value.kind == "DeviceError"
     machine.heal()
-
-
-def test_a_tensor_without_memory_is_refused(worker: Peer) -> None:
-    with pytest.raises(Raised) as refused:
-        worker.ask("empty")
-    assert refused.value.kind == "LayoutError"
 
 
 # -- ends
@@ -381,35 +225,6 @@ def test_memory_of_a_killed_worker_stays_until_the_server_closes_it(
     server.ask("leave")
     assert held(machine, server) == NOTHING
     assert machine.used_bytes(0) == 0
-
-
-def test_a_server_that_starts_anew_maps_the_same_handles(start_peer: Callable[..., Peer], worker: Peer) -> None:
-    views = [worker.ask("tensor", "a", 2 * MIB), worker.ask("virtual", "b", 4 * MIB, 2 * MIB)]
-    for name in "ab":
-        worker.ask("fill", name, 10)
-    first = start_peer()
-    for view in views:
-        first.ask("open", view)
-    first.kill()
-    second = start_peer()
-    numbers = [second.ask("open", view) for view in views]
-    assert [second.ask("sum", number) for number in numbers] == [worker.ask("sum", name) for name in "ab"]
-    for number in numbers:
-        second.ask("close", number)
-
-
-def test_the_server_waits_for_a_stopped_worker_no_longer_than_its_patience(worker: Peer, server: Peer) -> None:
-    view = worker.ask("virtual", "a", 2 * MIB)
-    server.ask("patience", 0.2)
-    with contextlib.ExitStack() as stack:
-        os.kill(worker.pid, signal.SIGSTOP)
-        stack.callback(os.kill, worker.pid, signal.SIGCONT)
-        eventually(lambda: is_stopped(worker.pid))
-        with pytest.raises(Raised, match="in time") as refused:
-            server.ask("open", view)
-    assert refused.value.kind == "DeviceError"
-    number = server.ask("open", view)
-    server.ask("close", number)
 
 
 # -- handles that are none
@@ -444,14 +259,5 @@ def test_a_size_that_is_not_that_of_the_pieces_is_refused(
     with pytest.raises(Raised) as refused:
         server.ask("open", {**view, "mapping_bytes": size})
     assert refused.value.kind == kind
-    server.ask("leave")
-    assert held(machine, server) == NOTHING
-
-
-def test_a_handle_of_64_strange_bytes_is_what_the_driver_refuses(machine: Machine, worker: Peer, server: Peer) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_HANDLE") as refused:
-        server.ask("open", {**view, "handle": (b"\1" + os.urandom(64)).hex()})
-    assert refused.value.kind == "DriverError"
     server.ask("leave")
     assert held(machine, server) == NOTHING

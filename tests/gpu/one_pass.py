@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdepot.devices.cuda.copy_paths import CopyPaths
 from kvdepot.devices.cuda.driver import load
-from kvdepot.devices.cuda.plan import Plan
+from kvdepot.devices.cuda.plan import DIRECTIONS, CopyPlan
 
 COUNT = 300
 SIZES = (16, 48, 1024, 4096, 16384, 40960)
@@ -33,21 +33,22 @@ def main() -> int:
     order = draw.permutation(COUNT)  # blocks lie anywhere on the device
     there = np.empty(COUNT, np.uint64)
     there[order] = np.concatenate(([0], np.cumsum(sizes[order])[:-1])).astype(np.uint64)
-    plan = Plan(np.uint64(device) + there, np.uint64(host) + ends - sizes, sizes)
-    ways = CopyPaths(driver, 0, STAGING)
-    if ways.without:
-        print(ways.without, file=sys.stderr)
+    places = np.uint64(device) + there, np.uint64(host) + ends - sizes, sizes
+    store, retrieve = (CopyPlan(direction, *places) for direction in DIRECTIONS)
+    paths = CopyPaths(driver, 0, STAGING)
+    if paths.without:
+        print(paths.without, file=sys.stderr)
         return 77
     wrong = 0
-    for way in ("kernel", "staged", "dma"):
+    for path in ("kernel", "staged", "dma"):
         data = draw.integers(0, 256, total, np.uint8)
         seen[:] = data
-        with ways.slot() as slot:
-            ways.run(plan, False, slot, way)
+        with paths.slot() as slot:
+            paths.run(retrieve, slot, path)
             seen[:] = 0
-            ways.run(plan, True, slot, way)
+            paths.run(store, slot, path)
         wrong += int((seen != data).sum())
-    ways.close()
+    paths.close()
     driver.call("cuMemFreeHost", host)
     driver.call("cuMemFree", device)
     driver.call("cuCtxPopCurrent")

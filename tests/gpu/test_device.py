@@ -52,33 +52,33 @@ class TestDma(OnGpu): ...
 
 @runs_elsewhere
 class TestKernel(OnGpu):
-    ways = ("kernel", "kernel")
+    paths = ("kernel", "kernel")
 
 
 class TestStaged(OnGpu):
-    ways = ("staged", "staged")
+    paths = ("staged", "staged")
 
 
 @runs_elsewhere
 class TestUnregisteredMemory(OnGpu):
-    ways = ("dma", "staged")
+    paths = ("dma", "staged")
     is_registered = False
 
 
 @runs_elsewhere
 class TestVirtualMemory(OnGpu):
     how = "virtual"
-    ways = ("dma", "staged")
+    paths = ("dma", "staged")
 
 
 @runs_elsewhere
 class TestAllocationsApart(OnGpu):
     how = "each"
-    ways = ("staged", "kernel")
+    paths = ("staged", "kernel")
 
 
 class TestAsItIs(DeviceConformance):
-    """Nothing made small, ways as they are measured, tensors of torch with its caching allocator."""
+    """Nothing made small, paths as they are measured, tensors of torch with its caching allocator."""
 
     @pytest.fixture(scope="class")
     @classmethod

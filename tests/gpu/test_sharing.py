@@ -137,13 +137,6 @@ def test_a_worker_that_lies_about_its_pieces_is_refused_by_the_driver(worker: Pe
     check_both_ways(worker, server, "a", worker.ask("tensor", "a", MIB))  # the context has not suffered
 
 
-def test_a_worker_cannot_open_its_own_memory(worker: Peer) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    with pytest.raises(Raised) as refused:
-        worker.ask("open", view)
-    assert refused.value.kind == "DriverError"
-
-
 def test_memory_of_a_killed_worker_can_be_read_and_is_free_when_the_server_has_closed_it(
     worker: Peer, server: Peer
 ) -> None:

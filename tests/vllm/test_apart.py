@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import Depot, eventually
-from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import Engine, nothing_is_held, output, prompt
 
 CHUNKS = 4
@@ -66,28 +65,3 @@ def test_a_second_engine_gets_what_is_being_stored_while_the_first_still_compute
     eventually(lambda: vllm_depot.status()["chunks"] == before + CHUNKS)  # stored, or being stored
     same_as_its_own(decoder, tokens, decoder.run(tokens, max_tokens=300))
     prefill.tell("finish")
-
-
-def test_beside_nixl_it_is_vllm_that_refuses_to_start_without_nixl(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    """kvdepot has nothing against it: its scheduler's half is made, then vLLM's worker says no."""
-    connectors = [
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-        {
-            "kv_connector": "KVDepotConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvdepot.url": vllm_depot.url},
-        },
-    ]
-    engine = start_engine(
-        models["gqa"],
-        vllm_depot.url,
-        kv_transfer_config={
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": connectors},
-        },
-    )
-    assert "NIXL is not available" in engine.start_error()

@@ -78,16 +78,6 @@ def test_what_is_stored_is_described_each_time_and_what_is_found_once(lookahead:
     assert desk.told() == keys
 
 
-def test_only_the_latest_are_remembered() -> None:
-    desk, tokens = Desk(most=3), prompt(1, 4 * CHUNK)
-    request: Any = Request(tokens)
-    chain = chain_of(tokens)
-    desk.descriptions.ordered(request, chain, range(4), ())
-    assert len(desk.told()) == 4
-    desk.descriptions.found(request, chain, 4, len(chain))
-    assert len(desk.told()) == 4, "the first is forgotten, and a description needs its parent's"
-
-
 def test_salted_prompts_are_not_described() -> None:
     desk, tokens = Desk(), prompt(1, 2 * CHUNK)
     request: Any = Request(tokens)
@@ -105,14 +95,6 @@ def test_long_prompts_take_several_messages(monkeypatch: pytest.MonkeyPatch) -> 
     desk.descriptions.ordered(request, chain, range(7), ())
     assert len(desk.peer.asked) == 3
     assert desk.told() == [chain.slice(i, i + 1) for i in range(7)]
-
-
-def test_a_server_that_wants_no_tokens_gets_none() -> None:
-    desk, tokens = Desk(), prompt(1, 2 * CHUNK)
-    desk.peer.wants_tokens = False
-    request: Any = Request(tokens)
-    desk.descriptions.ordered(request, chain_of(tokens), range(2), ())
-    assert desk.told() == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports

@@ -5,33 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from kvdepot.client.transfer import GroupSpec, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.integrations.vllm.groups import describe_groups, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.plan import PlanRules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
 
 def spec(kind: str, block: int = 16, **options: Any) -> Any:
-    import torch
-    from vllm.v1 import kv_cache_interface
-
     made = getattr(kv_cache_interface, kind)
     heads = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
     return made(block_size=block, **heads, **options)
 
 
 def config(*specs: Any, **options: Any) -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
     groups = [KVCacheGroupSpec([f"layer.{i}"], each, **options) for i, each in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def fitted(cache: Any, least_tokens: int = 256) -> Any:
-    from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment
-
     return fit_groups(find_groups(cache), ShardSpec.fit_blocks("model", 1, 0, least_tokens, hit_alignment(cache)))
 
 
@@ -80,9 +78,6 @@ def test_local_chunks_reach_back_to_where_theirs_began(local: int, told: GroupSp
 
 
 def state(block: int = 544, mode: str = "align", **options: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     return MambaSpec(block, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode, **options)
 
 
@@ -95,8 +90,6 @@ def test_of_a_state_the_last_is_needed_and_chunks_are_as_long_as_its_blocks() ->
 
 
 def test_states_that_are_not_those_at_the_end_of_a_block_are_refused_with_what_to_do() -> None:
-    from kvdepot.integrations.vllm.groups import find_groups
-
     for mode in ("none", "all"):
         with pytest.raises(ConfigError, match=f"'{mode}'.*--enable-prefix-caching --mamba-cache-mode align"):
             find_groups(config(spec("FullAttentionSpec"), state(mode=mode)))
@@ -104,8 +97,6 @@ def test_states_that_are_not_those_at_the_end_of_a_block_are_refused_with_what_t
 
 
 def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_tables() -> None:
-    from kvdepot.integrations.vllm.groups import find_groups, make_plan
-
     cache = config(
         spec("SlidingWindowSpec", sliding_window=512), spec("FullAttentionSpec"),
         spec("SlidingWindowSpec", sliding_window=1024), spec("MLAAttentionSpec", 32),
@@ -132,8 +123,6 @@ def test_chunks_are_whole_blocks_of_every_group_and_not_smaller_than_the_servers
 
 
 def test_what_vllm_does_not_cache_by_prefix_is_left_out() -> None:
-    from kvdepot.integrations.vllm.groups import find_groups
-
     ring = spec("CircularBufferSpec", 64)
     groups = find_groups(config(ring, spec("FullAttentionSpec")))
     assert [group.number for group in groups] == [1]
@@ -157,35 +146,18 @@ def test_what_vllm_does_not_cache_by_prefix_is_left_out() -> None:
 def test_a_kind_that_is_not_known_to_come_back_exactly_is_refused_by_name(
     kind: str, options: dict[str, Any], said: str
 ) -> None:
-    from kvdepot.integrations.vllm.groups import find_groups
-
     cache = config(spec("FullAttentionSpec"), spec(kind, **options))
     with pytest.raises(ConfigError, match=rf"KV cache group 1 .*{kind}.* layer\.1.*{said}"):
         find_groups(cache)
 
 
 def test_groups_in_host_memory_are_refused() -> None:
-    from kvdepot.integrations.vllm.groups import find_groups
-
     with pytest.raises(ConfigError, match="host memory"):
         find_groups(config(spec("FullAttentionSpec"), host_resident=True))
 
 
-def test_a_drafters_group_is_one_like_others() -> None:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-    groups = [
-        KVCacheGroupSpec(["layer"], spec("MLAAttentionSpec")),
-        KVCacheGroupSpec(["mtp"], spec("SlidingWindowSpec", sliding_window=257), is_eagle_group=True),
-    ]
-    told = fitted(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
-    assert told.groups == (GroupSpec(0, 16), GroupSpec(1, 16))
-
-
 def test_blocks_whose_tokens_are_spread_over_ranks_have_that_many_times_the_tokens() -> None:
     """Decode context parallelism, with a drafter that has all tokens on every rank."""
-    from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
-
     cache = config(spec("MLAAttentionSpec"), spec("MLAAttentionSpec", dcp_sharded=False))
     groups, alignment = find_groups(cache, 4), hit_alignment(cache, 4)
     assert ([group.block_tokens for group in groups], alignment) == ([64, 16], 64)
@@ -199,20 +171,7 @@ def test_blocks_whose_tokens_are_spread_over_ranks_have_that_many_times_the_toke
     assert (sharded.first, sharded.skip, whole.first, whole.skip) == (1, 1, 1, 4)
 
 
-def test_one_group_spread_over_ranks_has_fewer_blocks_per_chunk() -> None:
-    from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment
-
-    cache = config(spec("FullAttentionSpec"))
-    told = fit_groups(find_groups(cache, 2), ShardSpec.fit_blocks("model", 4, 1, 256, hit_alignment(cache, 2)))
-    assert (told.chunk_tokens, told.blocks_in_chunk, told.block_tokens, told.groups) == (256, 8, 32, ())
-
-
 def test_a_group_of_layers_of_several_sizes_is_one_group_and_is_named_alike_where_vllm_shows_less_of_it() -> None:
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
-
-    from kvdepot.integrations.vllm.groups import describe_groups, find_groups
-
     layers = {"a": spec("MLAAttentionSpec"), "b": spec("MLAAttentionSpec", cache_dtype_str="fp8")}
     group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(16, kv_cache_specs=layers))
     workers = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.request import Request
+
+from kvdepot.integrations.vllm.hints import Limits, read_hints
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -16,10 +21,6 @@ def request(
     salt: str | None = None,
 ) -> Any:
     """vLLM's request `r`, with this under `kvdepot`, these actions and this cache salt."""
-    from vllm import SamplingParams
-    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-    from vllm.v1.request import Request
-
     given = {"kv_transfer_params": {"kvdepot": params, "do_remote_decode": False}} if params is not None else None
     hints = None
     if actions is not None:
@@ -31,8 +32,6 @@ def request(
 
 
 def read(*arguments: Any, limits: tuple[int, int] = (1 << 31, 100), **options: Any) -> Any:
-    from kvdepot.integrations.vllm.hints import Limits, read_hints
-
     return read_hints(request(*arguments, **options), Limits(*limits))
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
 
 def pool(blocks: int = 21) -> Any:
-    from vllm.v1.core.block_pool import BlockPool
-
     return BlockPool(num_gpu_blocks=blocks, enable_caching=True, hash_block_size=16)
 
 
@@ -20,8 +22,6 @@ def ids(blocks: Any) -> list[int]:
 
 
 def test_a_held_block_is_given_to_nobody_until_every_rank_has_stored_it() -> None:
-    from kvdepot.integrations.vllm.stores import Holds
-
     blocks = pool()
     holds = Holds(ranks=2)
     holds.bind(blocks)
@@ -41,8 +41,6 @@ def test_a_held_block_is_given_to_nobody_until_every_rank_has_stored_it() -> Non
 
 
 def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -> None:
-    from kvdepot.integrations.vllm.stores import Holds
-
     holds = Holds(ranks=1)
     assert holds.hold([]) and not holds.hold([1])
     blocks = pool()
@@ -55,9 +53,6 @@ def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -
 
 
 def test_stores_that_are_dropped_release_what_they_hold_and_those_that_are_sent_do_not() -> None:
-    from kvdepot.client.transfer import Transfer
-    from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
-
     blocks = pool()
     holds = Holds(ranks=1)
     holds.bind(blocks)

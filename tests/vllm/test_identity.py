@@ -17,8 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm import envs
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm import environment, versions
@@ -27,10 +32,7 @@ from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_e
 from kvdepot.integrations.vllm.fields import HARMLESS, describe_config, harmless_fields
 from kvdepot.integrations.vllm.identity import namespace
 from kvdepot.protocol.model_names import key_of_model
-from tests.conftest import Depot
 from tests.vllm import engines
-from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
 
@@ -41,8 +43,6 @@ def config(models: dict[str, Path]) -> VllmConfig:
 
 
 def _name(config: VllmConfig, weights_revision: str = "") -> str:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     return namespace(config, KVCacheConfig(8, [], groups), weights_revision)
@@ -159,13 +159,8 @@ def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
         assert {field for fields in reasons.values() for field in fields} <= known, name
 
 
-def test_a_name_is_the_same_again_and_for_a_copy_of_the_configuration(config: VllmConfig) -> None:
-    assert _name(config) == _name(config) == _name(copy.deepcopy(config))
-
-
 def _configured(model: Path, transfer: Any, **options: Any) -> VllmConfig:
     """A configuration as vLLM hands it to workers."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class WithoutWorkers(UniProcExecutor):
         def _init_executor(self) -> None:
@@ -189,8 +184,6 @@ def _build(config: VllmConfig) -> None:
 def test_an_engine_has_one_name_whatever_building_the_model_changes(
     models: dict[str, Path], is_child: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.config import KVTransferConfig
-
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
     settings = {"kvdepot.start": "never"}
     transfer: dict[str, Any] = {"kv_connector": "KVDepotConnector", "kv_connector_extra_config": settings}
@@ -233,8 +226,6 @@ def test_variables_that_change_numbers_separate_engines(
 def test_layouts_separate_engines_and_not_what_asked_for_them(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.attention.backends.utils import record_kv_cache_layout
-
     def name(layout: str | None) -> str:
         found = copy.deepcopy(config)
         record_kv_cache_layout(found.cache_config, layout) if layout else None
@@ -252,8 +243,6 @@ def test_layouts_separate_engines_and_not_what_asked_for_them(
 def test_every_variable_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm import envs
-
     known = envs.compile_factors().keys()
     listed = {name for names in HARMLESS_VARIABLES.values() for name in names}
     assert len(known - listed) > 100
@@ -285,8 +274,6 @@ def _plugin(folder: Path, code: str) -> None:
 def test_code_of_others_separates_engines_by_its_contents(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.model_executor.models.registry import ModelRegistry
-
     def name(given: VllmConfig = config) -> str:
         environment._digest.cache_clear()
         importlib.invalidate_caches()
@@ -391,17 +378,6 @@ def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: Vll
     assert _name(config, "mine 1") != _name(config, "mine 2")
 
 
-def test_functions_of_vllms_own_are_described_by_their_names(config: VllmConfig) -> None:
-    """A draft model's configuration has one."""
-    from vllm.config import SpeculativeConfig
-
-    before = _name(config)
-    config = copy.deepcopy(config)
-    config.model_config.hf_overrides = SpeculativeConfig.hf_config_override  # type: ignore[assignment]
-    assert _name(config) not in (before, _name(config, "mine"))
-    assert "hf_config_override" in _text(config)
-
-
 def test_arguments_bound_to_functions_of_vllms_own_separate_engines_unless_they_are_defaults(
     config: VllmConfig,
 ) -> None:
@@ -472,21 +448,3 @@ def test_a_model_that_changed_while_it_was_loaded_is_shared_with_no_other_engine
     before = _name(one)
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed + 60)
     assert _name(one) == before, "a worker that starts after the change must agree as well"
-
-
-def test_lengths_that_choose_other_rope_factors_never_share(
-    vllm_depot: Depot, tmp_path: Path, start_engine: StartEngine
-) -> None:
-    """vLLM takes longrope's long factors where max_model_len exceeds the original length."""
-    model = engines.write_model(tmp_path / "phi3", engines.LONGROPE)
-    tokens = prompt(4, 700)
-    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 4096}
-    long = start_engine(model, vllm_depot.url, max_model_len=2048, **options).wait_started()
-    before = long.run(tokens)
-    assert long.run_fresh(tokens)["cached"] == 512
-    long.stop()
-    short = start_engine(model, vllm_depot.url, max_model_len=1024, **options).wait_started()
-    other = short.run(tokens)
-    assert other["cached"] == 0
-    assert other["tokens"] != before["tokens"] or other["logprobs"] != before["logprobs"], "the lengths change nothing"
-    short.stop()

@@ -8,8 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvdepot.devices.cpu import HostTensors
+from kvdepot.integrations.vllm.paged_kv import describe_kv, without_expandable_segments
 from kvdepot.memory.copier import CopyPiece
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -38,15 +49,6 @@ class Arena:
 
 def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """vLLM's allocation, of random bytes, and its view of each layer."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheTensor,
-        MLAAttentionSpec,
-        compute_layout_strides,
-        create_kv_cache_views,
-    )
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
     assert {known.name for known in KVCacheLayout} == set(LAYOUTS), "vLLM has a layout that nobody has looked at"
     make = MLAAttentionSpec if kind == "MLA" else FullAttentionSpec
     spec = make(block_size=TOKENS, dtype=torch.bfloat16, **KINDS[kind][0])
@@ -62,8 +64,6 @@ def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kind: str, split: int) -> None:
-    from kvdepot.integrations.vllm.paged_kv import describe_kv
-
     for layout in KINDS[kind][split]:
         raw, caches = laid_out(kind, layout, TOKENS // split)
         described = describe_kv({**caches, "shares": caches["layer.0"]}, BLOCKS, "backend")
@@ -92,16 +92,6 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
 def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
     """Random bytes, and vLLM's views of the layers of three groups that lie over each other: full attention, a sliding
     window, and padded states."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheTensor,
-        MambaSpec,
-        SlidingWindowSpec,
-        compute_layout_strides,
-        create_kv_cache_views,
-    )
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
     attention: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
     full = FullAttentionSpec(**attention)
     page = full.page_size_bytes
@@ -126,16 +116,6 @@ def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tenso
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layout: str) -> None:
     """MLA with an indexer: two layers in turns, and in memory all of one kind before all of the other."""
-    from vllm.v1.kv_cache_interface import (
-        KVCacheTensor,
-        MLAAttentionSpec,
-        compute_layout_strides,
-        create_kv_cache_views,
-    )
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    from kvdepot.integrations.vllm.paged_kv import describe_kv
-
     specs = [MLAAttentionSpec(TOKENS, num_kv_heads=1, head_size=size, dtype=torch.bfloat16) for size in (48, 16)]
     block = sum(LAYERS * spec.page_size_bytes for spec in specs)
     raw, kinds, offset = torch.zeros(block * BLOCKS, dtype=torch.int8), [], 0
@@ -153,8 +133,6 @@ def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layo
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_padding(layout: str) -> None:
-    from kvdepot.integrations.vllm.paged_kv import describe_kv
-
     raw, groups = overlaid(layout)
     described = {kind: describe_kv(caches, BLOCKS, "backend") for kind, caches in groups.items()}
     assert len({each.fingerprint for each in described.values()}) == len(groups)
@@ -180,8 +158,6 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
     alloc_conf = pytest.importorskip("vllm.device_allocator.alloc_conf")  # since 0.31
 
-    from kvdepot.integrations.vllm.paged_kv import without_expandable_segments
-
     before = torch._C._accelerator_getAllocatorSettings()
     mine = "expandable_segments:True,max_split_size_mb:512"
     alloc_conf.set_alloc_conf(mine)
@@ -192,18 +168,3 @@ def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards
         assert torch._C._accelerator_getAllocatorSettings() == mine
     finally:
         alloc_conf.set_alloc_conf(before)
-
-
-def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
-    from vllm.config import VllmConfig
-
-    from kvdepot.devices import share
-    from kvdepot.integrations.vllm.paged_kv import mem_pool_context
-
-    context = mem_pool_context(VllmConfig())
-    assert context is not None
-    with context:
-        raw = torch.zeros(BLOCKS * 4096, dtype=torch.int8, device=torch.device("cpu"))  # as vLLM allocates it
-    address = raw.data_ptr()
-    view = share(raw.view(BLOCKS, 4096), "layer")
-    assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)

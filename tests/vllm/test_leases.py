@@ -12,14 +12,17 @@ import pytest
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
+from kvdepot.integrations.vllm.leases import RequestLeases
+from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
+from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from tests.client.answers import Answering
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 from tests.vllm.test_hints import request
-from tests.vllm.test_requests import Steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -31,10 +34,6 @@ class Desk:
     """The leases of an engine, and the client that records what they send."""
 
     def __init__(self, saves_decode: bool = False) -> None:
-        from kvdepot.integrations.vllm.leases import RequestLeases
-        from kvdepot.integrations.vllm.settings import ConnectorSettings
-        from kvdepot.integrations.vllm.stats import OperationStats
-
         self.peer: Any = Answering()
         config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=""))
         self.stats = OperationStats(config, lambda request_id: None)
@@ -43,8 +42,6 @@ class Desk:
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
-        from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
-
         of = request(*arguments)
         tracked = Tracked(of, RequestChunks(of, ROOT, ChunkRules(CHUNK)), self.leases.read(of))
         self.leases.request_arrived(tracked)
@@ -177,24 +174,6 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.log, "propagate", True)
     caplog.set_level(logging.WARNING, module.log.name)
     return caplog
-
-
-def test_a_request_that_is_not_to_be_stored_has_no_stores_and_its_leases_reach_the_server(
-    vllm_depot: Depot, models: dict[str, Path]
-) -> None:
-    steps = Steps(vllm_depot.url, models["gqa"])
-    connector = steps.connector
-    try:
-        for hints, stores in (({"store": False, "retain_s": 60}, 0), ({"retain_s": 60}, 1)):
-            one = request(hints)
-            connector.on_new_request(one)
-            steps.back(steps.build(600))
-            one.num_computed_tokens = 600
-            assert len(steps.build().stores) == stores
-            connector.request_finished(one, [1, 2, 3, 4])
-            eventually(lambda: [each["name"] for each in vllm_depot.status()["leases"]] == ["r"])
-    finally:
-        connector.shutdown()
 
 
 def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_the_session(

@@ -51,7 +51,3 @@ def test_a_load_whose_worth_is_not_known_yet_is_told_without_it_and_the_end_of_a
     assert minute.line(0.0) == ""
     assert minute.last_line(7.0) == "last 7 s: 0 requests; loaded 512 tokens (0.5 MiB)"
     assert minute.last_line(8.0) == ""
-
-
-def test_reports_of_several_ranks_add_up() -> None:
-    assert Moved(1, 2, 3, 4) + Moved(10, 20, 30, 40) == Moved(11, 22, 33, 44)

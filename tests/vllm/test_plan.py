@@ -34,14 +34,6 @@ def covered(plan: list[Piece], group: int) -> set[int]:
 # -- loads
 
 
-def test_a_group_of_which_all_is_needed_is_loaded_from_where_the_engines_own_blocks_end() -> None:
-    plan = GroupPlan([whole()], CHUNK)
-    blocks = table(0, 5 * CHUNK, 128)
-    assert plan.to_load([blocks], 0, 5) == [Piece(0, 0, 5, blocks)]
-    assert plan.to_load([blocks], 2 * CHUNK, 5) == [Piece(0, 2, 5, blocks[4:])]
-    assert plan.to_load([blocks], 2 * CHUNK + 128, 5) == [Piece(0, 2, 5, blocks[4:], skip=1)]
-
-
 def test_of_a_window_only_the_last_chunks_are_loaded_and_no_null_block_is_written() -> None:
     plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128, skipped=8 * CHUNK - 511)]
@@ -52,24 +44,6 @@ def test_of_a_window_only_the_last_chunks_are_loaded_and_no_null_block_is_writte
     full, windowed = plan.to_load(tables, 7 * CHUNK + 128, 8)
     assert (full.first, full.skip) == (7, 1)
     assert windowed == Piece(1, 7, 8, tables[1][14:16], skip=1)
-
-
-def test_a_window_that_begins_within_a_chunk_skips_the_blocks_before_it() -> None:
-    place = window(300, block=16)
-    assert place == GroupBlocks(1, 16, 16, 2)
-    plan = GroupPlan([whole(block=16), place], CHUNK)
-    tables = [table(0, 4 * CHUNK, 16), table(1, 4 * CHUNK, 16, skipped=4 * CHUNK - 299)]
-    windowed = plan.to_load(tables, 0, 4)[1]
-    assert (windowed.first, windowed.end, windowed.skip) == (2, 4, 13)
-    assert windowed.blocks == tables[1][32:64] and NULL_BLOCK not in windowed.blocks[13:]
-
-
-def test_of_a_window_shorter_than_a_chunk_only_its_blocks_are_loaded() -> None:
-    place = window(100, block=16)
-    assert place == GroupBlocks(1, 16, 7, 1)
-    plan = GroupPlan([whole(block=16), place], CHUNK)
-    tables = [table(0, 4 * CHUNK, 16), table(1, 4 * CHUNK, 16, skipped=4 * CHUNK - 99)]
-    assert plan.to_load(tables, 0, 4)[1] == Piece(1, 3, 4, tables[1][57:64])
 
 
 def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
@@ -101,12 +75,6 @@ def test_parts_are_stored_for_the_ends_of_a_prompt_and_for_no_others() -> None:
     # Step by step, they are the same.
     steps = [plan.to_store(tables, range(first, first + 1), 8 * CHUNK + 17) for first in range(8)]
     assert covered([piece for step in steps for piece in step], 1) == {6, 7}
-
-
-def test_a_prompt_shorter_than_the_window_is_stored_whole() -> None:
-    plan = GroupPlan([whole(), window(2048)], CHUNK)
-    tables = [table(0, 3 * CHUNK, 128), table(1, 3 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, range(3), 3 * CHUNK + 5), 1) == {0, 1, 2}
 
 
 def test_long_prompts_have_boundaries_on_the_way_as_far_apart_as_is_said() -> None:
@@ -260,12 +228,6 @@ def test_with_a_lookahead_a_prompt_of_whole_chunks_is_loaded_without_its_last() 
     assert [plan.most_chunks(tokens) for tokens in (0, 1, CHUNK, CHUNK + 1, 2 * CHUNK)] == [0, 0, 0, 1, 1]
     far = GroupPlan([whole(), window(300)], CHUNK, PlanRules(lookahead=3))
     assert [far.most_chunks(tokens) for tokens in (CHUNK + 2, CHUNK + 3)] == [0, 1]
-
-
-def test_windows_are_stored_for_the_last_boundary_that_a_lookahead_leaves() -> None:
-    plan = GroupPlan([whole(), window(300)], CHUNK, PlanRules(spacing=99, lookahead=3))
-    tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, range(7), 8 * CHUNK + 2), 1) >= {5, 6}
 
 
 def test_what_drafters_compute_again_is_not_final() -> None:

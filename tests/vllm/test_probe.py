@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from kvdepot.integrations.vllm import paged_kv as probe
+from kvdepot.integrations.vllm.paged_kv import _try_writing
+from kvdepot.integrations.vllm.versions import installed_release
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
 
@@ -15,10 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 @pytest.fixture(scope="module")
 def layer(models: dict[str, Path]) -> Any:
     """A layer as far as it matters here, with vLLM's own attention."""
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     with set_current_vllm_config(config):
         impl = CPUAttentionBackendImpl(4, 64, 1.0, 2, None, None, "auto")
@@ -31,8 +34,6 @@ def layer(models: dict[str, Path]) -> Any:
 def test_another_place_within_a_block_is_seen_though_name_and_shape_are_the_same(
     layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdepot.integrations.vllm.paged_kv import _try_writing
-
     before = _try_writing("layer", layer, torch.bfloat16)
     assert before == _try_writing("layer", layer, torch.bfloat16)
     assert any(before)
@@ -53,9 +54,6 @@ def test_another_place_within_a_block_is_seen_though_name_and_shape_are_the_same
 def test_a_layer_that_cannot_be_tried_shares_within_its_release_alone(
     layer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvdepot.integrations.vllm import paged_kv as probe
-    from kvdepot.integrations.vllm.versions import installed_release
-
     with caplog.at_level("WARNING", probe.log.name):
         probe.log.addHandler(caplog.handler)
         assert probe._try_writing("layer", SimpleNamespace(), torch.bfloat16) == installed_release().encode()

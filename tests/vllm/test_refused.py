@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm import versions
+from kvdepot.integrations.vllm.identity import refuse_unserved
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
 
 def refuse(model: Path, sleeps: bool = False, **options: Any) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from kvdepot.integrations.vllm.identity import refuse_unserved
-
     config = EngineArgs(
         model=str(model), skip_tokenizer_init=True, max_model_len=1024, max_num_batched_tokens=1024, **options
     ).create_engine_config()
@@ -30,8 +29,6 @@ def refuse(model: Path, sleeps: bool = False, **options: Any) -> None:
 def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdepot.integrations.vllm import versions
-
     refuse(models["gqa"])
     with pytest.raises(ConfigError, match=r"does not support sleep mode with vLLM .*0\.33"):
         refuse(models["gqa"], sleeps=True)

@@ -10,7 +10,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVTransferConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, StreamingUpdate
 
+from kvdepot.client.transfer import Transfer
+from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm.connector import KVDepotConnector
+from kvdepot.integrations.vllm.identity import refuse_unserved
+from kvdepot.integrations.vllm.lora import Adapters, Roots
+from kvdepot.integrations.vllm.messages import WorkerReport
+from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_are_contents
+from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
+from kvdepot.integrations.vllm.weight_files import find_weights, look
 from kvdepot.protocol import wire
 from tests.conftest import Depot, eventually
 
@@ -21,27 +44,18 @@ ROOT = b"r" * 32
 
 
 def item(name: str, offset: int, length: int = 16) -> Any:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
     return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length), name)
 
 
 def request(tokens: list[int], items: list[Any] | None = None, **options: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     return Request("r", tokens, SamplingParams(max_tokens=4), None, mm_features=items, **options)
 
 
 def hashes(of: Any, named: bool = True) -> bytes:
-    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
-
     return bytes(RequestChunks(of, ROOT, ChunkRules(SIZE, named)).hash().hashes)
 
 
 def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_hash() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
-
     def ahead(items: list[Any]) -> bytes:
         return bytes(RequestChunks(request(list(range(600)), items), ROOT, ChunkRules(SIZE, lookahead=1)).hash().hashes)
 
@@ -51,8 +65,6 @@ def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_has
 
 
 def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_it() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
-
     decoding = request(list(range(2 * SIZE)))
     prompt = RequestChunks(decoding, ROOT, ChunkRules(SIZE, lookahead=1))
     assert len(prompt.hash()) == 1
@@ -64,8 +76,6 @@ def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_
 
 def update(session: Any, tokens: list[int], items: list[Any]) -> None:
     """As vLLM's scheduler does with the next input of a streaming session."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import StreamingUpdate
 
     class Bare:
         hash_block_size = 16
@@ -77,8 +87,6 @@ def update(session: Any, tokens: list[int], items: list[Any]) -> None:
 
 
 def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
-
     last = []
     for name in ("cat", "dog"):
         session = request(list(range(300)), resumable=True)
@@ -93,8 +101,6 @@ def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> 
 
 
 def test_an_item_that_changes_where_chunks_are_hashed_already_changes_them() -> None:
-    from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks
-
     one = request([7] * 600, [item("cat", 300)])
     prompt = RequestChunks(one, ROOT, ChunkRules(SIZE))
     before = bytes(prompt.hash().hashes)
@@ -116,13 +122,6 @@ def test_chunks_end_before_an_item_that_is_not_named_by_its_contents() -> None:
 def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
     prefix_caching: bool, cache_gib: float, named: bool
 ) -> None:
-    from types import SimpleNamespace
-
-    from vllm.config import CacheConfig
-    from vllm.config.multimodal import MultiModalConfig
-
-    from kvdepot.integrations.vllm.requests import names_are_contents
-
     config: Any = SimpleNamespace(
         cache_config=CacheConfig(enable_prefix_caching=prefix_caching),
         model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gib)),
@@ -133,14 +132,6 @@ def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
 
 
 def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> None:
-    from types import SimpleNamespace
-
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-
-    from kvdepot.errors import ConfigError
-    from kvdepot.integrations.vllm.identity import refuse_unserved
-
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     config: Any = SimpleNamespace(
@@ -183,15 +174,11 @@ def write(folder: Path, contents: str = "one") -> Path:
 
 
 def lora(path: Path | str, number: int = 1, name: str = "red") -> Any:
-    from vllm.lora.request import LoRARequest
-
     return LoRARequest(name, number, str(path))
 
 
 def started(later_s: float = 60.0) -> Any:
     """The adapters of an engine that starts after the last change on disk."""
-    from kvdepot.integrations.vllm.lora import Adapters
-
     return Adapters(time.time() + later_s)
 
 
@@ -243,8 +230,6 @@ def test_a_link_on_the_way_that_is_newer_than_the_engine_or_is_turned_counts_as_
     assert adapters.parts(lora(path)) is None
     assert started().parts(lora(path)) not in (None, before)
     # An engine that began between the files and the link cannot know what was loaded.
-    from kvdepot.integrations.vllm.weight_files import look
-
     files = look(tmp_path / "v2" / "adapter")
     eventually(lambda: time.time() > files.changed_at + 0.1)
     current.unlink()
@@ -296,16 +281,7 @@ def test_an_adapter_that_is_downloaded_by_its_first_load_is_private_and_cached(t
     assert adapters.parts(lora(tmp_path / "later")) is None
 
 
-def test_one_id_for_two_adapters_is_not_cached(tmp_path: Path) -> None:
-    adapters = started()
-    red, blue = write(tmp_path / "red"), write(tmp_path / "blue")
-    assert adapters.parts(lora(red, 1))
-    assert adapters.parts(lora(blue, 1, "blue")) is None
-
-
 def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> None:
-    from kvdepot.integrations.vllm.weight_files import find_weights
-
     folder = write(tmp_path / "adapter")
     before = find_weights(str(folder))
     (folder / "extra.bin").symlink_to(tmp_path / "gone")
@@ -318,9 +294,6 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
 
 def test_an_engine_that_connects_late_knows_no_adapter_that_changed_since_it_could_load_any(tmp_path: Path) -> None:
     """What it loaded before it had a server may have been another version."""
-    from kvdepot.integrations.vllm.lora import Adapters
-    from kvdepot.integrations.vllm.weight_files import look
-
     folder = write(tmp_path / "adapter")
     eventually(lambda: time.time() > look(folder).changed_at + 2.5)
     assert Adapters().parts(lora(folder)) != Adapters().parts(lora(folder))
@@ -332,8 +305,6 @@ def names_only(request: Any) -> list[Any]:
 
 
 def roots(prefix_caching: bool = True) -> Any:
-    from kvdepot.integrations.vllm.lora import Roots
-
     config: Any = SimpleNamespace(
         lora_config=object(), cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
     )
@@ -348,8 +319,6 @@ def test_a_name_that_is_loaded_again_with_other_files_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, change: str
 ) -> None:
     """vLLM's own cache takes the new adapter for the old one: 0.30 knows its name, later ones its folder as well."""
-    from vllm.v1.core import kv_cache_utils
-
     if release == "0.30":
         monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", names_only)
     tokens = list(range(512))
@@ -372,7 +341,6 @@ def test_a_salt_that_vllm_takes_for_an_adapters_name_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.30 has both as plain text in its key."""
-    from vllm.v1.core import kv_cache_utils
 
     def plain(request: Any, start: int, end: int, item: int) -> tuple[tuple[Any, ...] | None, int]:
         salts = [request.cache_salt] if start == 0 and request.cache_salt else []
@@ -401,9 +369,6 @@ def test_what_was_computed_with_an_adapter_that_is_not_cached_is_not_taken_for_a
 
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
-    from kvdepot.client.transfer import Transfer
-    from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
-
     stores = WaitingStores(Holds(1))
     for request_id, step, block_ids, read in requests:
         transfers = [Transfer(request_id, ROOT, 0, b"", b"")]
@@ -413,16 +378,6 @@ def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
 
 def ids(stores: Any) -> list[str]:
     return [store.request_id for store in stores.take(step=1)]
-
-
-def test_a_store_goes_when_its_step_is_back_and_not_before() -> None:
-    stores = waiting(("a", 1, [1, 2], 0), ("b", 2, [3, 4], 1))
-    assert ids(stores) == [] and stores.waits("a")
-    stores.ended(1)
-    assert ids(stores) == ["a"] and not stores.waits("a") and stores.waits("b")
-    stores.drop("b")
-    stores.ended(2)
-    assert ids(stores) == []
 
 
 def test_who_read_a_block_that_failed_stores_nothing_nor_who_shares_what_was_computed_from_it() -> None:
@@ -456,14 +411,6 @@ class Steps:
     """A scheduler's connector, and steps as vLLM builds and returns them."""
 
     def __init__(self, url: str, model: Path) -> None:
-        import torch
-        from vllm.config import KVTransferConfig
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-        from kvdepot.integrations.vllm.connector import KVDepotConnector
-
         told = KVTransferConfig(
             kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": url}
         )
@@ -474,8 +421,6 @@ class Steps:
 
     def build(self, tokens: int = 0, preempted: bool = False) -> Any:
         """The orders of a step that computes `tokens` tokens of request `r`, in blocks 1 to 4."""
-        from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
-
         step = SchedulerOutput.make_empty()
         step.num_scheduled_tokens, step.total_num_scheduled_tokens = ({"r": tokens} if tokens else {}), tokens
         step.preempted_req_ids = {"r"} if preempted else None
@@ -484,10 +429,6 @@ class Steps:
 
     def back(self, orders: Any, failed: set[int] | None = None) -> None:
         """Return the step's output."""
-        from vllm.v1.outputs import KVConnectorOutput
-
-        from kvdepot.integrations.vllm.messages import WorkerReport
-
         report = WorkerReport(step=orders.step)
         self.connector.update_connector_output(
             KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=failed or set())
@@ -557,8 +498,6 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_t
     vllm_depot: Depot, models: dict[str, Path]
 ) -> None:
     """A chunk stored behind evicted ones can never be found; but decoding takes long, and must hold no pins."""
-    from vllm.v1.outputs import KVConnectorOutput
-
     steps = Steps(vllm_depot.url, models["gqa"])
     connector = steps.connector
 

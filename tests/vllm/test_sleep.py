@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.integrations.vllm import worker as module
+from kvdepot.integrations.vllm.connector import KVDepotConnector
+from kvdepot.integrations.vllm.groups import find_groups
+from kvdepot.integrations.vllm.messages import Orders
+from kvdepot.integrations.vllm.settings import read_settings
+from kvdepot.integrations.vllm.worker import WorkerHalf
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -23,16 +34,6 @@ class Worker:
     """A worker's half on two layers of its own."""
 
     def __init__(self, url: str, model: Path) -> None:
-        from vllm.config import KVTransferConfig
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-        from kvdepot.integrations.vllm.connector import KVDepotConnector
-        from kvdepot.integrations.vllm.groups import find_groups
-        from kvdepot.integrations.vllm.settings import read_settings
-        from kvdepot.integrations.vllm.worker import WorkerHalf
-
         told = KVTransferConfig(
             kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": url}
         )
@@ -60,9 +61,6 @@ class Worker:
 
     def transfer(self, name: str, blocks: list[int], loads: bool = False) -> None:
         """Order the store or load of one chunk of this name, from or into these blocks."""
-        from kvdepot.client.transfer import Transfer, pack_block_ids
-        from kvdepot.integrations.vllm.messages import Orders
-
         chunk = Transfer(name, bytes(32), 0, name.encode().ljust(32, b"."), pack_block_ids(blocks))
         orders = Orders(model="sleeper", loads={name: [chunk]} if loads else {}, stores=[] if loads else [chunk])
         self.half.start_loads(orders)
@@ -70,7 +68,6 @@ class Worker:
 
     def ended(self) -> tuple[set[int], int]:
         """Once nothing is under way: blocks that failed to load, and stores that were dropped."""
-        from kvdepot.integrations.vllm.messages import Orders
 
         def is_idle() -> bool:
             self.half.get_finished(Orders(ended=set(self.depot.stores)))
@@ -167,8 +164,6 @@ def test_a_server_that_restarts_while_an_engine_sleeps_maps_its_memory_only_once
 def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
     server: Depot, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdepot.integrations.vllm import worker as module
-
     monkeypatch.setattr(module, "_SLEEP_S", 0.2)
     suspend(server.process.pid)
     worker.sleep()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Depot, eventually
 from tests.vllm import drafters, engines
-from tests.vllm.engines import Engine, EngineError, nothing_is_held
+from tests.vllm.engines import Engine, nothing_is_held
 
 CHUNK = 256
 DECODED = 150
@@ -44,16 +44,11 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
     target = engines.write_model(folder / "target", drafters.TARGET)
     small = engines.write_model(folder / "small", drafters.TARGET | {"num_hidden_layers": 1})
     eagles = {kind: drafters.write_drafter(folder / kind, kind, drafters.TARGET) for kind in ("eagle", "eagle3")}
-    deepseek, qwen = (
-        drafters.write_mtp(folder / config["model_type"], config) for config in (drafters.DEEPSEEK, drafters.QWEN3_NEXT)
-    )
+    deepseek = drafters.write_mtp(folder / "mtp", drafters.DEEPSEEK)
     plain: dict[str, Any] = {"dtype": "float32", "block_size": 32}
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     # vLLM computes prompts of such models in one step; its backend for AMX does not compute in float32.
     latent = {"dtype": "float32", "max_num_batched_tokens": 4096, "attention_config": {"backend": "CPU_MLA"}}
-    states: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
     return {
-        "ngram": Speculating(target, ngram, plain),
         "draft model": Speculating(
             target, {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3}, plain
         ),
@@ -64,7 +59,6 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
         "mtp": Speculating(
             deepseek, {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}, latent
         ),
-        "states": Speculating(qwen, {"method": "mtp", "num_speculative_tokens": 2}, states),
     }
 
 
@@ -72,7 +66,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
 def greedy(kinds: dict[str, Speculating]) -> Iterator[list[list[int]]]:
     """What the target says to each of the prompts, without drafts."""
     depot = Depot(arena_mib=64).wait_ready()
-    engine = Engine(kinds["ngram"].model, depot.url, **kinds["ngram"].options).wait_started()
+    engine = Engine(kinds["eagle"].model, depot.url, **kinds["eagle"].options).wait_started()
     yield [engine.run(tokens, max_tokens=DECODED)["tokens"] for tokens in PROMPTS]
     engine.stop()
     engine.close()
@@ -90,7 +84,7 @@ def speculated(engine: Engine, tokens: list[int], fresh: bool = True, **options:
     return result["tokens"], [result["cached"], *counted]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft model", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft model", "eagle", "eagle3", "mtp"])
 def test_tokens_and_accepted_drafts_after_a_hit_are_those_of_a_computed_prompt(
     kind: str, vllm_depot: Depot, kinds: dict[str, Speculating], greedy: list[list[int]]
 ) -> None:
@@ -133,12 +127,4 @@ def test_a_chunk_is_shared_only_by_prompts_that_go_on_with_the_same_token(
     assert figures[0] == 3 * CHUNK
     assert speculated(engine, follows, salt="computed") == (from_depot, [0, *figures[1:]])
     engine.stop()
-    engine.close()
-
-
-def test_states_with_speculation_do_not_run_on_this_backend(vllm_depot: Depot, kinds: dict[str, Speculating]) -> None:
-    """Once vLLM can, this fails, and they are to be tested like the others."""
-    engine = kinds["states"].start(vllm_depot.url).wait_started()
-    with pytest.raises(EngineError, match="'function' object is not subscriptable"):
-        engine.run(prompt(730, 100))
     engine.close()

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.integrations.vllm.link import ServerLink
+from kvdepot.integrations.vllm.messages import Orders
+from kvdepot.integrations.vllm.settings import ServerPlace, read_settings
+from kvdepot.integrations.vllm.unconnected import UnconnectedWorker
 from kvdepot.keys import derive_root
 from tests.conftest import HANG_S, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
@@ -21,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's 
 
 def orders(holds: bool = False) -> Any:
     """The orders of a connected scheduler: loads of two requests, a store, and the end of a third."""
-    from kvdepot.integrations.vllm.messages import Orders
 
     def transfer(name: str, blocks: list[int], skip: int = 0) -> Transfer:
         return Transfer(name, derive_root(), 0, bytes(64), pack_block_ids(blocks), skip)
@@ -35,9 +39,6 @@ def orders(holds: bool = False) -> Any:
 def test_a_worker_without_a_server_fails_each_load_and_ends_each_store_in_the_step_that_orders_it(
     fails_whole: bool,
 ) -> None:
-    from kvdepot.integrations.vllm.messages import Orders
-    from kvdepot.integrations.vllm.unconnected import UnconnectedWorker
-
     quiet: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
     worker = UnconnectedWorker(quiet, 1, fails_whole)
 
@@ -133,12 +134,6 @@ def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
     two.stop()
 
 
-def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], tmp_path: Path) -> None:
-    steps = Steps(f"ipc://{tmp_path}/none.sock", models["gqa"])
-    steps.connector.shutdown()
-    steps.connector.shutdown()
-
-
 @pytest.mark.parametrize(
     ("extra", "fault"),
     [
@@ -161,9 +156,6 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
     ],
 )
 def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: str) -> None:
-    from kvdepot.errors import ConfigError
-    from kvdepot.integrations.vllm.settings import read_settings
-
     with pytest.raises(ConfigError) as caught:
         read_settings({"lmcache.mp.host": "left from another connector", **extra})
     assert fault in str(caught.value)
@@ -171,10 +163,6 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: s
 
 @pytest.mark.parametrize("required", [False, True])
 def test_an_address_that_cannot_be_connected_to_is_a_server_that_is_away(required: bool, tmp_path: Path) -> None:
-    from kvdepot.errors import Unavailable
-    from kvdepot.integrations.vllm.link import ServerLink
-    from kvdepot.integrations.vllm.settings import ServerPlace
-
     def make(client: Any) -> Any:
         raise AssertionError("there is no server")
 

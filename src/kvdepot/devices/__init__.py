@@ -80,9 +80,9 @@ def finish(device: str) -> None:
     Blocks; returns at once for the CPU, whose work is synchronous. Raises DeviceError.
     """
     if device:
-        from kvdepot.devices.cuda import order
+        from kvdepot.devices.cuda import sharing
 
-        order.finish(device)
+        sharing.finish(device)
 
 
 class Devices:

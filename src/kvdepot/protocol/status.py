@@ -212,7 +212,7 @@ class Loss(msgspec.Struct, frozen=True):
 class Device(msgspec.Struct, frozen=True):
     """A GPU in use, and what the server uses of it.
 
-    ways: by direction, which copy path is used from which copy size (bytes) on. context_bytes: None if unknown.
+    copy_paths: by direction, which copy path is used from which copy size (bytes) on. context_bytes: None if unknown.
     failure: the driver's error of the last copy, empty if it succeeded.
     """
 
@@ -221,7 +221,7 @@ class Device(msgspec.Struct, frozen=True):
     registrations: int
     context_bytes: int | None
     staging_bytes: int
-    ways: dict[str, list[tuple[int, str]]]
+    copy_paths: dict[str, list[tuple[int, str]]]
     pinned_bytes: int
     failure: str
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from kvdepot.devices.cuda import DMA_FROM_BYTES
 from kvdepot.devices.cuda.copy_paths import Choice
-from kvdepot.devices.cuda.plan import Plan
+from kvdepot.devices.cuda.plan import DIRECTIONS, CopyPlan, Direction
 from kvdepot.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ Clock: TypeAlias = Callable[[], float]
 SIZES = tuple(kib << 10 for kib in (4, 8, 16, 28, 64, 256, 2048))
 """Bytes per copy."""
 PEAK = "one copy"
-"""The `way` of the figure that gives the speed of the bus."""
+"""The `path` of the figure that gives the speed of the bus."""
 _BY_ENGINE = ("overlap", "dma")
 _PREFERRED = (*_BY_ENGINE, "staged", "kernel")
 _GOOD_ENOUGH = 0.9
@@ -61,7 +61,7 @@ _RUNS = 3
 _LIMIT_S = 0.8
 """Sizes not measured by then use the copy path of the largest measured one."""
 _BESIDE_S = 0.15
-"""How long each figure is measured beside an occupant: about a hundred time slices of 1.6 ms."""
+"""Each figure is measured this long beside an occupant: about a hundred time slices of 1.6 ms."""
 _HANG_S = 20.0
 
 
@@ -69,8 +69,8 @@ _HANG_S = 20.0
 class Figure:
     """The speed of copies of `size` bytes on one copy path."""
 
-    way: str
-    is_store: bool
+    path: str
+    direction: Direction
     size: int
     gbps: float
     """10**9 bytes per second."""
@@ -87,37 +87,37 @@ def measure(gpu: Gpu, occupant: Occupant | None = None, clock: Clock = time.perf
     begun = clock()
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
-        for is_store in (True, False):
-            one = _plan(device, host, _SCRATCH_BYTES, 1)
-            _seconds(gpu, one, is_store, "dma", clock)
-            figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma", clock)))
+        for direction in DIRECTIONS:
+            one = _plan(direction, device, host, _SCRATCH_BYTES, 1)
+            _seconds(gpu, one, "dma", clock)
+            figures.append(Figure(PEAK, direction, _SCRATCH_BYTES, _speed(gpu, one, "dma", clock)))
         for size in SIZES:
-            for is_store in (True, False):
+            for direction in DIRECTIONS:
                 if occupant is not None:
-                    plan = _plan(device, host, size, _RUN_BYTES // size)
-                    figures += _beside(gpu, plan, is_store, occupant, clock)
+                    plan = _plan(direction, device, host, size, _RUN_BYTES // size)
+                    figures += _beside(gpu, plan, occupant, clock)
                     continue
-                for way in gpu.copy_paths.available:
+                for path in gpu.copy_paths.available:
                     # The first run warms up, and shows how many copies are enough for a measurement.
                     few = min(_FIRST_COPIES, _RUN_BYTES // size)
-                    seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way, clock)
+                    seconds = _seconds(gpu, _plan(direction, device, host, size, few), path, clock)
                     count = min(max(few, int(few * _RUN_S / seconds)), _RUN_BYTES // size)
-                    speed = _speed(gpu, _plan(device, host, size, count), is_store, way, clock)
-                    figures.append(Figure(way, is_store, size, speed))
+                    speed = _speed(gpu, _plan(direction, device, host, size, count), path, clock)
+                    figures.append(Figure(path, direction, size, speed))
             if occupant is None and clock() > begun + _LIMIT_S:
                 break
     return figures
 
 
-def _beside(gpu: Gpu, plan: Plan, is_store: bool, occupant: Occupant, clock: Clock) -> list[Figure]:
+def _beside(gpu: Gpu, plan: CopyPlan, occupant: Occupant, clock: Clock) -> list[Figure]:
     """Measure each copy path while another process uses the GPU, and that process without copies before them."""
     _, alone = _during(occupant, clock, partial(time.sleep, 0.001))
     figures = []
     with gpu.copy_paths.slot() as slot:
-        for way in gpu.copy_paths.available:
-            runs, rate = _during(occupant, clock, partial(gpu.copy_paths.run, plan, is_store, slot, way))
+        for path in gpu.copy_paths.available:
+            runs, rate = _during(occupant, clock, partial(gpu.copy_paths.run, plan, slot, path))
             size = plan.total // len(plan)
-            figures.append(Figure(way, is_store, size, runs * plan.total / 1e9, min(1.0, rate / alone)))
+            figures.append(Figure(path, plan.direction, size, runs * plan.total / 1e9, min(1.0, rate / alone)))
     return figures
 
 
@@ -149,25 +149,26 @@ def _scratch(driver: Driver) -> Iterator[tuple[int, int]]:
         driver.call("cuMemFree", device)
 
 
-def _plan(device: int, host: int, size: int, count: int) -> Plan:
+def _plan(direction: Direction, device: int, host: int, size: int, count: int) -> CopyPlan:
     """Copies of `size` bytes, scattered over the GPU's scratch memory."""
     places = np.random.default_rng(size).permutation(_SCRATCH_BYTES // size)[:count].astype(np.uint64)
     step = np.uint64(size)
-    return Plan(
+    return CopyPlan(
+        direction,
         np.uint64(device) + places * step,
         np.uint64(host) + np.arange(count, dtype=np.uint64) * step,
         np.full(count, step),
     )
 
 
-def _speed(gpu: Gpu, plan: Plan, is_store: bool, way: str, clock: Clock) -> float:
-    return plan.total / median(_seconds(gpu, plan, is_store, way, clock) for _ in range(_RUNS)) / 1e9
+def _speed(gpu: Gpu, plan: CopyPlan, path: str, clock: Clock) -> float:
+    return plan.total / median(_seconds(gpu, plan, path, clock) for _ in range(_RUNS)) / 1e9
 
 
-def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str, clock: Clock) -> float:
+def _seconds(gpu: Gpu, plan: CopyPlan, path: str, clock: Clock) -> float:
     with gpu.copy_paths.slot() as slot:
         begun = clock()
-        gpu.copy_paths.run(plan, is_store, slot, way)
+        gpu.copy_paths.run(plan, slot, path)
         return clock() - begun
 
 
@@ -184,20 +185,22 @@ def choose(figures: Sequence[Figure], dma_from_bytes: int = DMA_FROM_BYTES) -> C
     beside an occupant choose freely, by the speed times the share that the occupant kept.
     """
     choice: Choice = {}
-    for is_store in (True, False):
-        rows = _by_size(figures, is_store)
+    for direction in DIRECTIONS:
+        rows = _by_size(figures, direction)
         is_idle = all(figure.share is None for row in rows.values() for figure in row.values())
         steps: list[tuple[int, str]] = []
         for size in sorted({*rows, dma_from_bytes} if is_idle else rows):
             row = _at(rows, size)
             if is_idle and size >= dma_from_bytes:
-                row = {way: figure for way, figure in row.items() if way in _BY_ENGINE}
-            scores = {way: figure.gbps * (1.0 if figure.share is None else figure.share) for way, figure in row.items()}
+                row = {path: figure for path, figure in row.items() if path in _BY_ENGINE}
+            scores = {
+                path: figure.gbps * (1.0 if figure.share is None else figure.share) for path, figure in row.items()
+            }
             least = _GOOD_ENOUGH * max(scores.values())
-            way = next(way for way in _PREFERRED if scores.get(way, -1.0) >= least)
-            if not steps or steps[-1][1] != way:
-                steps.append((size if steps else 0, way))
-        choice[is_store] = steps
+            path = next(path for path in _PREFERRED if scores.get(path, -1.0) >= least)
+            if not steps or steps[-1][1] != path:
+                steps.append((size if steps else 0, path))
+        choice[direction] = steps
     return choice
 
 
@@ -207,16 +210,16 @@ def dma_from(choice: Choice) -> int:
     Larger sizes for which something else was chosen do not count: one figure that is off would leave all of them to an
     idle GPU's figures.
     """
-    starts = (next((size for size, way in steps if way in _BY_ENGINE), 2 * SIZES[-1]) for steps in choice.values())
+    starts = (next((size for size, path in steps if path in _BY_ENGINE), 2 * SIZES[-1]) for steps in choice.values())
     return max(starts)
 
 
-def _by_size(figures: Sequence[Figure], is_store: bool) -> dict[int, _Row]:
+def _by_size(figures: Sequence[Figure], direction: Direction) -> dict[int, _Row]:
     """The figures of one direction by size, ascending."""
     found: dict[int, _Row] = {}
     for figure in sorted(figures, key=lambda figure: figure.size):
-        if figure.is_store == is_store and figure.way != PEAK:
-            found.setdefault(figure.size, {})[figure.way] = figure
+        if figure.direction == direction and figure.path != PEAK:
+            found.setdefault(figure.size, {})[figure.path] = figure
     return found
 
 
@@ -225,8 +228,8 @@ def _at(rows: dict[int, _Row], size: int) -> _Row:
     return rows[max((known for known in rows if known <= size), default=min(rows))]
 
 
-def _peak(figures: Sequence[Figure], is_store: bool) -> float:
-    return next(figure.gbps for figure in figures if figure.way == PEAK and figure.is_store == is_store)
+def _peak(figures: Sequence[Figure], direction: Direction) -> float:
+    return next(figure.gbps for figure in figures if figure.path == PEAK and figure.direction == direction)
 
 
 # -- output
@@ -235,36 +238,35 @@ def _peak(figures: Sequence[Figure], is_store: bool) -> float:
 def describe(figures: Sequence[Figure], choice: Choice) -> list[str]:
     """One line per direction: which copy path from which size on, and how fast it is."""
     lines = []
-    for is_store in (True, False):
-        rows = _by_size(figures, is_store)
+    for direction in DIRECTIONS:
+        rows = _by_size(figures, direction)
         steps = [
-            f"{way}{f' from {_bytes(size)} on' if size else ''} ({_at(rows, size)[way].gbps:.1f} GB/s)"
-            for size, way in choice[is_store]
+            f"{path}{f' from {_bytes(size)} on' if size else ''} ({_at(rows, size)[path].gbps:.1f} GB/s)"
+            for size, path in choice[direction]
         ]
-        what = "stores" if is_store else "retrieves"
-        lines.append(f"{what} use {', '.join(steps)}; one large copy {_peak(figures, is_store):.1f} GB/s")
+        lines.append(f"{direction}s use {', '.join(steps)}; one large copy {_peak(figures, direction):.1f} GB/s")
     return lines
 
 
 def table(figures: Sequence[Figure], choice: Choice | None = None) -> list[str]:
     """All figures, a line per size, with the copy path that was chosen; by default, that of `choose`."""
     choice = choice or choose(figures)
-    ways = [way for way in _PREFERRED if any(figure.way == way for figure in figures)]
+    paths = [path for path in _PREFERRED if any(figure.path == path for figure in figures)]
     lines = []
-    for is_store in (True, False):
-        rows = _by_size(figures, is_store)
+    for direction in DIRECTIONS:
+        rows = _by_size(figures, direction)
         is_idle = all(figure.share is None for row in rows.values() for figure in row.values())
-        what = "stores (GPU to host)" if is_store else "retrieves (host to GPU)"
+        what = "stores (GPU to host)" if direction == "store" else "retrieves (host to GPU)"
         unit = "GB/s" if is_idle else "GB/s and the share of its speed that the other process kept"
-        lines.append(f"{what}, {unit}; one large copy of pinned memory {_peak(figures, is_store):.1f}")
+        lines.append(f"{what}, {unit}; one large copy of pinned memory {_peak(figures, direction):.1f}")
         lines.append(
             "  bytes a copy"
-            + "".join(f"{way:>{9 if is_idle else 14}}" for way in ways)
+            + "".join(f"{path:>{9 if is_idle else 14}}" for path in paths)
             + ("  taken" if is_idle else "  best")
         )
         for size, row in rows.items():
-            taken = next(way for least, way in reversed(choice[is_store]) if size >= least)
-            lines.append(f"  {_bytes(size):>12}" + "".join(_cell(row[way]) for way in ways) + f"  {taken}")
+            taken = next(path for least, path in reversed(choice[direction]) if size >= least)
+            lines.append(f"  {_bytes(size):>12}" + "".join(_cell(row[path]) for path in paths) + f"  {taken}")
     return lines
 
 

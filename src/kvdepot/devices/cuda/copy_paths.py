@@ -1,4 +1,4 @@
-"""The copy paths: ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
+"""The copy paths, which run a plan of copies between a GPU and pinned memory, and the choice among them.
 
     dma      the copy engines, one call for all copies; slow for small copies
     overlap  dma with the hint that the driver should use no multiprocessors, which it may for some copies
@@ -22,17 +22,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvdepot.devices.cuda import DMA_FROM_BYTES
-from kvdepot.devices.cuda.driver import PREFER_OVERLAP, Addresses, Driver, DriverError
+from kvdepot.devices.cuda.driver import ANY_ORDER, PREFER_OVERLAP, STREAM_ORDER, Addresses, Driver, DriverError
 from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
-from kvdepot.devices.cuda.plan import Plan, merge
+from kvdepot.devices.cuda.plan import CopyPlan, Direction, merge
 from kvdepot.errors import DeviceError
 
 __all__ = ["Choice", "CopyPaths", "Slot", "unmeasured"]
 
 log = logging.getLogger(__name__)
 
-Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
-"""By direction (is_store): ascending `(bytes, copy path)`; the path serves copies of that size and more."""
+Choice: TypeAlias = dict[Direction, list[tuple[int, str]]]
+"""Ascending `(bytes, copy path)` by direction; the path serves copies of that size and more."""
 
 SLOTS = 4
 """Two threads per direction copy at a time (memory/copier.py)."""
@@ -47,7 +47,8 @@ _ALIGNED = 16
 
 def unmeasured(dma_from_bytes: int) -> Choice:
     """The choice if measuring failed: copies to the host are fast even if small, those to the device are not."""
-    return {True: [(0, "dma")], False: [(0, "staged"), (dma_from_bytes, "dma")] if dma_from_bytes else [(0, "dma")]}
+    to_device = [(0, "staged"), (dma_from_bytes, "dma")] if dma_from_bytes else [(0, "dma")]
+    return {"store": [(0, "dma")], "retrieve": to_device}
 
 
 class Slot:
@@ -168,7 +169,7 @@ class CopyPaths:
             with self._lock:
                 self._free.append(slot)
 
-    def run(self, plan: Plan, is_store: bool, slot: Slot, way: str = "") -> None:
+    def run(self, plan: CopyPlan, slot: Slot, path: str = "") -> None:
         """Copy between pinned memory and the GPU, on the best copy path or a given one. Blocks until it is done.
 
         Raises DeviceError; some bytes may have been copied then.
@@ -176,79 +177,82 @@ class CopyPaths:
         if not len(plan):
             return
         if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context
-            self._one_by_one(plan, is_store, slot)
+            self._one_by_one(plan, slot)
             return
-        way = way or self._best(plan, is_store)
-        if way in ("kernel", "staged") and (
+        path = path or self._best(plan)
+        if path in ("kernel", "staged") and (
             not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1))
         ):
-            way = "dma"
+            path = "dma"
         try:
-            match way:
+            match path:
                 case "dma" | "overlap":
-                    dst, src = (plan.host, plan.device) if is_store else (plan.device, plan.host)
-                    flags = PREFER_OVERLAP if way == "overlap" else 0
-                    self._driver.copy_batch((dst, src, plan.sizes), slot.stream, is_store, flags)
+                    flags = PREFER_OVERLAP if path == "overlap" else 0
+                    if plan.is_store:
+                        self._driver.copy_batch((plan.host, plan.device, plan.sizes), slot.stream, STREAM_ORDER, flags)
+                    else:
+                        self._driver.copy_batch((plan.device, plan.host, plan.sizes), slot.stream, ANY_ORDER, flags)
                 case "kernel":
-                    self._by_kernel(plan, is_store, slot)
+                    self._by_kernel(plan, slot)
                 case other:
                     assert other == "staged", other
-                    self._staged(plan, is_store, slot)
+                    self._staged(plan, slot)
         finally:
             self._wait(slot)
 
-    def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+    def run_unpinned(self, plan: CopyPlan, slot: Slot) -> None:
         """Like `run`, for host memory that is not registered: through a pinned buffer, which costs another copy."""
         if not len(plan):
             return
         if not self._same_addresses or not slot.take_bounce():
-            self._one_by_one(plan, is_store, slot)
+            self._one_by_one(plan, slot)
             return
         host, device, sizes = _tiles(plan.host, plan.device, plan.sizes, _BOUNCE_BYTES)
         for part, places in _rounds(sizes, _BOUNCE_BYTES):
             buffer = np.uint64(slot.bounce) + places
-            if is_store:
-                self.run(Plan(device[part], buffer, sizes[part]), is_store, slot)
+            bounced = CopyPlan(plan.direction, device[part], buffer, sizes[part])
+            if plan.is_store:
+                self.run(bounced, slot)
             joined = merge(buffer, host[part], sizes[part])
             for pinned, unpinned, size in zip(*(column.tolist() for column in joined), strict=True):
-                ctypes.memmove(*((unpinned, pinned) if is_store else (pinned, unpinned)), size)  # without the GIL
-            if not is_store:
-                self.run(Plan(device[part], buffer, sizes[part]), is_store, slot)
+                ctypes.memmove(*((unpinned, pinned) if plan.is_store else (pinned, unpinned)), size)  # without the GIL
+            if not plan.is_store:
+                self.run(bounced, slot)
 
-    def _one_by_one(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+    def _one_by_one(self, plan: CopyPlan, slot: Slot) -> None:
         """A call of the driver for each copy, which is slow if they are small; any host memory."""
         try:
             for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
-                if is_store:
+                if plan.is_store:
                     self._driver.call("cuMemcpyDtoHAsync", host, device, size, slot.stream)
                 else:
                     self._driver.call("cuMemcpyHtoDAsync", device, host, size, slot.stream)
         finally:
             self._wait(slot)
 
-    def _best(self, plan: Plan, is_store: bool) -> str:
+    def _best(self, plan: CopyPlan) -> str:
         mean = plan.total // len(plan)
-        return next(way for size, way in reversed(self.choice[is_store]) if mean >= size)
+        return next(path for size, path in reversed(self.choice[plan.direction]) if mean >= size)
 
-    def _by_kernel(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+    def _by_kernel(self, plan: CopyPlan, slot: Slot) -> None:
         host, device, sizes = _tiles(plan.host, plan.device, plan.sizes)
-        dst, src = (host, device) if is_store else (device, host)
+        dst, src = (host, device) if plan.is_store else (device, host)
         for first in range(0, len(sizes), _TABLE_ROWS):
             part = slice(first, first + _TABLE_ROWS)
             self._launch(dst[part], src[part], sizes[part], slot)
 
-    def _staged(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+    def _staged(self, plan: CopyPlan, slot: Slot) -> None:
         """Copy in rounds that fill the buffer, sorted by host address so that the copy engines' pieces are long."""
         order = np.argsort(plan.host, kind="stable")
         host, device, sizes = _tiles(plan.host[order], plan.device[order], plan.sizes[order])
         for part, places in _rounds(sizes, slot.staging_bytes):
             buffer = np.uint64(slot.staging) + places
             there, here, lengths = merge(buffer, host[part], sizes[part], plan.edge, plan.cut)
-            if is_store:
+            if plan.is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
-                self._driver.copy_batch((here, there, lengths), slot.stream, is_store)
+                self._driver.copy_batch((here, there, lengths), slot.stream, STREAM_ORDER)
             else:
-                self._driver.copy_batch((there, here, lengths), slot.stream, is_store)
+                self._driver.copy_batch((there, here, lengths), slot.stream, ANY_ORDER)
                 self._launch(device[part], buffer, sizes[part], slot)
 
     def _launch(self, dst: Addresses, src: Addresses, sizes: Addresses, slot: Slot) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvdepot import install
 from kvdepot.errors import DeviceError
 
-__all__ = ["PREFER_OVERLAP", "Addresses", "Copies", "Driver", "DriverError", "load"]
+__all__ = ["ANY_ORDER", "PREFER_OVERLAP", "STREAM_ORDER", "Addresses", "Copies", "Driver", "DriverError", "load"]
 
 Addresses = npt.NDArray[np.uint64]
 Copies: TypeAlias = tuple[Addresses, Addresses, Addresses]
@@ -33,8 +33,8 @@ _BINDINGS_SINCE = (12, 9, 1)
 """Older bindings hold the GIL in all calls, so the server would stop while a copy runs."""
 _BATCH_SINCE = 12080
 """CUDA 12.8 introduced cuMemcpyBatchAsync; newer drivers still provide that version of it on request."""
-_ORDER_STREAM, _ORDER_ANY = 1, 3
-"""CUmemcpySrcAccessOrder."""
+STREAM_ORDER, ANY_ORDER = 1, 3
+"""CUmemcpySrcAccessOrder: sources are read in stream order, or at any time from now on, so they must not change."""
 PREFER_OVERLAP = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: a hint to leave the multiprocessors alone. Outside Tegra, drivers follow
 it since CUDA 13.1 (source: CUDA Toolkit release notes)."""
@@ -170,26 +170,14 @@ class Driver:
             return None
         pointer = ctypes.c_void_p
         # dsts, srcs, sizes, count, attributes, first copy of each attribute, count of these, failed copy, stream
-        kind = ctypes.CFUNCTYPE(
-            ctypes.c_int,
-            pointer,
-            pointer,
-            pointer,
-            ctypes.c_size_t,
-            pointer,
-            pointer,
-            ctypes.c_size_t,
-            pointer,
-            pointer,
-        )
-        return kind(int(address))
+        arguments = (pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer)
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
 
-    def copy_batch(self, copies: Copies, stream: int, is_store: bool, flags: int = 0) -> None:
+    def copy_batch(self, copies: Copies, stream: int, order: int, flags: int = 0) -> None:
         """Enqueue copies on a stream, in any order. Never blocks.
 
-        is_store: the source is read in stream order; otherwise at any time from now on, so it must not change. The
-        stream must not be the default one. flags: 0 or PREFER_OVERLAP; drivers without batches have none. Raises
-        DriverError; some of the copies may be enqueued then.
+        The stream must not be the default one. order: STREAM_ORDER or ANY_ORDER. flags: 0 or PREFER_OVERLAP; drivers
+        without batches have none. Raises DriverError; some of the copies may be enqueued then.
         """
         dst, src, sizes = copies
         if self._batch is None:
@@ -198,7 +186,7 @@ class Driver:
             return
         # The driver reads them as C arrays, which a broadcast view, for example, is not.
         dst, src, sizes = (np.ascontiguousarray(column) for column in copies)
-        attributes = _Attributes(order=_ORDER_STREAM if is_store else _ORDER_ANY, flags=flags)
+        attributes = _Attributes(order=order, flags=flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._batch(
             dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(sizes),

@@ -118,14 +118,14 @@ class DeviceTensors(Mapped):
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         gpu, pins = self._gpu, self._gpus.pins
         assert gpu is not None, "a copy for tensors that were closed"
-        plan = self._planner.plan(pieces, pins.address, PIECE_BYTES)
+        plan = self._planner.plan("store" if is_store else "retrieve", pieces, pins.address, PIECE_BYTES)
         try:
             with ExitStack() as held:
                 held.enter_context(gpu.driver.current(gpu.context))
                 pinned = held.enter_context(pins.used(plan))
                 slot = held.enter_context(gpu.copy_paths.slot())
-                gpu.copy_paths.run(plan.only(pinned), is_store, slot)
-                gpu.copy_paths.run_unpinned(plan.only(~pinned), is_store, slot)
+                gpu.copy_paths.run(plan.only(pinned), slot)
+                gpu.copy_paths.run_unpinned(plan.only(~pinned), slot)
         except DeviceError as exc:
             gpu.failure = str(exc)
             raise
@@ -300,7 +300,7 @@ class Gpus:
                 registrations=gpu.registrations,
                 context_bytes=gpu.context_bytes,
                 staging_bytes=gpu.copy_paths.device_bytes,
-                ways={"store": gpu.copy_paths.choice[True], "retrieve": gpu.copy_paths.choice[False]},
+                copy_paths={str(direction): steps for direction, steps in gpu.copy_paths.choice.items()},
                 pinned_bytes=self.pins.pinned_bytes,
                 failure=gpu.failure,
             )

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.devices.cuda.driver import Driver
-from kvdepot.devices.cuda.plan import Plan
+from kvdepot.devices.cuda.plan import CopyPlan
 from kvdepot.errors import DeviceError
 from kvdepot.memory.copier import Memory
 
@@ -142,7 +142,7 @@ class Pins:
     # -- registering
 
     @contextmanager
-    def used(self, plan: Plan) -> Iterator[npt.NDArray[np.bool_]]:
+    def used(self, plan: CopyPlan) -> Iterator[npt.NDArray[np.bool_]]:
         """Use the pieces of a plan's copies. Yields bool[n]: which copies are of registered memory, to the end of use.
 
         The others are possible too, but slower. Blocks only while one of the pieces is being unregistered.

@@ -12,7 +12,8 @@ becomes two, because the driver refuses copies that cross from one registration 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,18 @@ from kvdepot.devices.cuda.driver import Addresses
 from kvdepot.memory.copier import CopyPiece
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Plan", "Planner", "merge"]
+__all__ = ["DIRECTIONS", "CopyPlan", "Direction", "Planner", "merge"]
+
+Direction: TypeAlias = Literal["store", "retrieve"]
+DIRECTIONS: tuple[Direction, Direction] = ("store", "retrieve")
+"""From the GPU to the host, and back."""
 
 
 @dataclass(slots=True)
-class Plan:
-    """Copies between device and host memory: uint64[n] each."""
+class CopyPlan:
+    """Copies between device and host memory in one direction: uint64[n] each."""
 
+    direction: Direction
     device: Addresses
     host: Addresses
     sizes: Addresses
@@ -39,15 +45,20 @@ class Plan:
         return len(self.sizes)
 
     @property
+    def is_store(self) -> bool:
+        """Whether bytes go from the GPU to the host."""
+        return self.direction == "store"
+
+    @property
     def total(self) -> int:
         """Bytes of all copies."""
         return int(self.sizes.sum())
 
-    def only(self, mask: npt.NDArray[np.bool_]) -> Plan:
+    def only(self, mask: npt.NDArray[np.bool_]) -> CopyPlan:
         """The copies that a mask, bool[n], selects."""
         if mask.all():
             return self
-        return Plan(self.device[mask], self.host[mask], self.sizes[mask], self.edge, self.cut)
+        return replace(self, device=self.device[mask], host=self.host[mask], sizes=self.sizes[mask])
 
 
 class Planner:
@@ -61,20 +72,16 @@ class Planner:
         self._sizes = np.array([s.size for s in segments], np.uint64)[:, None]
         self._before = np.concatenate(([0], np.cumsum(self._sizes[:-1, 0]))).astype(np.uint64)[:, None]
 
-    def plan(self, pieces: Sequence[CopyPiece], host: int, cut: int) -> Plan:
+    def plan(self, direction: Direction, pieces: Sequence[CopyPiece], host: int, cut: int) -> CopyPlan:
         """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it there."""
         parts = [self._piece(piece, host, cut) for piece in pieces if len(piece.block_ids) > piece.skip]
-        if len(parts) == 1:
-            return parts[0]
-        return Plan(
-            np.concatenate([part.device for part in parts] or [np.empty(0, np.uint64)]),
-            np.concatenate([part.host for part in parts] or [np.empty(0, np.uint64)]),
-            np.concatenate([part.sizes for part in parts] or [np.empty(0, np.uint64)]),
-            host,
-            cut,
-        )
+        nothing = np.empty(0, np.uint64)
+        device, places, sizes = parts[0] if parts else (nothing, nothing, nothing)
+        if len(parts) > 1:
+            device, places, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return CopyPlan(direction, device, places, sizes, host, cut)
 
-    def _piece(self, piece: CopyPiece, host: int, cut: int) -> Plan:
+    def _piece(self, piece: CopyPiece, host: int, cut: int) -> tuple[Addresses, Addresses, Addresses]:
         count = len(piece.block_ids)
         ids = piece.block_ids[piece.skip :].astype(np.uint64)[None, :]
         index = np.arange(piece.skip, count, dtype=np.uint64)[None, :]
@@ -97,7 +104,7 @@ class Planner:
             order = np.argsort(places, kind="stable")
             edges = np.arange(first * cut, last + cut, cut, dtype=np.uint64)
             device, places, sizes = _split(device[order], places[order], sizes[order], edges)
-        return Plan(device, places + np.uint64(host), sizes, host, cut)
+        return device, places + np.uint64(host), sizes
 
 
 def merge(

@@ -1,7 +1,7 @@
 """Shares a worker's GPU memory with the server: the worker exports each allocation, the server maps it.
 
-The worker calls `share` on the engine's thread, the server `open_allocation` on a copy thread. The first byte of a
-handle gives its kind:
+The worker calls `share` on the engine's thread, and `finish` on one that may block; the server `open_allocation` on a
+copy thread. The first byte of a handle gives its kind:
 
     1, 64 bytes     memory from cudaMalloc: a CUDA IPC handle
     2, an offer     virtual memory (PyTorch's expandable segments, vLLM's cumem allocator): physical pieces, mapped
@@ -30,7 +30,7 @@ from kvdepot.protocol.layout import Mapping, TensorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Opened", "open_allocation", "share"]
+__all__ = ["Opened", "finish", "open_allocation", "share"]
 
 _IPC, _PIECES = b"\1", b"\2"
 _IPC_BYTES = 64
@@ -88,6 +88,16 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
         device=driver.uuid(device),
         handle=handle,
     )
+
+
+def finish(uuid: str) -> None:
+    """Wait until the GPU has finished all work that this process has submitted. Blocks without the GIL.
+
+    Raises DeviceError.
+    """
+    driver = load()
+    with _primary(driver, driver.device(uuid)):
+        driver.call("cuCtxSynchronize")
 
 
 @contextlib.contextmanager
