@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-versions"
 ENGINES = [
     "tests/vllm/test_versions.py",
-    "tests/vllm/test_identity.py::test_every_field_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason",
+    "tests/vllm/test_identity.py::test_every_field_separates_engines_unless_it_is_listed_with_a_reason",
     "tests/vllm/test_identity.py::test_every_field_of_a_real_configuration_is_reached",
     "tests/vllm/test_layouts.py",
     "tests/vllm/test_block_major.py::test_engines_with_layers_side_by_side_share_and_never_with_others",
@@ -27,11 +27,11 @@ ENGINES = [
     "tests/vllm/test_engine.py::test_a_fresh_engine_gets_what_an_earlier_one_stored",
     "tests/vllm/test_engine.py::test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens",
     "tests/vllm/test_engine.py::test_an_unknown_setting_is_named_at_start",
-    "tests/vllm/test_windows.py::test_prompts_shorter_than_the_window_and_longer_come_back_bit_for_bit_in_another_engine",
+    "tests/vllm/test_windows.py::test_prompts_of_any_length_come_back_bit_for_bit_in_another_engine[windows]",
     "tests/vllm/test_windows.py::test_below_multiconnector_a_failed_load_is_recomputed_too",
-    "tests/vllm/test_beside.py::test_a_failure_policy_that_would_end_requests_is_refused_before_a_model_is_loaded",
+    "tests/vllm/test_beside.py::test_a_failure_policy_that_ends_requests_is_refused_before_loading",
     "tests/vllm/test_states.py::test_prompts_come_back_bit_for_bit_in_another_engine",
-    "tests/vllm/test_start.py::test_an_engine_runs_without_the_server_of_its_environment_and_connects_when_it_comes",
+    "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_events_and_traces_of_an_engine_say_what_it_did",
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts

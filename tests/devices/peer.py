@@ -217,10 +217,6 @@ class Peer:
     def close(self, number: int) -> None:
         self.opened[number].close()
 
-    def patience(self, seconds: float) -> None:
-        fetch = descriptors.fetch
-        descriptors.fetch = lambda handle: fetch(handle, seconds)
-
     def write(self, number: int, seed: int) -> None:
         self._write(self.opened[number].address, self.opened[number].size, seed)
 

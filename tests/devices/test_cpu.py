@@ -101,7 +101,7 @@ assert large.sum() == 2 << 20 and share(small, "small").mapping
 
 
 @pytest.mark.faults
-def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
+def test_tensors_are_shared_where_torchs_helper_takes_longer_than_torch_waits() -> None:
     done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -50,9 +50,7 @@ def test_what_the_driver_refuses_can_travel_to_another_process(machine: Machine)
 
 
 @pytest.mark.parametrize("is_store", [True, False])
-def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as_it_is(
-    machine: Machine, is_store: bool
-) -> None:
+def test_a_gpu_that_sees_registered_memory_elsewhere_gets_no_cpu_address(machine: Machine, is_store: bool) -> None:
     from kvdepot.devices.cuda.copy_paths import CopyPaths
     from kvdepot.devices.cuda.driver import load
     from kvdepot.devices.cuda.plan import CopyPlan

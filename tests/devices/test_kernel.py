@@ -179,7 +179,7 @@ def test_nothing_is_spilled_and_no_thread_waits_for_another(built: Built, arch: 
 # -- how it is compiled
 
 
-def test_compiling_neither_needs_a_home_nor_leaves_a_file_nor_brings_triton_into_the_server(tmp_path: Path) -> None:
+def test_compiling_needs_no_home_leaves_no_file_and_imports_no_triton(tmp_path: Path) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     temporary.mkdir()
     code = (

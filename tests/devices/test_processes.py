@@ -81,7 +81,7 @@ def test_a_worker_killed_in_mid_copy_is_given_up_when_the_copy_has_ended(
 
 
 @pytest.mark.parametrize("how", ["one", "virtual"])
-def test_a_server_killed_in_mid_copy_fails_the_blocks_of_a_retrieve_and_the_next_one_serves(
+def test_a_server_killed_in_mid_copy_fails_its_retrieve_and_the_next_one_serves(
     machine: Machine, start_depot: StartDepot, start_engine: StartEngine, how: str
 ) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
@@ -130,7 +130,7 @@ def test_a_gpu_is_left_with_its_last_worker_and_untouched_before_its_first(
     assert depot.status()["devices"] == []
 
 
-def test_an_engine_that_restarts_finds_the_gpu_as_it_was_and_the_servers_end_releases_it(
+def test_an_engine_that_restarts_finds_the_gpu_until_the_server_ends(
     machine: Machine, start_depot: StartDepot, start_engine: StartEngine
 ) -> None:
     depot = start_depot(*COPY_ENGINES, arena_mib=16)

@@ -113,7 +113,7 @@ def test_a_worker_killed_in_mid_copy_is_given_up_and_others_are_served(
     other.round_trip(SOURCE, TARGET, tokens_of(99, 3))
 
 
-def test_a_server_killed_in_mid_copy_fails_the_blocks_of_a_retrieve_and_the_next_one_serves(
+def test_a_server_killed_in_mid_copy_fails_its_retrieve_and_the_next_one_serves(
     start_depot: StartDepot, start_engine: StartEngine
 ) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"

@@ -137,9 +137,7 @@ def test_a_worker_that_lies_about_its_pieces_is_refused_by_the_driver(worker: Pe
     check_both_ways(worker, server, "a", worker.ask("tensor", "a", MIB))  # the context has not suffered
 
 
-def test_memory_of_a_killed_worker_can_be_read_and_is_free_when_the_server_has_closed_it(
-    worker: Peer, server: Peer
-) -> None:
+def test_memory_of_a_killed_worker_is_readable_until_the_server_closes_it(worker: Peer, server: Peer) -> None:
     server.ask("enter")
     views = [worker.ask("tensor", "a", 512 * MIB), worker.ask("virtual", "b", 512 * MIB)]
     worker.ask("fill", "b", 9)

@@ -61,10 +61,6 @@ MLA: dict[str, Any] = {
     "eos_token_id": 2, "hidden_act": "silu", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "scoring_func": "softmax", "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
 }  # fmt: skip
-LONGROPE: dict[str, Any] = LLAMA | {
-    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 1024,
-    "pad_token_id": 0, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
-}  # fmt: skip
 WINDOWS: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
@@ -112,10 +108,7 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
         if config["model_type"] == "gemma3_text":
             norms |= {f"{name}.{part}_feedforward_layernorm": hidden for part in ("pre", "post")}
             norms |= {f"{name}.self_attn.{part}_norm": config["head_dim"] for part in "qk"}
-        if config["model_type"] == "phi3":  # which has them in one
-            shapes[f"{name}.mlp.gate_up_proj"] = (2 * inner, hidden)
-        else:
-            shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
         shapes[f"{name}.mlp.down_proj"] = (hidden, inner)
         if config["model_type"] == "qwen3_next":
             _add_qwen3_next(config, layer, name, shapes, norms)
@@ -131,10 +124,6 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
                 f"{attention}.kv_b_proj": (heads * (plain + value), latent),
                 f"{attention}.o_proj": (hidden, heads * value),
             }
-        elif config["model_type"] == "phi3":
-            width = config["head_dim"]
-            shapes[f"{attention}.qkv_proj"] = ((heads + 2 * config["num_key_value_heads"]) * width, hidden)
-            shapes[f"{attention}.o_proj"] = (hidden, heads * width)
         else:
             width = config["head_dim"]
             shapes |= {f"{attention}.{part}_proj": (config["num_key_value_heads"] * width, hidden) for part in "kv"}

@@ -53,7 +53,7 @@ def test_a_decoder_decodes_what_a_prefill_engine_has_computed_and_stores_nothing
     assert vllm_depot.status()["chunks"] == before + CHUNKS
 
 
-def test_a_second_engine_gets_what_is_being_stored_while_the_first_still_computes_the_prompt(
+def test_a_second_engine_gets_chunks_while_the_first_computes_the_rest(
     pair: tuple[Engine, Engine], vllm_depot: Depot
 ) -> None:
     prefill, decoder = pair

@@ -74,7 +74,7 @@ def recovered(engine: Engine) -> int:
     return engine.logged().count("Recovered from KV load failure")
 
 
-def test_a_failure_policy_that_would_end_requests_is_refused_before_a_model_is_loaded(
+def test_a_failure_policy_that_ends_requests_is_refused_before_loading(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     engine = start_engine(models["gqa"], vllm_depot.url, kv_transfer_config=beside(vllm_depot.url))
@@ -87,7 +87,7 @@ def test_the_documented_lines_of_the_connector_are_in_vllms_log_once(engine: Eng
     assert len(lines) == 1 and "INFO" in lines[0]
 
 
-def test_a_prompt_that_failed_to_load_within_a_step_is_not_stored_nor_what_shares_its_blocks(engine: Engine) -> None:
+def test_a_load_that_fails_within_a_step_stores_nothing_of_its_blocks(engine: Engine) -> None:
     tokens = prompt(41, TOKENS)
     longer = [*tokens[:700], *prompt(42, 300)]
     fails = {"transfer": {"fails": "within"}}

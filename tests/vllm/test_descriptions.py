@@ -14,9 +14,9 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT, ChunkChain, derive_root, split_tokens
 from tests.client.answers import Answering
 from tests.conftest import StartDepot
+from tests.kv_events.desk import Follower
 from tests.kv_events.router import BLOCK
 from tests.kv_events.test_engines import Engine as Client
-from tests.kv_events.test_engines import Follower
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 

@@ -59,7 +59,7 @@ def kill_between_lookup_and_load(
     return depot
 
 
-def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_again_after_a_restart(
+def test_a_server_killed_under_traffic_changes_no_token_and_hits_after_a_restart(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=256)
@@ -110,7 +110,7 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
 
 
 @pytest.mark.parametrize(("kind", "chunk", "options"), [("windows", 256, {"dtype": "float32"}), ("states", 640, {})])
-def test_a_hybrid_models_server_killed_between_lookup_and_load_gives_back_whole_prefixes_or_none(
+def test_a_hybrid_model_loads_whole_prefixes_or_none_from_a_killed_server(
     kind: str, chunk: int, options: dict[str, Any], start_depot: StartDepot, models: dict[str, Path],
     start_engine: StartEngine,
 ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_hybrid_models_server_killed_between_lookup_and_load_gives_back_whole_
     engine.stop()
 
 
-def test_a_request_that_waits_while_its_server_restarts_is_served_and_what_a_new_server_lacks_is_stored_again(
+def test_a_waiting_request_survives_a_restart_and_a_new_server_is_filled_again(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=256)

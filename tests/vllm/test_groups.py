@@ -96,7 +96,7 @@ def test_states_that_are_not_those_at_the_end_of_a_block_are_refused_with_what_t
     assert find_groups(config(state(num_speculative_blocks=3)))[0].is_state, "drafts have blocks of their own"
 
 
-def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_tables() -> None:
+def test_groups_that_are_needed_whole_come_first_and_keep_their_numbers() -> None:
     cache = config(
         spec("SlidingWindowSpec", sliding_window=512), spec("FullAttentionSpec"),
         spec("SlidingWindowSpec", sliding_window=1024), spec("MLAAttentionSpec", 32),
@@ -171,7 +171,7 @@ def test_blocks_whose_tokens_are_spread_over_ranks_have_that_many_times_the_toke
     assert (sharded.first, sharded.skip, whole.first, whole.skip) == (1, 1, 1, 4)
 
 
-def test_a_group_of_layers_of_several_sizes_is_one_group_and_is_named_alike_where_vllm_shows_less_of_it() -> None:
+def test_a_group_of_layers_of_several_sizes_is_one_group_in_every_process() -> None:
     layers = {"a": spec("MLAAttentionSpec"), "b": spec("MLAAttentionSpec", cache_dtype_str="fp8")}
     group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(16, kv_cache_specs=layers))
     workers = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])

@@ -52,7 +52,7 @@ def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -
     assert holds.hold(mine[10:])
 
 
-def test_stores_that_are_dropped_release_what_they_hold_and_those_that_are_sent_do_not() -> None:
+def test_dropped_stores_release_their_holds_and_sent_ones_do_not() -> None:
     blocks = pool()
     holds = Holds(ranks=1)
     holds.bind(blocks)

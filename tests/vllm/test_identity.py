@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 
 
 @pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
-def test_every_field_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(cls: type) -> None:
+def test_every_field_separates_engines_unless_it_is_listed_with_a_reason(cls: type) -> None:
     instance = object.__new__(cls)
     names = {field.name for field in dataclasses.fields(cls)}
     for name in names:
@@ -240,7 +240,7 @@ def test_layouts_separate_engines_and_not_what_asked_for_them(
     assert _name(config) == before
 
 
-def test_every_variable_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(
+def test_every_variable_separates_engines_unless_it_is_listed_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = envs.compile_factors().keys()
@@ -378,7 +378,7 @@ def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: Vll
     assert _name(config, "mine 1") != _name(config, "mine 2")
 
 
-def test_arguments_bound_to_functions_of_vllms_own_separate_engines_unless_they_are_defaults(
+def test_bound_arguments_separate_engines_unless_they_are_defaults(
     config: VllmConfig,
 ) -> None:
     """vLLM 0.33 binds the default of one to the function that draft models' configurations have."""

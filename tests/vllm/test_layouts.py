@@ -155,7 +155,7 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
     assert torch.equal(raw, after)
 
 
-def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
+def test_expandable_segments_are_off_only_while_the_kv_is_allocated() -> None:
     alloc_conf = pytest.importorskip("vllm.device_allocator.alloc_conf")  # since 0.31
 
     before = torch._C._accelerator_getAllocatorSettings()

@@ -78,7 +78,7 @@ class Desk:
         return stats.data if stats is not None else {}
 
 
-def test_a_prompt_is_leased_when_its_pins_end_and_again_when_the_request_has_finished() -> None:
+def test_a_prompt_is_leased_when_its_pins_end_and_when_its_request_ends() -> None:
     desk = Desk()
     tracked = desk.arrive({"retain_s": 60, "session": "a", "priority": 7})
     assert desk.sent() == []
@@ -107,7 +107,7 @@ def test_what_expires_is_leased_at_the_end_and_what_is_prefetched_at_the_beginni
     assert desk.sent() == [("r/expire", "expire", 4, 9, 50), ("q", "retain", 4, 3600, 50)]
 
 
-def test_a_release_removes_the_requests_chunks_and_then_the_sessions_once_its_stores_have_ended() -> None:
+def test_a_release_removes_the_requests_chunks_then_the_sessions_after_its_stores() -> None:
     desk = Desk(saves_decode=True)
     tracked = desk.arrive({"release": True, "session": "a"})
     desk.leases.prompt_stored(tracked)
@@ -122,7 +122,7 @@ def test_a_release_removes_the_requests_chunks_and_then_the_sessions_once_its_st
     assert desk.sent() == [5, "r", "r/expire"]
 
 
-def test_a_request_without_hints_sends_nothing_and_one_that_is_not_cached_only_ends_leases() -> None:
+def test_without_hints_nothing_is_sent_and_uncached_requests_only_end_leases() -> None:
     desk = Desk()
     tracked = desk.arrive()
     desk.leases.prompt_stored(tracked)
@@ -176,7 +176,7 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     return caplog
 
 
-def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_the_session(
+def test_a_retained_prompt_survives_a_flood_until_its_session_is_released(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=8)  # 32 chunks; leases may hold half

@@ -44,7 +44,7 @@ def test_what_went_wrong_is_told_and_alone_is_enough() -> None:
     assert minute.line(60.0) == "last 60 s: 0 requests; 1 load failed, 2 stores dropped, 1 request not cached"
 
 
-def test_a_load_whose_worth_is_not_known_yet_is_told_without_it_and_the_end_of_an_engine_does_not_wait() -> None:
+def test_a_load_of_unknown_worth_is_logged_and_the_end_of_an_engine_does_not_wait() -> None:
     minute = Minute(256, 1)
     minute.loaded(512, 0.0)
     minute.moved(Moved(loaded_bytes=MIB // 2))

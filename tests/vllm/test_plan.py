@@ -111,7 +111,7 @@ def test_what_has_left_the_window_is_not_read() -> None:
     assert covered(plan.to_store(tables, range(8), 8 * CHUNK + 1), 1) == {7}
 
 
-def test_blocks_that_a_request_read_come_before_those_that_it_computed_and_null_blocks_are_neither() -> None:
+def test_blocks_that_were_read_come_before_computed_ones_without_null_blocks() -> None:
     plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128, skipped=CHUNK)]
     blocks, read = plan.split(tables, 2 * CHUNK + 1)
@@ -163,7 +163,7 @@ def test_a_state_is_stored_from_where_vllm_says_and_at_the_end_of_a_chunk_alone(
     assert len(plan.to_store(tables, range(4, 5), 4 * CHUNK + 1, offered(4))) == 1, "it is there"
 
 
-def test_states_on_the_way_are_stored_once_for_every_so_many_chunks_and_all_behind_the_prompt() -> None:
+def test_states_within_a_prompt_are_stored_at_boundaries_and_all_behind_it() -> None:
     plan = GroupPlan([whole(block=256), STATE], CHUNK, PlanRules(has_all_states=True))
     tables = [table(0, 64 * CHUNK, 256), []]
     stored = []
@@ -186,7 +186,7 @@ def test_windows_beside_states_are_stored_where_the_states_are() -> None:
     st.integers(1, 900), st.sampled_from([16, 32, 128]), st.integers(1, 20), st.integers(0, 255), st.integers(0, 300),
     st.integers(1, 8),
 )  # fmt: skip
-def test_what_any_prompt_stores_step_by_step_is_what_the_same_and_a_longer_prompt_load(
+def test_any_prompt_stores_what_the_same_and_a_longer_prompt_load(
     tokens: int, block: int, chunks: int, rest: int, step: int, local: int
 ) -> None:
     """Whatever the window, the block, the prompt and the steps: at each boundary that the lookup of the same prompt, or

@@ -59,9 +59,7 @@ def plain(served: Path, vllm_depot: Depot) -> Iterator[Engine]:
     started.close()
 
 
-def test_engines_with_and_without_async_scheduling_and_their_own_cache_give_what_one_without_a_depot_gives(
-    alone: Engine, engine: Engine, plain: Engine
-) -> None:
+def test_engines_with_a_depot_give_what_one_without_gives(alone: Engine, engine: Engine, plain: Engine) -> None:
     tokens, other = prompt(301, TOKENS), prompt(302, TOKENS)
     for first, second, each in ((engine, plain, tokens), (plain, engine, other)):
         cold, warm = alone.run(each), alone.run(each)
@@ -73,9 +71,7 @@ def test_engines_with_and_without_async_scheduling_and_their_own_cache_give_what
         assert [output(result) for result in loaded] == [output(warm)] * 2
 
 
-def test_requests_that_lose_their_blocks_to_others_of_higher_priority_end_with_the_same_tokens(
-    alone: Engine, engine: Engine
-) -> None:
+def test_requests_preempted_by_priority_end_with_the_same_tokens(alone: Engine, engine: Engine) -> None:
     prompts = [prompt(310 + i, 2 * 256 + 17) for i in range(5)]
     requests = [engine.request(each, max_tokens=150, priority=9 - i) for i, each in enumerate(prompts)]
     before = engine.tell("preemptions")
@@ -154,7 +150,7 @@ def test_prompts_that_are_embeddings_are_neither_stored_nor_taken_for_others(
     assert vllm_depot.status()["chunks"] == before
 
 
-def test_after_new_weights_and_a_reset_nothing_from_before_is_served_and_the_log_has_what_was(
+def test_after_new_weights_and_a_reset_nothing_from_before_is_served(
     alone: Engine, engine: Engine, tmp_path: Path
 ) -> None:
     tokens, folder = prompt(360, TOKENS), write_model(tmp_path / "new", LLAMA, seed=1)
@@ -189,7 +185,7 @@ def test_a_pooling_model_that_reads_its_last_token_is_served(
     one.stop()
 
 
-def test_images_of_any_size_come_back_in_another_engine_and_are_never_taken_for_others(
+def test_images_come_back_in_another_engine_and_are_never_mixed_up(
     vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     model = write_seeing_model(tmp_path / "model")

@@ -195,7 +195,7 @@ def test_files_that_were_there_before_the_engine_name_its_adapter_for_every_engi
     assert started().parts(lora(folder)) != two.parts(lora(folder))
 
 
-def test_files_that_are_replaced_under_an_engine_are_not_cached_any_more_even_when_they_come_back(
+def test_files_replaced_under_an_engine_are_not_cached_even_when_they_come_back(
     tmp_path: Path,
 ) -> None:
     folder = write(tmp_path / "adapter")
@@ -219,7 +219,7 @@ def test_files_that_are_newer_than_the_engine_are_shared_with_no_other(tmp_path:
     assert parts != two.parts(lora(folder)) != started().parts(lora(folder))
 
 
-def test_a_link_on_the_way_that_is_newer_than_the_engine_or_is_turned_counts_as_a_change(tmp_path: Path) -> None:
+def test_a_newer_or_turned_link_on_the_way_counts_as_a_change(tmp_path: Path) -> None:
     write(tmp_path / "v1" / "adapter"), write(tmp_path / "v2" / "adapter", "another")
     current, path = tmp_path / "current", tmp_path / "current" / "adapter"
     current.symlink_to("v1")
@@ -292,7 +292,7 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
     assert not adapters.is_unchanged(lora(folder))
 
 
-def test_an_engine_that_connects_late_knows_no_adapter_that_changed_since_it_could_load_any(tmp_path: Path) -> None:
+def test_an_engine_that_connects_late_shares_no_adapter_that_changed_since(tmp_path: Path) -> None:
     """What it loaded before it had a server may have been another version."""
     folder = write(tmp_path / "adapter")
     eventually(lambda: time.time() > look(folder).changed_at + 2.5)
@@ -356,7 +356,7 @@ def test_a_salt_that_vllm_takes_for_an_adapters_name_is_not_cached(
     assert engine.root(request(tokens, cache_salt="red")) is None
 
 
-def test_what_was_computed_with_an_adapter_that_is_not_cached_is_not_taken_for_a_later_one(tmp_path: Path) -> None:
+def test_kv_of_an_uncached_adapter_is_not_taken_for_a_later_one(tmp_path: Path) -> None:
     """One id for two adapters: vLLM computes with the first, and keeps it under the second's name."""
     red, blue = write(tmp_path / "red"), write(tmp_path / "blue", "another")
     engine, tokens = roots(), list(range(512))
@@ -380,7 +380,7 @@ def ids(stores: Any) -> list[str]:
     return [store.request_id for store in stores.take(step=1)]
 
 
-def test_who_read_a_block_that_failed_stores_nothing_nor_who_shares_what_was_computed_from_it() -> None:
+def test_requests_that_read_or_share_a_failed_block_store_nothing() -> None:
     stores = waiting(("a", 1, [1, 2, 3], 2), ("b", 2, [1, 2, 4], 2), ("c", 1, [5, 6], 1), ("d", 2, [3, 7], 1))
     assert stores.failed({2}) == {"a", "b", "d"}
     stores.ended(2)
@@ -435,7 +435,7 @@ class Steps:
         )
 
 
-def test_stores_follow_the_output_of_their_step_and_keep_the_blocks_of_a_finished_request_until_then(
+def test_stores_follow_their_steps_output_and_keep_a_finished_requests_blocks(
     vllm_depot: Depot, models: dict[str, Path]
 ) -> None:
     steps = Steps(vllm_depot.url, models["gqa"])
@@ -494,9 +494,7 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
         connector.shutdown()
 
 
-def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_the_load_or_the_last_token(
-    vllm_depot: Depot, models: dict[str, Path]
-) -> None:
+def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: Depot, models: dict[str, Path]) -> None:
     """A chunk stored behind evicted ones can never be found; but decoding takes long, and must hold no pins."""
     steps = Steps(vllm_depot.url, models["gqa"])
     connector = steps.connector

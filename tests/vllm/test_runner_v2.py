@@ -74,14 +74,14 @@ def start(
         started.pop().close()
 
 
-runners = pytest.mark.parametrize("runner", ["V1", "V2"])
-with_and_without = pytest.mark.parametrize("drafter", [False, True], ids=["alone", "drafter"])
-steps = pytest.mark.parametrize("steps", [1, 2])
+every_runner = pytest.mark.parametrize(
+    ("runner", "drafter", "steps"), [("V1", False, 2), ("V1", True, 1), ("V2", False, 1), ("V2", True, 2)]
+)
+"""Each runner, with and without a drafter, and with steps that are built ahead or not."""
+runners = pytest.mark.parametrize(("runner", "steps"), [("V1", 1), ("V2", 2)])
 
 
-@runners
-@with_and_without
-@steps
+@every_runner
 def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
     runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
 ) -> None:
@@ -94,9 +94,7 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@runners
-@with_and_without
-@steps
+@every_runner
 def test_preempted_requests_store_no_wrong_byte_and_end_once(
     runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
 ) -> None:
@@ -113,9 +111,7 @@ def test_preempted_requests_store_no_wrong_byte_and_end_once(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@runners
-@with_and_without
-@steps
+@every_runner
 def test_a_load_that_fails_is_reported_once_and_computed(
     runner: str, drafter: bool, steps: int, depot: Depot, start_depot: StartDepot, start: StartByHand
 ) -> None:
@@ -141,7 +137,6 @@ def test_a_load_that_fails_is_reported_once_and_computed(
 
 
 @runners
-@steps
 def test_the_cache_can_be_reset_while_a_prompt_is_computed_and_stored(
     runner: str, steps: int, start: StartByHand
 ) -> None:
@@ -155,7 +150,6 @@ def test_the_cache_can_be_reset_while_a_prompt_is_computed_and_stored(
 
 
 @runners
-@steps
 def test_an_engine_that_is_paused_lets_go_of_the_blocks_that_are_held_for_stores(
     runner: str, steps: int, start: StartByHand
 ) -> None:
@@ -185,8 +179,7 @@ def by_step(calls: list[str]) -> set[tuple[str, ...]]:
     return {tuple(step) for step in steps}
 
 
-@with_and_without
-@steps
+@pytest.mark.parametrize(("drafter", "steps"), [(False, 2), (True, 1)])
 def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
     drafter: bool, steps: int, depot: Depot, start: StartByHand
 ) -> None:

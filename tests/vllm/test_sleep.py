@@ -98,7 +98,7 @@ def mapped(server: Depot) -> int:
     return len({line.split()[-1] for line in maps.splitlines() if f"{SHM}/torch_" in line})
 
 
-def test_a_sleeping_engines_memory_is_released_and_what_it_stored_comes_back_into_the_memory_it_wakes_with(
+def test_a_sleeping_engines_memory_is_released_and_loads_fill_what_it_wakes_with(
     server: Depot, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = {name: tensor.clone() for name, tensor in worker.kv.items()}
@@ -119,9 +119,7 @@ def test_a_sleeping_engines_memory_is_released_and_what_it_stored_comes_back_int
     assert not caplog.records
 
 
-def test_what_was_under_way_when_an_engine_fell_asleep_is_computed_or_dropped_but_never_taken_for_done(
-    server: Depot, worker: Worker
-) -> None:
+def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(server: Depot, worker: Worker) -> None:
     worker.transfer("kept", [1, 2])
     worker.ended()
     suspend(server.process.pid)
@@ -139,7 +137,7 @@ def test_what_was_under_way_when_an_engine_fell_asleep_is_computed_or_dropped_bu
 
 
 @pytest.mark.parametrize("is_back", ["before it wakes", "after it woke"])
-def test_a_server_that_restarts_while_an_engine_sleeps_maps_its_memory_only_once_it_is_awake(
+def test_a_server_that_restarts_maps_a_sleeping_engine_only_once_it_is_awake(
     is_back: str, server: Depot, start_depot: StartDepot, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.sleep()

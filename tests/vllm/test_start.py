@@ -95,7 +95,7 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
     second.stop()
 
 
-def test_an_engine_runs_without_the_server_of_its_environment_and_connects_when_it_comes(
+def test_an_engine_runs_without_its_server_and_connects_when_it_comes(
     home: Shared,
     start_depot: StartDepot,
     models: dict[str, Path],
@@ -127,7 +127,7 @@ def test_an_engine_runs_without_the_server_of_its_environment_and_connects_when_
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-def test_an_engine_that_must_have_a_server_or_must_not_start_one_says_so_in_its_last_line(
+def test_an_engine_that_must_have_a_server_says_so_in_its_last_line(
     home: Shared, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     engine = start_engine(models["gqa"], "", **settings(start="never", required=True))
@@ -164,7 +164,7 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     assert not home.log.exists()
 
 
-def test_an_engine_whose_kv_does_not_fit_into_shared_memory_runs_uncached_and_says_why_once(
+def test_an_engine_whose_kv_does_not_fit_runs_uncached_and_says_why_once(
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.004")

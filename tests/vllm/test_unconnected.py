@@ -36,7 +36,7 @@ def orders(holds: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("fails_whole", [False, True])
-def test_a_worker_without_a_server_fails_each_load_and_ends_each_store_in_the_step_that_orders_it(
+def test_a_worker_without_a_server_fails_loads_and_ends_stores_at_once(
     fails_whole: bool,
 ) -> None:
     quiet: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))

@@ -98,7 +98,7 @@ def defines(file: Path, name: str) -> bool:
     return name in names or (file.parent / name).is_dir() or (file.parent / f"{name}.py").exists()
 
 
-def test_every_method_that_the_connector_overrides_has_the_parameters_that_vllm_calls_it_with() -> None:
+def test_every_overridden_method_has_the_parameters_that_vllm_calls_it_with() -> None:
     from kvdepot.integrations.vllm.versions import METHODS_SINCE
 
     base = classes(parse(sources() / BASE))
@@ -141,7 +141,7 @@ def test_fields_that_are_left_out_of_the_identity_are_not_of_classes_that_are_go
         assert name in known | {"AuxOutputConfig"}, f"{name} is no class of vLLM {release()}"
 
 
-def test_a_field_at_its_neutral_value_says_what_a_release_without_it_says_and_any_other_value_separates() -> None:
+def test_a_field_at_its_neutral_value_is_left_out_and_at_any_other_is_not() -> None:
     from kvdepot.integrations.vllm.fields import NEUTRAL, _without_neutral
 
     for cls, fields in NEUTRAL.items():
@@ -155,7 +155,7 @@ def test_a_field_at_its_neutral_value_says_what_a_release_without_it_says_and_an
     assert _without_neutral(type("AttentionConfig", (), {}), {"tokenspeed_mla_min_split_kv": True})
 
 
-def test_what_transformers_tells_of_attributes_that_are_not_set_makes_no_difference_and_what_is_set_does() -> None:
+def test_attributes_of_transformers_count_only_if_they_are_set() -> None:
     from transformers import LlamaConfig
 
     from kvdepot.integrations.vllm.fields import describe_config

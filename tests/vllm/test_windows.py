@@ -24,7 +24,7 @@ CHUNKS = (1, 2, 3, 8)
 
 
 @pytest.mark.parametrize("kind", ["windows", "mistral"])
-def test_prompts_shorter_than_the_window_and_longer_come_back_bit_for_bit_in_another_engine(
+def test_prompts_of_any_length_come_back_bit_for_bit_in_another_engine(
     kind: str, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     one = start_engine(models[kind], vllm_depot.url, **FLOAT32)
@@ -174,7 +174,7 @@ def test_below_multiconnector_a_failed_load_is_recomputed_too(
     engine.stop()
 
 
-def test_parts_in_the_middle_are_evicted_first_and_the_prompt_that_ends_behind_them_is_still_there(
+def test_parts_in_the_middle_are_evicted_first_and_the_whole_prompt_still_hits(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=12)

@@ -42,7 +42,7 @@ _TORCH_ALIGNS = 64
 _ENTER_BYTES = 16 << 20
 """Bytes whose pages are entered at once: some milliseconds, in which the process can map nothing."""
 _LOOKS, _LOOK_S = 10, 0.02
-"""How often, and how far apart, to look whether a dead client's files are closed."""
+"""Looks whether a dead client's files are closed, and the seconds between two."""
 _TRIES = 5
 """Attempts to reach torch's helper process. torch waits one second for each, which a busy machine may exceed."""
 

@@ -85,7 +85,7 @@ _decode_ask = msgspec.msgpack.Decoder(_Ask).decode
 _decode_answer: Callable[[bytes], list[int] | str] = msgspec.msgpack.Decoder(list[int] | str).decode
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What msgspec raises for invalid bytes."""
+"""Errors that msgspec raises for invalid bytes."""
 
 _starting = threading.Lock()
 _listener: _Listener | None = None

@@ -69,7 +69,7 @@ class Occupant:
         return f"<Occupant {self._process.pid}, {self._counter[0]} batches>"
 
     def count(self) -> int:
-        """How many batches of its kernels have ended. Raises DeviceError if the process has ended."""
+        """The number of batches of its kernels that have ended. Raises DeviceError if the process has ended."""
         if self._process.poll() is not None:
             assert self._process.stderr is not None
             lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()

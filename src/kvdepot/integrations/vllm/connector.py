@@ -54,7 +54,7 @@ from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.cpu import enter_pages
 from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
-from kvdepot.integrations.vllm.events import Descriptions, KnownChunks, Publisher
+from kvdepot.integrations.vllm.events import ChunkEvents, Descriptions, KnownChunks
 from kvdepot.integrations.vllm.groups import event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
 from kvdepot.integrations.vllm.link import ServerLink
@@ -178,9 +178,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )
         spec = self._fit(client)
         depot, plan = SchedulerClient(client, spec, reports=True), make_plan(self._groups, spec, rules)
-        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_publisher(client, depot))
+        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_events(client, depot))
 
-    def _make_publisher(self, client: Client, depot: SchedulerClient) -> Publisher:
+    def _make_events(self, client: Client, depot: SchedulerClient) -> ChunkEvents:
         """The server publishes what this engine can load, or the engine does: with both, routers would get it twice."""
         if self._settings.events_topic:
             if client.wants_tokens:
@@ -191,7 +191,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             )
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
-            return Publisher()
+            return ChunkEvents()
         hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         return KnownChunks(self._ranks, depot.spec.chunk_tokens, event_group(self._groups, depot.spec, hashed))
 

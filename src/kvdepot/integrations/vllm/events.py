@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import ExternalBlockHash
     from vllm.v1.request import Request
 
-__all__ = ["Descriptions", "KnownChunks", "Publisher"]
+__all__ = ["ChunkEvents", "Descriptions", "KnownChunks"]
 
 _MOST_KNOWN = 1 << 16
 _MOST_ORDERED = 1 << 14
 """Chunks that workers may be storing; a bound, as some are never reported."""
 
 
-class Publisher:
+class ChunkEvents:
     """The scheduler's reports about chunks, for routers; this one publishes nothing."""
 
     def ordered(self, request: Request, chain: ChunkChain, chunks: range, stores: Sequence[Transfer]) -> None:
@@ -64,7 +64,7 @@ class Publisher:
         return ()
 
 
-class KnownChunks(Publisher):
+class KnownChunks(ChunkEvents):
     """Chunks believed to be in the depot, and the events not taken yet."""
 
     def __init__(self, ranks: int, chunk_tokens: int, group: EventGroup, most: int = _MOST_KNOWN) -> None:
@@ -166,7 +166,7 @@ _MOST_TOKENS = 1 << 16
 """Tokens in one message, which has 256 KiB then."""
 
 
-class Descriptions(Publisher):
+class Descriptions(ChunkEvents):
     """Describes chunks to the server, each when it is stored, and when it is found for the first time."""
 
     def __init__(self, client: SchedulerClient, most: int = _MOST_DESCRIBED) -> None:

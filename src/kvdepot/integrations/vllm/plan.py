@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
 
 class PlanRules(NamedTuple):
-    """How an engine writes and offers blocks.
+    """The ways in which an engine writes and offers blocks.
 
     spacing: chunks between boundaries within a prompt; 0: the default. lookahead: as of `ChunkChain`. has_all_states:
     whether vLLM offers the states of all steps, not only of those that it expects to be needed. holds_all: whether

@@ -34,7 +34,7 @@ def names_are_contents(vllm_config: VllmConfig) -> bool:
 
 
 class ChunkRules(NamedTuple):
-    """How an engine cuts prompts into chunks.
+    """The lengths and names by which an engine cuts prompts into chunks.
 
     names_contents: whether images and audio are named by their contents. If not, chunks end before the first one.
     lookahead: as of `ChunkChain`.

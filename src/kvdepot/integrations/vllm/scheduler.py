@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
-from kvdepot.integrations.vllm.events import Publisher
+from kvdepot.integrations.vllm.events import ChunkEvents
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
@@ -57,9 +57,9 @@ class SchedulerHalf:
         client: SchedulerClient,
         plan: GroupPlan,
         settings: ConnectorSettings,
-        publisher: Publisher,
+        events: ChunkEvents,
     ) -> None:
-        """plan: of the model's KV cache groups. publisher: of KV events."""
+        """plan: of the model's KV cache groups. events: what is published of chunks."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.stats = OperationStats(vllm_config, self._trace_headers)
         self._depot = client
@@ -71,7 +71,7 @@ class SchedulerHalf:
         self._may_load = transfer.is_kv_consumer
         self._settings = replace(settings, save_decode=settings.save_decode and self._may_store)
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(vllm_config), lookahead_tokens(vllm_config))
-        self._publisher = publisher
+        self._events = events
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -111,7 +111,7 @@ class SchedulerHalf:
         return self._holds.is_any_held
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._publisher.take()
+        return self._events.take()
 
     # -- what is cached
 
@@ -202,7 +202,7 @@ class SchedulerHalf:
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
         if isinstance(outcome, Cached):
-            self._publisher.found(request, tracked.prompt.chain, tracked.saved_chunks, most)
+            self._events.found(request, tracked.prompt.chain, tracked.saved_chunks, most)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
@@ -244,7 +244,7 @@ class SchedulerHalf:
         self._minute.failed()
         request_id = tracked.request.request_id
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
-        self._publisher.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
+        self._events.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
         self._depot.forget_lookup(request_id)
 
@@ -305,7 +305,7 @@ class SchedulerHalf:
         client.pump()
         if client.incarnation != self._incarnation:
             self._incarnation = client.incarnation
-            self._publisher.restarted()
+            self._events.restarted()
             for tracked in self._tracked.values():
                 tracked.saved_chunks = 0
 
@@ -348,7 +348,7 @@ class SchedulerHalf:
             return
         blocks = block_ids[:read], block_ids[read:]
         self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held))
-        self._publisher.ordered(request, chain, chunks, stores)
+        self._events.ordered(request, chain, chunks, stores)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -361,7 +361,7 @@ class SchedulerHalf:
         report = meta if isinstance(meta, WorkerReport) else WorkerReport()
         self._prefill.output(report.measured, time.monotonic())
         self._minute.moved(report.moved)
-        self._publisher.stored(report)
+        self._events.stored(report)
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
@@ -432,7 +432,7 @@ class SchedulerHalf:
         if self._tracked or self._closing or self._ended_step < self._step:
             # Stores under way may still arrive: void them, and forget once more.
             self._next.void, self._forget_after = True, self._step + 1
-        self._publisher.clear()
+        self._events.clear()
         return is_forgotten
 
     def share_with_none(self) -> None:

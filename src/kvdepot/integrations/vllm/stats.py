@@ -1,4 +1,4 @@
-"""What an engine measures of itself: metrics and spans in vLLM, a log line a minute, and the speed of its prefill.
+"""The measurements of an engine: metrics and spans in vLLM, a log line a minute, and the speed of its prefill.
 
 - `KVDepotStats` and `KVDepotMetrics` are the connector's metrics in vLLM's log, and as `vllm:kvdepot_*` among its
   Prometheus metrics. The scheduler and each rank's worker report the operations that ended since the last step; vLLM

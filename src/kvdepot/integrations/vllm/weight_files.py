@@ -109,7 +109,7 @@ class _Folder(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a path leads to at one moment."""
+    """The files, links and folders that a path leads to at one moment."""
 
     files: tuple[tuple[str | int, ...], ...]
     links: tuple[tuple[str | int, ...], ...]
