@@ -30,7 +30,7 @@ from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
-from kvdepot.memory.arena_header import CHUNKS_OFFSET, MAGIC, Header
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, MAGIC, ArenaHeader
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
@@ -448,7 +448,7 @@ def arena(data: bytes) -> None:
     head = pick.take(64) if pick.below(4) == 0 else b""
     if not head:  # a header that is whole, and may lie
         odd = (size, size, size, size, 0, PAGE, SLOT_BYTES, 100, size // 2, 2 * size, (1 << 64) - 1)
-        head = Header(
+        head = ArenaHeader(
             pick.of(odd), pick.of((PAGE, *odd)) if pick.below(4) == 0 else PAGE, pick.take(8).ljust(8, b"\0")
         ).pack()
         if pick.below(6) == 0:
@@ -470,7 +470,7 @@ def arena(data: bytes) -> None:
             assert path.read_bytes() == content, "refused, but not left alone"
             return
         try:
-            told = content[: len(Header(0, 0, bytes(8)).pack())]
+            told = content[: len(ArenaHeader(0, 0, bytes(8)).pack())]
             summed = told[:12] + bytes(4) + told[16:]
             assert not any(told) or crc32(summed).to_bytes(4, "little") == told[12:16], "a damaged header was believed"
             index = Index(

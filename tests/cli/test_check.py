@@ -15,7 +15,7 @@ import torch
 
 from kvdepot import cli, locks
 from kvdepot.cli.check import audit
-from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
+from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, ArenaHeader
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.values import plural
 from tests.client.engine import CHUNK, Engine
@@ -239,13 +239,13 @@ def test_no_arena_to_check_is_said_by_name(check: Run) -> None:
 
 def test_a_header_says_of_itself_whether_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "arena"
-    header = Header(1 << 20, 4096, b"bootboot")
+    header = ArenaHeader(1 << 20, 4096, b"bootboot")
     file.write_bytes(header.pack())
     with file.open("rb") as opened:
-        assert Header.read(opened.fileno(), file) == header
+        assert ArenaHeader.read(opened.fileno(), file) == header
     file.write_bytes(bytes(40))
     with file.open("rb") as opened:
-        assert Header.read(opened.fileno(), file) is None
+        assert ArenaHeader.read(opened.fileno(), file) is None
 
 
 def test_check_tells_what_it_found_as_json(left: Left, check: Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.memory.arena_header import Header
+from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.records import Records, ShardRecord
 from tests.conftest import SHM, Depot
 from tests.contract.conftest import vllm_version
@@ -197,7 +197,7 @@ def test_the_engine_goes_on_when_the_server_is_gone(model: Path) -> None:
 
 def change_a_byte_of_every_chunk(depot: Depot) -> None:
     with (SHM / depot.name).open("r+b") as file:
-        header = Header.read(file.fileno(), file.name)
+        header = ArenaHeader.read(file.fileno(), file.name)
         assert header is not None
         records = [record for _, record in Records(memoryview(header.read_table(file.fileno()))).read().records]
         for record in records:

@@ -284,15 +284,6 @@ def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_lose
     assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, True, False, False, False]
 
 
-def test_the_others_keep_their_order_when_a_tenant_leaves_the_rest() -> None:
-    house = House(6)
-    one, two = house.store("b"), house.store("")
-    house.fill("a", chunks=4)
-    house.index.set_quota("a", pages(4))
-    assert one is not None and two is not None
-    assert house.store("") is not None and one.gone and not two.gone
-
-
 def test_what_is_above_a_lowered_cap_goes_some_chunks_at_a_time_and_nothing_is_added_meanwhile() -> None:
     house = House(64)
     house.index.set_quota("a", pages(cap=40))
@@ -366,14 +357,6 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index = Index(Allocator(0, 16 * PAGE), Lru, Records(table))
     restore(index)
     index.validate()
-
-
-def test_salts_whose_names_for_people_are_equal_have_quotas_of_their_own() -> None:
-    index = House(16).index
-    tags = [b"\1" * 8 + bytes([number]) * 8 for number in range(2)]
-    index.set_quota("", pages(16), tags[0])
-    with pytest.raises(BadRequest, match="all floors together"):
-        index.set_quota("", pages(16), tags[1])
 
 
 def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> None:

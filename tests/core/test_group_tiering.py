@@ -134,27 +134,6 @@ def test_a_boundary_in_memory_is_moved_on_by_what_lies_behind_it_in_the_tier(tie
     there.assert_quiet()
 
 
-def test_a_window_reaches_back_over_the_boundary_that_memory_has(tier: MemoryTier) -> None:
-    reaches, chain = (0, 3), prompt("a", 6)
-    fill(tier, reaches, chain, [range(6), range(6)])
-    there = group_host(reaches, tier, url="disk:///d?write=off")
-    put(there, reaches, chain, [range(6), range(3)])
-    clear_window(there, chain, 1)
-    assert there.find(b"one", look(chain)) == 6
-    assert loaded(there, chain) == [[], [3, 4, 5]]
-    take(there, reaches, chain, 6)
-    # Memory lacks one in the middle of a shorter prompt's window.
-    assert there.find(b"one", look(prompt("a", 4), "r2")) == 4
-    assert loaded(there, chain) == [[], [1, 3, 4, 5]]
-    take(there, reaches, chain, 4, request="r2")
-    there.assert_quiet()
-
-
-def clear_window(host: Host, chain: ChunkChain, number: int) -> None:
-    """Take a part of the last group from memory."""
-    host.index.hide(host.index.namespaces.all()[-1].chunks[chain.slice(number, number + 1)])
-
-
 @pytest.mark.parametrize("parts", [[range(6), []], [[], range(6)], [range(1, 6), range(6)]])
 def test_where_no_boundary_can_be_restored_nothing_is_loaded(tier: MemoryTier, parts: Parts) -> None:
     reaches, chain = (0, 2), prompt("a", 6)
@@ -266,25 +245,6 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of
 
 
 # -- what happens meanwhile
-
-
-def test_what_is_evicted_before_it_was_held_only_shortens_the_prefix(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 6)
-    fill(tier, reaches, chain, [[], range(6)])
-    there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)
-    put(there, reaches, chain, [range(6), []])
-    asked = there.send(b"one", look(chain))
-    assert there.kinds() == ["Find"]
-    for number in range(13):  # no boundary is in memory, so nothing of the prompt is held: its end goes
-        there.ask(b"one", store(prompt(f"other {number}", 1)))
-    full = there.index.namespaces.all()[0]
-    left = sum(chain.slice(i, i + 1) in full.chunks for i in range(6))
-    assert 2 < left < 6
-    there.rest()
-    assert there.answers[asked] == left
-    assert loaded(there, chain) == [[], [left - 2, left - 1]]
-    take(there, reaches, chain, left)
-    there.assert_quiet()
 
 
 def test_what_a_lookup_loads_and_what_it_needs_of_memory_outlive_any_pressure(tier: MemoryTier) -> None:

@@ -303,21 +303,6 @@ def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tena
     host.assert_quiet()
 
 
-def test_an_expired_object_of_a_salt_is_not_served_from_a_tier_that_still_has_it() -> None:
-    tier, tag = MemoryTier(), salt_tag("brief")
-    here = new_host(("redis://localhost:1", tier))
-    there = new_host(("redis://localhost:1", tier), salts={"brief": SaltShare(ttl_s=30)}, lookup_s=8.0)
-    assert here.find(b"one", salted("a", tag)) is True
-    there.tick(1.0, 1029.0)
-    assert there.find(b"one", look(prompt("a", 1), salt=tag)) == 1
-    there.ask(b"one", wire.EndSession("r"))
-    there.tick(2.0, 1030.0)
-    there.rest()
-    assert there.find(b"one", look(prompt("a", 1), "later", salt=tag)) == 0
-    assert len(tier.objects) == 1, "a shared tier keeps what another server may serve"
-    there.assert_quiet()
-
-
 # -- of cache salts
 
 
@@ -375,45 +360,3 @@ def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) ->
     assert lease("c", ours, 8, tag) == 8, "all of its floor"
     assert desk.ask(client, wire.SetQuota("", pages(4, 16), tag)) is None
     assert desk.depot.leases.totals("")[0] == 1, "both no longer fit above the floors"
-
-
-def test_no_lease_of_another_account_ends_for_a_salts_lease(desk: Desk) -> None:
-    client, tag = engine(desk, ""), salt_tag("alice")
-    desk.ask(client, wire.SetQuota("", pages(2, 8), tag))
-    prompts = {"theirs": (10, b""), "first": (4, tag), "second": (4, tag)}
-    for name, (chunks, salt) in prompts.items():
-        request = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt)
-        assert desk.ask(client, wire.Store(1, 1, [request])) is True
-
-    def lease(name: str, ttl_s: int) -> object:
-        chunks, salt = prompts[name]
-        hashes = bytes(prompt(name, chunks).hashes)
-        return desk.ask(client, wire.Lease(name, "retain", "m", 1, PER_CHUNK, hashes, salt, ttl_s=ttl_s))
-
-    assert (lease("theirs", 50), lease("first", 0)) == (10, 4), "half of the salt's cap"
-    assert isinstance(lease("second", 0), Busy)
-    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
-    assert desk.ask(client, wire.EndLease("first")) is True
-    assert (lease("first", 50), lease("second", 0)) == (4, 4), "one of its own ends for it"
-    assert desk.depot.leases.totals("") == (2, 14 * PAGE)
-
-
-def test_a_salts_chunks_have_its_quota_on_disk(on_disk: tuple[Host, Disk]) -> None:
-    host, tier = on_disk
-    tag = salt_tag("alice")
-    blue = engine(host, "blue")
-    assert host.ask(b"one", wire.SetQuota("blue", disk(4), tag)) is None
-    assert host.ask(b"one", wire.SetQuota("blue", disk(cap=3))) is None
-    host.tick(1.0, 1001.0)
-    host.rest()
-    for salt, count in ((tag, 6), (b"", 6), (salt_tag("bob"), 6)):
-        for number in range(count):
-            assert host.find(blue, salted(f"{number} {salt.hex()}", salt)) is True
-    for number in range(30):
-        assert host.find(b"one", store(prompt(f"{number}", 1))) is True
-    host.tick(20.0, 1020.0)
-    host.rest()
-    shown = {whose: each.disk_bytes // OBJECT for whose, each in of_salts(host).items() if each.disk_bytes is not None}
-    assert shown["blue", tag.hex()[:16]] >= 4 and shown["blue", ""] <= 3
-    assert tier.usage().objects == 20
-    host.assert_quiet()

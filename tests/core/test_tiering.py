@@ -17,7 +17,7 @@ from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.breaker import FAILURES
 from kvdepot.tiers.worker import MOST_PARTS, Erased, Find, Load, Probe, Save
 from tests.conftest import clear
-from tests.core.desk import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
+from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
 
 # -- loads
@@ -38,26 +38,6 @@ def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte(tier: 
     assert len(there.seen) == 5
     there.assert_quiet()
     assert there.depot.counters["tier_hit_chunks"] == 5
-
-
-def test_hits_that_tiers_are_awaited_for_count_in_the_window_of_their_lookup(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, lookup_s=30.0)
-    assert here.find(b"one", store(prompt("a", 5))) is True
-
-    def tick(second: int) -> None:
-        there.now = float(second)
-        there.tick(there.now, 1000.0 + second)
-
-    asked = there.send(b"one", look(prompt("a", 5)))
-    for second in range(1, 21):  # windows begin meanwhile
-        tick(second)
-    there.rest()
-    assert there.answers[asked] == 5
-    for second in range(21, 77):
-        tick(second)
-    assert there.find(b"one", look(prompt("b", 1), "other")) == 0
-    tokens = there.depot.status().tokens
-    assert tokens.bound is not None and 0 <= tokens.found <= tokens.bound <= tokens.asked
 
 
 def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> None:
@@ -122,18 +102,6 @@ def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None
     there.assert_quiet()
 
 
-def test_a_load_that_finds_too_little_room_answers_a_shorter_prefix(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, pages=8)
-    full, chain = prompt("f", 5), prompt("a", 6)
-    here.find(b"one", store(chain))
-    there.find(b"one", store(full))
-    assert there.find(b"one", look(full, "keeps")) == 5
-    assert there.find(b"one", look(chain, "r1")) == 3
-    assert there.find(b"one", retrieve(chain, end=3, request="r1")) == [True] * 3
-    there.ask(b"one", wire.EndSession("keeps"))
-    there.assert_quiet()
-
-
 def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> None:
     tier = MemoryTier()
     here, there = new_host(tier), new_host(("disk:///d?write=off", tier), pages=2)
@@ -147,31 +115,6 @@ def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> No
     there.index.validate()
     there.ask(b"one", wire.EndSession("r"))
     there.assert_quiet()
-
-
-def test_a_repeated_hash_leaks_no_hold(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    one, two = prompt("a", 1), prompt("b", 1)
-    part = shards(one)
-    loose = wire.Shards(part.request, "m", 1, 0, b"", 0, part.hashes, part.block_ids)
-    host.find(b"one", wire.Store(1, 1, [loose]))
-    hashes = bytes(one.hashes) * 3 + bytes(two.hashes)
-    assert host.find(b"one", wire.Lookup("m", 1, PER_CHUNK, "r", 1, hashes, False)) == 3
-    host.ask(b"one", wire.EndSession("r"))
-    host.assert_quiet()
-
-
-def test_a_retrieve_by_a_layout_of_another_size_reads_no_neighbours() -> None:
-    host = new_host()
-    chain = prompt("a", 1)
-    host.find(b"one", store(chain))
-    host.ask(b"one", wire.Register(2, layout(block=16 * BLOCK), "m", 1, 0, PER_CHUNK))
-    host.send(b"one", retrieve(chain, instance=2))
-    for task in host.copies():
-        for piece in task.pieces:
-            room = sum(length for _, length in piece.extents)
-            assert room >= len(piece.block_ids) * task.mapped.layout.block_bytes
-    host.settle()
 
 
 # -- late, failing, lying
@@ -286,22 +229,6 @@ def test_a_kind_of_call_that_always_fails_while_others_succeed_is_a_fault(call: 
     assert host.find(b"one", look(far[FAILURES + 5])) == 1
 
 
-def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) -> None:
-    host = new_host(tier, lookup_s=0.5)
-    host.pass_time(1.0)
-    for i in range(FAILURES):
-        asked = host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
-        assert asked not in host.answers
-        host.pass_time(0.5)
-        assert host.answers[asked] == 0
-    asked = host.send(b"one", look(prompt("p", 2), "last"))
-    assert host.answers[asked] == 0
-    host.assert_quiet()  # the hung finds return, which nobody wants any more
-    host.tick(5.0, 1005.0)
-    host.assert_quiet()
-    assert host.depot.tiering.status(0.0)[0].state == "up"
-
-
 def test_an_outcome_that_is_none_of_its_task_is_a_bug_and_raises(tier: MemoryTier) -> None:
     host = new_host(tier)
     host.send(b"one", look(prompt("a", 2)))
@@ -328,15 +255,6 @@ def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> N
         here.find(b"one", store(chain))
     assert there.depot.tiering.status(0.0)[0].counters["corrupt_chunks"] == 9
     there.assert_quiet()
-
-
-def test_a_promise_that_is_not_kept_is_a_miss(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    host = new_host(faulty)
-    faulty.inject(promise=1)
-    assert host.find(b"one", look(prompt("a", 3))) == 0
-    assert host.index.chunks == 0
-    host.assert_quiet()
 
 
 def test_a_chunk_that_is_corrupt_on_two_ranks_is_loaded_anew_on_both() -> None:
@@ -455,18 +373,6 @@ def test_a_lookup_anew_ends_the_one_before_it(tier: MemoryTier) -> None:
     there.assert_quiet()
 
 
-def test_the_death_of_who_asked_gives_up_what_was_held(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    asked = there.send(b"one", look(chain))
-    there.work()
-    there.die(b"one")
-    assert asked not in there.answers
-    there.assert_quiet()
-    assert there.index.chunks == 3  # it came all the same
-
-
 def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None:
     host = new_host(tier)
     asked = host.send(b"one", look(prompt("a", 3)))
@@ -531,17 +437,6 @@ def test_a_tier_that_cannot_be_had_at_the_start_is_told_of_by_its_first_probe(
     status = host.depot.status().tiers[0]
     assert status.state == "circuit breaker open" and status.error
     assert f"tier {status.name}: circuit breaker open, retrying with backoff: {status.error}" in caplog.text
-
-
-def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> None:
-    host = new_host(("disk:///d?threads=1", tier), pages=4)
-    for name in "abcd":
-        host.ask(b"one", store(prompt(name, 2)))
-    host.rest()
-    counters = host.depot.tiering.status(0.0)[0].counters
-    assert counters["overtaken_chunks"] > 0
-    assert len(tier.objects) == 8 - counters["overtaken_chunks"]
-    host.assert_quiet()
 
 
 def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier: MemoryTier) -> None:

@@ -43,17 +43,6 @@ def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: Me
     assert host.find(b"one", look(plain)) == 3
 
 
-def test_all_is_forgotten_of_a_model_or_at_all(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    host.ask(b"one", wire.Register(7, layout(), "n", 1, 0, PER_CHUNK))
-    host.find(b"one", store(prompt("a", 2)))
-    host.find(b"one", store(prompt("a", 2), instance=7, model="n"))
-    assert host.find(b"one", wire.Forget(model="n")) == {"memory": 2, "disk:///d": 2}
-    assert len(tier.objects) == 2 and host.index.chunks == 2
-    assert host.find(b"one", wire.Forget()) == {"memory": 2, "disk:///d": 2}
-    assert not tier.objects and host.index.chunks == 0
-
-
 def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may_have_others(tier: MemoryTier) -> None:
     host = new_host(tier, pages=400, model="team-x/m0")
     for i in range(150):
@@ -115,14 +104,6 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     faulty.inject(down=1)
     said = host.find(b"one", wire.Forget())
     assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
-
-
-def test_a_tier_that_hangs_does_not_keep_the_answer_to_forget(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    asked = host.send(b"one", wire.Forget())
-    host.pass_time(26.0)
-    assert "error" in host.answers[asked]
-    host.rest()
 
 
 def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
@@ -198,21 +179,6 @@ def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_tha
     host.assert_quiet()
 
 
-def test_a_lease_whose_time_is_over_while_its_name_is_leased_anew_leaves_the_new_one() -> None:
-    host = new_host(MemoryTier())
-    host.find(b"one", store(prompt("a", 2)))
-    for chunks, ttl_s in ((2, 1), (3, 0)):
-        asked = host.send(
-            b"one", wire.Lease("name", "retain", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s)
-        )
-    host.now = 2.0
-    host.tick(2.0, 1002.0)
-    host.rest()
-    assert host.answers[asked] == 2
-    assert host.ask(b"one", wire.EndLease("name")) is True
-    host.assert_quiet()
-
-
 # -- ages
 
 
@@ -263,20 +229,3 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     host.tick(122.0, 1122.0)
     host.assert_quiet()
     assert host.index.chunks == 0
-
-
-def test_what_expired_is_not_shown_again_by_another_ranks_shard(tier: MemoryTier) -> None:
-    """A chunk that is pending removal is not sealed, or bisection would find it."""
-    here, there = new_host(tier, world_size=2), new_host(("disk:///d?write=off", tier), world_size=2, ttl_s=60)
-    chain = prompt("a", 1)
-    for rank in range(2):
-        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
-    there.find(b"one", store(chain, instance=1, world_size=2, rank=0))
-    there.now = 59.9
-    asked = there.send(b"one", look(chain, world_size=2, readers=2))
-    there.work()
-    assert there.kinds() == ["Load"]
-    there.tick(60.5, 1061.0)
-    there.now = 60.5
-    there.rest()
-    assert there.answers[asked] == 0

@@ -18,7 +18,7 @@ import pytest
 from kvdepot.errors import ArenaError
 from kvdepot.locks import is_locked
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.arena_header import HEADER_BYTES, VERSION, Header, Watch
+from kvdepot.memory.arena_header import HEADER_BYTES, VERSION, ArenaHeader, Watch
 from tests.conftest import SHM, eventually
 
 # The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
@@ -70,7 +70,7 @@ def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
         arena.close()
 
 
-def write_format(name: str, version: int) -> Header:
+def write_format(name: str, version: int) -> ArenaHeader:
     """Leave an arena of another format, with a byte in its table."""
     arena = Arena(name, 4 << 20, b"bootboot")
     arena.table()[:1] = b"t"
@@ -88,7 +88,7 @@ def test_an_arena_of_format_2_is_taken_over_and_has_the_new_format_from_then_on(
         assert arena.taken_over and arena.read_table()[:1] == b"t"
         assert arena.header.chunks_start == old.chunks_start
         fd = os.open(arena.path, os.O_RDONLY)
-        assert Header.read(fd, arena.path) == Header(old.size, old.table_bytes, b"new boot", VERSION)
+        assert ArenaHeader.read(fd, arena.path) == ArenaHeader(old.size, old.table_bytes, b"new boot", VERSION)
         os.close(fd)
     finally:
         arena.close()

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.devices.cpu import HostTensors
-from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
@@ -183,10 +182,3 @@ def test_whatever_a_task_raises_its_thread_answers_and_goes_on(bench: Bench) -> 
     for _ in range(2 * bench.copier.threads):
         assert bench.run(Call("fail", fail)) is None
     assert bench.run(Call("work", lambda: 7)) == 7
-
-
-def test_tensors_that_are_not_there_or_too_small_are_an_outcome(bench: Bench) -> None:
-    for mapping in (Mapping(f"{bench.name}-gone", 64), Mapping(bench.name, TENSOR_BYTES * 2), Mapping("../shadow", 64)):
-        layout = Layout([mapping], [Segment(0, 0, 64, 64)], 1, bytes(32))
-        outcome = bench.run(Call("map", lambda layout=layout: HostTensors.open(layout)))
-        assert isinstance(outcome, LayoutError) and mapping.name in str(outcome)

@@ -185,20 +185,6 @@ def test_bf16_shrinks_by_a_third_and_bytes_without_a_pattern_stay_as_they_are() 
     assert np.shares_memory(np.frombuffer(rest[0], np.uint8), kv)
 
 
-def test_kv_of_four_bytes_an_element_shrinks_as_such_and_kv_of_one_byte_and_of_odd_sizes_shrinks_too() -> None:
-    numbers = np.random.default_rng(3).standard_normal(BLOCK_BYTES)
-    scaled = np.clip(numbers * 16, -127, 127).astype(np.int8)
-    for kv, most in (
-        (numbers.astype("<f4").view(np.uint8), 0.86),
-        (scaled.view(np.uint8), 0.8),
-        (scaled.view(np.uint8)[:-1].copy(), 0.8),
-    ):
-        header, rest = coding_of(ZSTD, kv)
-        assert header.stored < most * len(kv)
-        out = np.zeros(len(kv), np.uint8)
-        assert ZSTD.decode(header, rest, [out.data]) and (out == kv).all()
-
-
 def frame(data: bytes, **options: Any) -> bytes:
     made: bytes = zstandard.ZstdCompressor(**options).compress(data)
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import redis
 
-from kvdepot.keys import ChunkChain
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 from tests.ports import free_port
@@ -156,23 +154,6 @@ def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
         eventually(lambda: saved(depot) == 2 * CHUNKS)
 
 
-def test_a_store_that_dies_is_left_alone_and_taken_back_when_it_lives_again(
-    start_depot: StartDepot, redis_server: RedisServer
-) -> None:
-    depot = start_depot("--tiers", f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=1", "--lookup-s", "0.5")
-    with engine(depot) as toy:
-        redis_server.kill()
-        for family in range(10, 16):
-            assert toy.lookup(family, CHUNKS) == 0
-            assert toy.store(family, CHUNKS)
-        assert tier(depot)["state"] == "circuit breaker open"
-        assert toy.hits([10], CHUNKS) == CHUNKS
-        redis_server.start()
-        eventually(lambda: tier(depot)["state"] == "up")
-        assert toy.store(3, CHUNKS)
-        eventually(lambda: saved(depot) >= CHUNKS)
-
-
 def test_a_server_with_a_hung_store_stops_all_the_same(start_depot: StartDepot, redis_server: RedisServer) -> None:
     depot = start_depot("--tiers", f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=600", "--drain-s", "1")
     with engine(depot) as toy, redis_server.stopped():
@@ -191,42 +172,6 @@ def test_what_waits_to_be_written_is_written_before_a_planned_stop(start_depot: 
     with engine(two, seed=1) as there:
         eventually(lambda: there.lookup(19, CHUNKS) == CHUNKS)
         assert sum(there.hits([family], CHUNKS) for family in range(20)) == 20 * CHUNKS
-
-
-def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path: Path, redis_url: str) -> None:
-    one, two = start_depot("--tiers", redis_url), start_depot("--tiers", redis_url)
-    tokens = tmp_path / "prompt.json"
-    with engine(one) as here, engine(two, seed=1) as there:
-        tokens.write_text(json.dumps(there.prompt(1, CHUNKS).tokens))
-        assert here.store(1, CHUNKS)
-        eventually(lambda: saved(one) == CHUNKS)
-        place = ("--url", two.url)
-        warm = command("warm", "--tokens", str(tokens), *place)
-        assert (warm.returncode, warm.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks in memory\n"), warm.stderr
-        assert two.status()["chunks"] == CHUNKS and two.status()["holds"] == 0
-        pinned = command("pin", "system", "--tokens", str(tokens), "--model", "toy", *place)
-        assert (pinned.returncode, pinned.stdout) == (0, f"pin system: {CHUNKS} of {CHUNKS} chunks\n"), pinned.stderr
-        assert two.status()["leases"][0]["name"] == "system"
-        assert command("unpin", "system", *place).returncode == 0
-        chain = ChunkChain(here.chunk_size)
-        chain.extend(there.prompt(1, CHUNKS).tokens)
-        hashes = tmp_path / "hashes"
-        hashes.write_text("\n".join(chain.slice(i, i + 1).hex() for i in range(CHUNKS)))
-        warm = command("warm", "--hashes", str(hashes), *place)
-        assert warm.stdout == f"{CHUNKS} of {CHUNKS} chunks in memory\n"
-        hashes.write_text("abc")
-        assert command("warm", "--hashes", str(hashes), *place).returncode == 2
-        again = command("unpin", "system", *place)
-        assert again.returncode == 1 and "there is no lease 'system'" in again.stderr
-        wrong = command("warm", "--tokens", str(tokens), "--model", "other", *place)
-        assert wrong.returncode == 2 and "toy" in wrong.stderr
-        nothing = command("forget", *place)
-        assert nothing.returncode == 2 and "--all" in nothing.stderr
-        gone = command("forget", "--model", "toy", "--yes", *place)
-        assert gone.returncode == 0 and f"memory: {CHUNKS} chunks" in gone.stdout, gone.stderr
-        assert there.lookup(1, CHUNKS) == 0
-        cold = command("warm", "--tokens", str(tokens), *place)
-        assert (cold.returncode, cold.stdout) == (1, f"0 of {CHUNKS} chunks in memory; no tier has the next one\n")
 
 
 def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(
@@ -251,23 +196,3 @@ def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(
             eventually(lambda: here.hits([next(number) % 8], CHUNKS) == CHUNKS and tier(depot)["state"] == "up")
             client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))  # as after a failover
             eventually(lambda: here.store(next(number) + 100, 1) and tier(depot)["state"] == "writes fail")
-
-
-def test_a_library_that_panics_costs_neither_holds_nor_the_tiers_threads(
-    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """obstore panics, which is no Exception, at an endpoint without a scheme from the environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    depot = start_depot("--tiers", "s3://bucket/kv?region=us-east-1", arena_mib=1)
-    with engine(depot) as here:
-        for family in range(8):
-            assert here.store(family, CHUNKS)
-        shown = eventually(lambda: (now := tier(depot))["state"] == "circuit breaker open" and now)
-        assert "AWS_ENDPOINT_URL" in shown["error"]
-        eventually(lambda: depot.status()["holds"] == 0)
-        assert here.hits([7], CHUNKS) == CHUNKS
-        done = command("forget", "--all", "--yes", "--url", depot.url)
-        assert "AWS_ENDPOINT_URL" in done.stdout and "answered within" not in done.stdout, "the tier has answered"
-    assert "Traceback" not in depot.logged()

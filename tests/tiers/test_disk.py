@@ -168,17 +168,6 @@ def test_a_smaller_capacity_holds_from_the_first_write_after_a_restart(root: Pat
     assert kept == [*range(40 - len(kept), 40)] and 5 < len(kept) <= 10, "the longest unused went first"
 
 
-def test_what_was_read_stays_and_what_was_not_goes_first(start: Callable[..., Disk]) -> None:
-    tier = start(MIB)
-    for number in range(8):
-        assert write(tier, number, 100_000)
-    for turn in range(8, 40):
-        assert read(tier, 3, 100_000) == content(3, 100_000)
-        assert write(tier, turn, 100_000)
-    assert there(tier, 0, 1, 2, 3, 39) == [3, 39]
-    assert tier.usage().counters["evicted"] >= 30
-
-
 def test_the_order_of_use_survives_a_restart(root: Path, start: Callable[..., Disk]) -> None:
     tier = start()
     for number in range(8):
@@ -670,28 +659,6 @@ def test_a_directory_without_permission_is_refused_at_the_start(nobody: None) ->
                 Disk(Path(folder) / "tier", GIB)
         finally:
             Path(folder).chmod(0o700)
-
-
-def test_files_whose_permission_was_taken_away_fail_until_it_is_back(start: Callable[..., Disk], nobody: None) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "tier"
-        tier = start(GIB, root)
-        assert write(tier, 1) and write(tier, 2)
-        file_of(root, 1).chmod(0)
-        place = file_of(root, 2).parent
-        (root / "tmp").chmod(0o500)
-        assert read(tier, 1) == -1 and read(tier, 2) == content(2, 10_000)
-        assert not write(tier, 3)
-        place.chmod(0o500)
-        with pytest.raises(TierError):
-            tier.remove([name_of(2)])
-        place.chmod(0o700)
-        (root / "tmp").chmod(0o700)
-        file_of(root, 1).chmod(0o600)
-        assert read(tier, 1) == content(1, 10_000) and write(tier, 3)
-        tier.forget("", "")
-        assert tier.usage().bytes == 0
-        tier.close()
 
 
 def _is_gone(tier: Disk) -> None:

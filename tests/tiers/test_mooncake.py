@@ -278,17 +278,6 @@ def test_without_a_master_it_says_so() -> None:
         parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
 
 
-def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
-    with started(Master()) as master:
-        master.stop()
-        beat = Beat()
-        with ends(), pytest.raises(TierError):
-            parse(f"{master.url}?segment_gib=0&local_host=127.0.0.1").open()
-        assert beat.end() > BEATS, "the GIL was held"
-        master.go_on()
-        join(master).close()
-
-
 def test_a_master_that_is_killed_and_comes_back() -> None:
     with started(Master()) as master:
         tier = join(master, segment_mib=64)

@@ -16,7 +16,6 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
 from tests.conftest import HANG_S, ends, eventually
-from tests.ports import free_port
 from tests.tiers.servers import BUCKET, S3Server, need
 
 need(modules=["obstore", "moto", "flask", "flask_cors"])
@@ -259,16 +258,6 @@ def test_an_answer_that_ends_early_or_stalls_is_never_taken_for_the_object() -> 
             tier = parse(url(broken.endpoint, "&retries=0&timeout_s=0.5")).open()
             with ends(), pytest.raises(TierError):
                 get(tier, 1, 3_000_000)
-
-
-def test_credentials_that_cannot_be_had_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any in the environment the instance is asked for its role, here at a port where nobody is."""
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    tier = parse(url(f"http://127.0.0.1:{free_port()}", "&timeout_s=1&retries=1")).open()
-    with ends(), pytest.raises(TierError):
-        tier.find([name_of(1)])
 
 
 # -- directories

@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvdepot.memory.arena_header import Header
+from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from tests.conftest import SHM, Depot, eventually
 
@@ -419,7 +419,7 @@ def run_preempted(engine: Engine, prompts: list[list[int]], max_tokens: int) -> 
 def spoil_a_part(depot: Depot) -> None:
     """Change one byte in the server's memory, of one chunk's part of a window or a state."""
     with (SHM / depot.name).open("r+b") as file:
-        header = Header.read(file.fileno(), file.name)
+        header = ArenaHeader.read(file.fileno(), file.name)
         assert header is not None
         table = header.read_table(file.fileno())
         records = [record for _, record in Records(memoryview(table)).read().records]

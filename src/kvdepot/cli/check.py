@@ -24,7 +24,7 @@ from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.eviction import Lru
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import PAGE, Allocator
-from kvdepot.memory.arena_header import HEADER_BYTES, Header
+from kvdepot.memory.arena_header import HEADER_BYTES, ArenaHeader
 from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.values import plural
@@ -105,9 +105,9 @@ def audit(name: str, fix: bool = False, progress: Callable[[int, int], None] = l
         if in_use and fix:
             raise ArenaError(f"{path} is in use by a server: stop it with --on-stop keep before fixing")
         try:
-            header = Header.read(fd, path)
+            header = ArenaHeader.read(fd, path)
         except ArenaError as exc:
-            if not fix or not Header.is_damaged(fd):
+            if not fix or not ArenaHeader.is_damaged(fd):
                 raise
             path.unlink()
             return Report(str(path), problems=[str(exc)], fixed=True)
@@ -121,7 +121,7 @@ def audit(name: str, fix: bool = False, progress: Callable[[int, int], None] = l
         os.close(fd)
 
 
-def _check(fd: int, header: Header, report: Report, progress: Callable[[int, int], None]) -> None:
+def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
@@ -141,7 +141,7 @@ def _check(fd: int, header: Header, report: Report, progress: Callable[[int, int
     index.validate()
 
 
-def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
+def _restore(fd: int, header: ArenaHeader, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
     """The index that a server would restore, and the table's bytes. Erases bad records in the file only with `fix`."""
     data = header.read_table(fd)
     memory = memoryview(bytearray(data))

@@ -22,7 +22,7 @@ from kvdepot import locks
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
-from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, Header
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, ArenaHeader
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
@@ -94,7 +94,7 @@ class Arena:
         except LayoutError as exc:
             raise ArenaError(str(exc)) from exc
 
-    def _claim(self, boot: bytes) -> Header:
+    def _claim(self, boot: bytes) -> ArenaHeader:
         """Lock the file, give it its size, and write and return its header."""
         deadline = time.monotonic() + _LOCK_WAIT_S  # a client that checks whether we live locks it for an instant
         while not locks.lock(self._fd):
@@ -102,7 +102,7 @@ class Arena:
                 time.sleep(0.01)
                 continue
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
-        found = Header.read(self._fd, self.path) if self.taken_over else None
+        found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
         room = free_shm() + old
@@ -116,7 +116,7 @@ class Arena:
         if found is None:
             os.ftruncate(self._fd, 0)  # a server died before it had written the header: trust none of the contents
             os.ftruncate(self._fd, self.size)
-            return self._write_header(Header(self.size, _table_bytes(self.size), boot))
+            return self._write_header(ArenaHeader(self.size, _table_bytes(self.size), boot))
         self.whole = min(found.size, os.fstat(self._fd).st_size)
         if self.size < found.chunks_start + mmap.PAGESIZE or self.whole < found.chunks_start:
             raise ArenaError(
@@ -124,7 +124,7 @@ class Arena:
                 f"({self.whole} bytes, {self.size} requested): raise --arena-gib or remove the file"
             )
         # In case we die before `settle`, the header gives the size of the old contents.
-        header = self._write_header(Header(min(self.whole, self.size), found.table_bytes, boot))
+        header = self._write_header(ArenaHeader(min(self.whole, self.size), found.table_bytes, boot))
         os.ftruncate(self._fd, self.size)
         return header
 
@@ -139,7 +139,7 @@ class Arena:
                 "`ulimit -v`"
             ) from exc
 
-    def _write_header(self, header: Header) -> Header:
+    def _write_header(self, header: ArenaHeader) -> ArenaHeader:
         try:
             os.pwrite(self._fd, self.secret, SECRET_OFFSET)
             os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: if memory is full, that raises SIGBUS

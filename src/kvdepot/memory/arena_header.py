@@ -30,7 +30,7 @@ from kvdepot.errors import ArenaError, LayoutError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
-__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "SECRET_OFFSET", "Header", "Watch"]
+__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "SECRET_OFFSET", "ArenaHeader", "Watch"]
 
 HEADER_BYTES = mmap.PAGESIZE
 CHUNKS_OFFSET = 64
@@ -47,7 +47,7 @@ _HEADER = struct.Struct("<8sIIQQ8s")
 SECRET_OFFSET = 64
 
 
-class Header(NamedTuple):
+class ArenaHeader(NamedTuple):
     """The first bytes of an arena."""
 
     size: int
@@ -60,7 +60,7 @@ class Header(NamedTuple):
         return _HEADER.pack(MAGIC, self.version, crc32(_HEADER.pack(MAGIC, self.version, 0, *values)), *values)
 
     @classmethod
-    def read(cls, fd: int, path: object) -> Header | None:
+    def read(cls, fd: int, path: object) -> ArenaHeader | None:
         """Read the header of an arena's file; None if none was written yet. Raises ArenaError if it is not valid."""
         data = os.pread(fd, _HEADER.size, 0)
         if not data.strip(b"\0"):

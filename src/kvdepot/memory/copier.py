@@ -14,11 +14,12 @@ memory/allocator.py):
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,10 +173,8 @@ class Lane:
 
     def __init__(self, name: str, threads: int, run: Callable[[Copy | Call], None]) -> None:
         self._run_task = run
-        self._ready = threading.Condition()
-        self.loads: deque[Copy | Call] = deque()
-        self.stores: deque[Copy | Call] = deque()
-        self._stopping = False
+        self._tasks: queue.PriorityQueue[tuple[int, int, Copy | Call | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self.threads = [
             threading.Thread(target=self._run, name=f"kvdepot-copy-{name}-{i}", daemon=True) for i in range(threads)
         ]
@@ -183,16 +182,12 @@ class Lane:
             thread.start()
 
     def put(self, task: Copy | Call) -> None:
-        with self._ready:
-            behind = isinstance(task, Copy) and task.is_store
-            (self.stores if behind else self.loads).append(task)
-            self._ready.notify()
+        self._tasks.put((isinstance(task, Copy) and task.is_store, next(self._numbers), task))
 
     def stop(self) -> None:
         """End the threads after the queued tasks; `join` waits for them."""
-        with self._ready:
-            self._stopping = True
-            self._ready.notify_all()
+        for _ in self.threads:
+            self._tasks.put((2, next(self._numbers), None))
 
     def join(self, deadline: float | None) -> bool:
         """Whether all threads have ended. Blocks until then, or until the deadline (of time.monotonic)."""
@@ -200,17 +195,8 @@ class Lane:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
 
-    def take(self) -> Copy | Call | None:
-        """The next task; blocks until there is one. None: there will be no more."""
-        with self._ready:
-            while not (self.loads or self.stores or self._stopping):
-                self._ready.wait()
-            if self.loads:
-                return self.loads.popleft()
-            return self.stores.popleft() if self.stores else None
-
     def _run(self) -> None:
-        while (task := self.take()) is not None:
+        while (task := self._tasks.get()[2]) is not None:
             self._run_task(task)
             task = None  # it refers to the mapping, which may be closed while we wait for the next task
 

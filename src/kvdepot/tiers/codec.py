@@ -21,8 +21,8 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,11 +78,11 @@ class Codec:
         self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
         self._coding = 0  # of everything that it encrypts, and the only one that it decrypts
-        if compress and _zstandard() is None:
+        if compress and not _has("zstandard"):
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-            if _ciphers() is None:
+            if not _has("cryptography"):
                 raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
@@ -117,7 +117,7 @@ class Codec:
         return not self.why_not(header)
 
     def why_not(self, header: Header) -> str:
-        """Why `decode` cannot read such an object; empty if it can."""
+        """The reason why `decode` cannot read such an object; empty if it can."""
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
@@ -126,7 +126,7 @@ class Codec:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # anybody could have written an unencrypted object
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
-        if shuffled and _zstandard() is None:
+        if shuffled and not _has("zstandard"):
             return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
@@ -196,12 +196,9 @@ def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:
 
 
 @functools.cache
-def _zstandard() -> ModuleType | None:
-    try:
-        import zstandard
-    except ImportError:
-        return None
-    return zstandard
+def _has(library: str) -> bool:
+    """Whether a library is installed, without importing it."""
+    return find_spec(library) is not None
 
 
 def _compressor() -> zstandard.ZstdCompressor:
@@ -295,15 +292,6 @@ def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bo
 
 
 # -- encryption
-
-
-@functools.cache
-def _ciphers() -> ModuleType | None:
-    try:
-        from cryptography.hazmat.primitives import ciphers
-    except ImportError:
-        return None
-    return ciphers
 
 
 def _object_key(key: bytes, header: Header) -> bytes:

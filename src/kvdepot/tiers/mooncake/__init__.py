@@ -38,9 +38,9 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Usage, convert
-from kvdepot.tiers.mooncake.library import ReplicateConfig, Store, library, size_of
+from kvdepot.tiers.mooncake.library import MooncakeStore, ReplicateConfig, library, size_of
 from kvdepot.tiers.mooncake.membership import Membership, known
-from kvdepot.tiers.mooncake.objects import PREFIX, Group, PoolObject, Staging, address_of, memory_of, objects_of
+from kvdepot.tiers.mooncake.objects import PREFIX, Batch, PoolObject, Staging, address_of, memory_of, objects_of
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
@@ -147,7 +147,7 @@ class MooncakeTier:
 
     def _groups(self, objects: list[PoolObject]) -> Iterator[tuple[list[PoolObject], bool]]:
         """Objects in groups of one call each, and whether their bytes must be staged."""
-        direct, staged = Group(MOST_SPANS), Group(self._options.buffer_mib << 20)
+        direct, staged = Batch(MOST_SPANS), Batch(self._options.buffer_mib << 20)
         for entry in objects:
             stages = not self._is_direct(entry)
             group, weight = (staged, entry.size) if stages else (direct, len(entry.spans))
@@ -184,7 +184,7 @@ class MooncakeTier:
                 self._get(store, fitting, sizes)
         return sizes
 
-    def _get(self, store: Store, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
+    def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
         """Read objects whose size is that of their memory; those that failed."""
         failed = []
         for group, stages in self._groups(objects):
@@ -204,14 +204,14 @@ class MooncakeTier:
         self._tally("failed", len(failed))
         return failed
 
-    def _receive(self, store: Store, objects: list[PoolObject]) -> list[int]:
+    def _receive(self, store: MooncakeStore, objects: list[PoolObject]) -> list[int]:
         """Sizes, or codes of errors."""
         keys, addresses, sizes = memory_of(objects)
         spans = sum(map(len, sizes))
         return self._pool.transfer(spans, lambda: store.batch_get_into_multi_buffers(keys, addresses, sizes))
 
     @staticmethod
-    def _fit(store: Store, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
+    def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
         """Objects for which there is memory enough, with memory of exactly their size. The others are answered."""
         fitting = []
         replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
@@ -237,7 +237,7 @@ class MooncakeTier:
         return there
 
     def _put(
-        self, store: Store, objects: list[PoolObject], stages: bool, config: ReplicateConfig, there: list[bool]
+        self, store: MooncakeStore, objects: list[PoolObject], stages: bool, config: ReplicateConfig, there: list[bool]
     ) -> None:
         """Write one group, in three steps: a plain put reports an object that another host is writing as existing."""
         with self._pool.reserving():
@@ -265,7 +265,7 @@ class MooncakeTier:
             for entry, code in zip(exist, known(store.batch_is_exist([e.key for e in exist])), strict=True):
                 there[entry.index] = code == 1
 
-    def _send(self, store: Store, objects: list[PoolObject]) -> list[PoolObject]:
+    def _send(self, store: MooncakeStore, objects: list[PoolObject]) -> list[PoolObject]:
         """Move the bytes of reserved objects; those that arrived."""
         if not objects:
             return []

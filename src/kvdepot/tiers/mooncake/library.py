@@ -13,7 +13,7 @@ from typing import Protocol
 from kvdepot import install
 from kvdepot.errors import ConfigError
 
-__all__ = ["Matrix", "Replica", "ReplicateConfig", "Store", "library", "size_of"]
+__all__ = ["Matrix", "MooncakeStore", "Replica", "ReplicateConfig", "library", "size_of"]
 
 _DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 
@@ -48,7 +48,7 @@ class Replica(Protocol):
     def get_disk_descriptor(self) -> _OnDisk: ...
 
 
-class Store(Protocol):
+class MooncakeStore(Protocol):
     """A client; `library().MooncakeDistributedStore()`."""
 
     def setup(

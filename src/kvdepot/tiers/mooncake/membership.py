@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.processes import code_command
-from kvdepot.tiers.mooncake.library import Store, library
+from kvdepot.tiers.mooncake.library import MooncakeStore, library
 
 __all__ = ["SPANS_UNDER_WAY", "Membership", "known"]
 
@@ -68,7 +68,7 @@ class Membership:
         self._reads: Counter[int] = Counter()
         """Reads in progress, by the generation in which they began."""
         self.rejoined = 0
-        self._store: Store | None = self._join()
+        self._store: MooncakeStore | None = self._join()
 
     def __repr__(self) -> str:
         return f"<Membership of {self.place}, {self._calls} calls and {self._spans} pieces in progress>"
@@ -80,7 +80,7 @@ class Membership:
 
     # -- joining and leaving
 
-    def _join(self) -> Store:
+    def _join(self) -> MooncakeStore:
         """A client that has joined. Raises TierError."""
         loaded = library()
         try:  # the library itself would try for long
@@ -91,7 +91,7 @@ class Membership:
         self._check_local(local)
         protocol = "rdma" if self._device else "tcp"
         self._rehearse(local, self._metadata, protocol, self._device, self.place)
-        store: Store = loaded.MooncakeDistributedStore()
+        store: MooncakeStore = loaded.MooncakeDistributedStore()
         if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
             raise TierError(
                 f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
@@ -139,7 +139,7 @@ class Membership:
     # -- calls
 
     @contextmanager
-    def calling(self) -> Iterator[Store]:
+    def calling(self) -> Iterator[MooncakeStore]:
         """The client, for one call. Joins again after a transfer got stuck. Raises TierError."""
         with self._state:
             self._state.wait_for(lambda: not self._stuck)
@@ -257,7 +257,7 @@ class Membership:
                 self._state.notify_all()
 
 
-def _register(store: Store, address: int, size: int) -> None:
+def _register(store: MooncakeStore, address: int, size: int) -> None:
     if code := store.register_buffer(address, size):
         raise TierError(f"Mooncake cannot register {size} bytes of memory (code {code})")
 

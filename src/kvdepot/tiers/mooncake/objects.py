@@ -15,7 +15,7 @@ from kvdepot.tiers.mooncake.library import Matrix
 from kvdepot.tiers.mooncake.membership import Membership
 from kvdepot.tiers.tally import Tally
 
-__all__ = ["PREFIX", "Group", "PoolObject", "Staging", "address_of", "memory_of", "objects_of"]
+__all__ = ["PREFIX", "Batch", "PoolObject", "Staging", "address_of", "memory_of", "objects_of"]
 
 PREFIX = "kvdepot/"
 """The beginning of our objects' names; others may use the pool, too."""
@@ -58,7 +58,7 @@ class PoolObject:
             source += size
 
 
-class Group:
+class Batch:
     """Objects for one call of the library."""
 
     def __init__(self, most: int) -> None:

@@ -52,7 +52,7 @@ from kvdepot.tiers.redis.exchange import (
     says,
     set_request,
 )
-from kvdepot.tiers.redis.servers import Cluster, Settings, Single
+from kvdepot.tiers.redis.servers import ClientArguments, Cluster, Single
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
@@ -92,7 +92,7 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
         raise ConfigError(
             f"tier {name}: " + ("a cluster has no databases" if cluster else f"{database!r} is not a database number")
         )
-    settings: Settings = {
+    settings: ClientArguments = {
         "username": user or None,
         "password": password or None,
         "socket_timeout": own.timeout_s,

@@ -15,13 +15,13 @@ from redis.retry import Retry
 
 from kvdepot.tiers.redis.exchange import Request
 
-__all__ = ["Cluster", "Settings", "Single"]
+__all__ = ["ClientArguments", "Cluster", "Single"]
 
 Route: TypeAlias = tuple[redis.ConnectionPool, Sequence[int]]
 """Connections to a server, and the numbers of the requests that go there."""
 
 
-class Settings(TypedDict):
+class ClientArguments(TypedDict):
     """Arguments of redis-py's clients."""
 
     username: str | None
@@ -38,7 +38,7 @@ class Settings(TypedDict):
 class Single:
     """One server."""
 
-    def __init__(self, node: tuple[str, int], database: int, settings: Settings) -> None:
+    def __init__(self, node: tuple[str, int], database: int, settings: ClientArguments) -> None:
         host, port = node
         once = Retry(NoBackoff(), 0)  # the circuit breaker decides about retries
         self._client = redis.Redis(host=host, port=port, db=database, retry=once, **settings)
@@ -70,7 +70,7 @@ class _Cluster(Protocol):
 class Cluster:
     """The primaries of a cluster. Its slots are queried when they are first needed, and again after any failure."""
 
-    def __init__(self, nodes: Sequence[tuple[str, int]], settings: Settings) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, int]], settings: ClientArguments) -> None:
         self._nodes = nodes
         self._settings = settings
         self._cluster: redis.RedisCluster | None = None
