@@ -183,7 +183,7 @@ def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() ->
     context.term()
 
 
-def test_a_client_that_closes_while_it_is_being_connected_stops_no_other_of_its_context(depot: Depot) -> None:
+def test_a_client_that_closes_while_it_connects_stops_no_other(depot: Depot) -> None:
     """ZeroMQ's thread, which all sockets of a context share, would block for ever on the closed monitor."""
     moments = random.Random(7)
     with closing(MessageQueueClient(depot.url, depot.context)) as other:

@@ -77,7 +77,7 @@ def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdu
 
 @pytest.mark.parametrize("refused", [wire.Hello, wire.Prove, wire.Unregister])
 @pytest.mark.parametrize("error", [Busy("too many clients"), UnknownClient("send Hello before Prove")])
-def test_a_client_that_waits_for_nothing_says_hello_again_until_a_new_server_welcomes_it(
+def test_an_idle_client_says_hello_until_a_new_server_welcomes_it(
     start_server: Callable[..., Server], refused: type, error: KVDepotError
 ) -> None:
     talk = Talk()
@@ -331,7 +331,7 @@ def begin_copies(talk: Talk, device: str) -> dict[str, Any]:
     return told
 
 
-def test_a_copy_that_a_hanging_server_may_still_do_is_sent_to_no_successor_of_any_generation(
+def test_a_copy_that_a_hanging_server_may_do_is_sent_to_no_successor(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     first = talk.server = start_server(boot=b"boot-one")
@@ -379,7 +379,7 @@ def test_a_copy_is_sent_again_only_when_its_registration_was_taken_back(
 
 
 @pytest.mark.parametrize("device", ["", "GPU-0"])
-def test_a_killed_servers_copies_end_when_nothing_of_it_can_be_under_way_and_no_other_comes(
+def test_a_killed_servers_copies_end_if_no_other_comes(
     device: str, talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     """Copies queued with a GPU's driver may run on after the process is gone and its lock is free."""
@@ -400,7 +400,7 @@ def test_a_killed_servers_copies_end_when_nothing_of_it_can_be_under_way_and_no_
 
 @pytest.mark.parametrize("device", ["", "GPU-0"])
 @pytest.mark.parametrize("is_heard", [True, False], ids=["heard of", "found out"])
-def test_a_killed_servers_copies_are_asked_of_the_next_once_when_nothing_of_them_can_be_under_way(
+def test_a_killed_servers_copies_are_asked_of_the_next_once(
     device: str, is_heard: bool, talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     server = talk.server = start_server()
@@ -425,7 +425,7 @@ def test_a_killed_servers_copies_are_asked_of_the_next_once_when_nothing_of_them
     assert not any(boot == b"boot-3rd" for boot, _ in talk.copies), "it could be they that end servers"
 
 
-def test_what_a_living_server_was_asked_is_asked_again_at_once_when_its_connection_breaks(
+def test_what_a_living_server_was_asked_is_asked_again_after_a_break(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     server = talk.server = start_server()
@@ -446,7 +446,7 @@ def test_what_a_living_server_was_asked_is_asked_again_at_once_when_its_connecti
     assert talk.reached(server.boot, wire.Store) == talk.reached(server.boot, wire.Lookup) == 2
 
 
-def test_requests_wait_a_moment_for_a_server_that_was_lost_and_none_for_one_that_stays_away(
+def test_requests_wait_a_moment_for_a_lost_server_and_then_fail_at_once(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     server = talk.server = start_server()
@@ -550,7 +550,7 @@ def test_tensors_that_are_being_withdrawn_are_mapped_by_no_server_again(
     assert not any(isinstance(request, wire.Register) for request in again)
 
 
-def test_tensors_that_were_to_be_registered_without_a_server_are_once_there_is_one_unless_they_were_refused(
+def test_tensors_registered_without_a_server_are_once_there_is_one(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     """An engine that wakes while its server is away shares its KV as soon as it is back."""
@@ -573,7 +573,7 @@ def test_tensors_that_were_to_be_registered_without_a_server_are_once_there_is_o
     assert talk.connection.welcomed
 
 
-def test_tensors_whose_withdrawal_was_given_up_are_withdrawn_from_the_next_server_once(
+def test_a_withdrawal_that_was_given_up_reaches_the_next_server_once(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     """Else each engine that sleeps while its server is away would leave a registration behind."""

@@ -70,7 +70,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     context.term()
 
 
-def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_there(
+def test_a_client_hears_at_once_of_its_servers_end_and_of_the_next(
     start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even though no request is sent and no periodic check runs."""

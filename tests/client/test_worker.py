@@ -60,9 +60,7 @@ def test_a_store_that_was_not_whole_is_counted(worker: WorkerClient, peer: Answe
     assert [(each.done, each.stored, each.error is None) for each in told] == [(0, b"", value is False)]
 
 
-def test_blocks_of_chunks_that_did_not_come_have_failed_but_not_those_that_were_skipped(
-    worker: WorkerClient, peer: Answering
-) -> None:
+def test_blocks_of_chunks_that_did_not_come_have_failed_unless_skipped(worker: WorkerClient, peer: Answering) -> None:
     parts = [transfer("a", [1, 2, 3, 4], skip_blocks=1), transfer("b", [5, 6, 7, 8], skip_blocks=1)]
     worker.submit_retrieve(["a", "b"], parts, None)
     peer.answer([False, True, True, False])

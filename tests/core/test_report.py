@@ -129,7 +129,7 @@ def test_what_people_warm_or_lease_makes_them_no_engine_and_is_no_lookup(depot: 
     move(worker, "first", tokens, is_store=True)
     with admin.connect(depot.url) as client:
         prompt = admin.make_prompt(client, tokens, b"", "toy", "")
-        assert admin.warm(client, prompt) == admin.pin(client, "system", prompt) == 2
+        assert admin.warm(client, prompt) == admin.lease(client, "system", prompt) == 2
         now = told(depot)
         assert [each.name for each in admin.leases(client)] == ["system"]
     assert [engine.ranks for engine in now.engines] == [[0]]
@@ -168,7 +168,7 @@ def test_engines_are_all_counted_where_only_some_are_listed(depot: Depot) -> Non
     for other in others:
         other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(HANG_S)
     with admin.connect(depot.url) as client:
-        admin.pin(client, "pin", admin.make_prompt(client, tokens, b"", "toy", ""))
+        admin.lease(client, "pin", admin.make_prompt(client, tokens, b"", "toy", ""))
     now = told(depot)
     assert (now.engine_count, len(now.engines)) == (71, 64)
     assert (now.lease_count, now.leased_bytes) == (1, CHUNK_BYTES)

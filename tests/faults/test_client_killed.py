@@ -67,7 +67,7 @@ def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing_half_written(
     assert not other.tell("stats")["wrong"]
 
 
-def test_a_worker_killed_in_the_middle_of_a_retrieve_leaves_the_chunks_whole_for_others(
+def test_a_worker_killed_during_a_retrieve_leaves_chunks_whole_for_others(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
     depot = start_depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
@@ -169,7 +169,7 @@ def test_a_killed_client_is_gone_though_a_process_that_it_forked_lives_on(
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_process_that_closes_its_parents_liveness_takes_nothing_from_the_parent() -> None:
+def test_a_fork_that_closes_its_parents_liveness_takes_nothing_from_it() -> None:
     liveness = LivenessFile()
     child = os.fork()
     if child == 0:

@@ -176,7 +176,7 @@ def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
     settled(served)
 
 
-def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_registration_back(
+def test_an_engine_whose_answers_were_cut_off_ends_its_transfers(
     served: Depot, proxy: Proxy, start_driver: StartDriver
 ) -> None:
     driver = start_driver(proxy.url, width=64)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.faults
 MIB = 1 << 20
 
 
-def test_an_arena_full_of_pinned_chunks_drops_stores_and_takes_them_when_the_pins_end(
+def test_an_arena_full_of_pins_drops_stores_until_the_pins_end(
     start_depot: StartDepot, start_driver: StartDriver
 ) -> None:
     depot = start_depot(arena_mib=1, chunk_size=64)
@@ -153,7 +153,7 @@ OLD_KERNEL = (sys.executable, str(Path(__file__).with_name("old_kernel.py")))
 
 
 @pytest.mark.parametrize("under", [(), OLD_KERNEL], ids=["on this kernel", "on one before 5.14"])
-def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_is_room_again(
+def test_a_full_dev_shm_drops_stores_until_there_is_room_again(
     elsewhere: Callable[[int], Elsewhere], under: tuple[str, ...]
 ) -> None:
     place = elsewhere(64)

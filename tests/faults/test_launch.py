@@ -196,7 +196,7 @@ def test_a_start_that_fails_says_why_and_the_next_may_try_again(make_place: Call
     assert shared.log.with_suffix(".log.1").exists()
 
 
-def test_a_failed_start_is_remembered_for_the_processes_of_one_engine_and_for_one_start(tmp_path: Path) -> None:
+def test_a_failed_start_is_remembered_for_one_engine_and_one_start(tmp_path: Path) -> None:
     shared = Shared(f"ipc://{tmp_path}/depot.sock")
     lock = tmp_path / "depot.sock.start"
     lock.write_text("engine-1")
@@ -239,7 +239,7 @@ def test_an_engines_own_server_ends_with_the_engine_and_leaves_nothing(
     eventually(lambda: not Path(f"/proc/{pid}").exists() and not arena.exists() and place.is_clean())
 
 
-def test_the_next_engine_removes_the_arena_of_a_server_that_was_killed_with_its_engine(
+def test_the_next_engine_removes_the_arena_of_a_server_killed_with_its_engine(
     make_place: Callable[..., Place],
 ) -> None:
     place = make_place()
@@ -267,7 +267,7 @@ own.close()
 """
 
 
-def test_the_servers_of_a_user_whose_folders_are_too_long_for_sockets_start_elsewhere(
+def test_servers_of_a_user_with_too_long_folders_start_elsewhere(
     make_place: Callable[..., Place], tmp_path: Path
 ) -> None:
     long = tmp_path / ("x" * 90)

@@ -66,7 +66,7 @@ def test_engines_go_on_when_the_server_is_killed_while_they_store_and_retrieve(
     assert settled(depot)["instances"] == 3
 
 
-def test_a_server_started_at_once_has_the_chunks_back_and_engines_register_by_themselves(
+def test_a_server_started_at_once_has_the_chunks_and_the_engines_back(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
     options: dict[str, Any] = {"arena_mib": 128, "chunk_size": 64}
@@ -168,7 +168,7 @@ def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwis
     assert not driver.tell("stats")["wrong"]
 
 
-def test_an_arena_of_another_format_version_is_refused_with_what_to_do_and_left_alone(start_depot: StartDepot) -> None:
+def test_an_arena_of_another_version_is_refused_and_left_alone(start_depot: StartDepot) -> None:
     depot = start_depot("--on-stop", "keep", arena_mib=4)
     assert depot.stop() == 0
     path = SHM / depot.name

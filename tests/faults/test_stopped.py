@@ -102,7 +102,7 @@ def test_after_its_sleep_the_server_and_its_engines_are_well_again(slept: dict[s
     assert status["reserved_shards"] == status["holds"] == status["operations"] == 0
 
 
-def test_a_new_client_waits_the_5_s_it_promises_also_for_a_server_that_connects_before_it_answers(
+def test_a_new_client_waits_5_s_also_for_a_server_that_connects_first(
     start_depot: StartDepot,
 ) -> None:
     """As a server does that is taking many chunks back: its socket is there, the one that answers is busy."""

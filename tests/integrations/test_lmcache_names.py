@@ -104,7 +104,7 @@ def test_the_names_are_those_of_the_contract() -> None:
     assert importlib.import_module("lmcache.v1.multiprocess.protocol").RequestType is adapters.RequestType
 
 
-def test_an_unused_name_can_stand_in_an_annotation_but_says_what_is_missing_when_it_is_used() -> None:
+def test_an_unused_name_can_stand_in_an_annotation_but_not_be_used() -> None:
     provide("0.17.1", Factory())  # type: ignore[arg-type]
     engines = importlib.import_module("lmcache.v1.cache_engine")
     assert engines.LMCacheEngine | None

@@ -259,7 +259,7 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     tokens = list(range(2 * CHUNK))
     engine.store(tokens, list(range(2 * PER_CHUNK)))
     with admin.connect(web.depot.url) as client:
-        admin.pin(client, "system", admin.make_prompt(client, tokens, b"", engine.model, ""))
+        admin.lease(client, "system", admin.make_prompt(client, tokens, b"", engine.model, ""))
     seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["lease_count"] and said)
     assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
@@ -274,7 +274,7 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
         assert web.change("/v1/forget", what).value == {"memory": 0}
     assert engine.lookup(tokens) == 2 * CHUNK
     with admin.connect(web.depot.url) as client:
-        admin.unpin(client, "system")
+        admin.end_lease(client, "system")
     engine.close()
 
 

@@ -72,7 +72,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
             if depot.status()["chunks"] == kept + 1:
                 pinned = admin.make_prompt(person, prompt(kept, 1), b"", engine.model, "")
                 if kept < 2:
-                    assert admin.pin(person, f"pin {kept}", pinned) == 1
+                    assert admin.lease(person, f"pin {kept}", pinned) == 1
                 else:
                     asked = wire.Lookup(engine.model, 1, 0, f"held {kept}", 1, pinned.hashes, True)
                     holder = MessageQueueClient(depot.url, depot.context)
@@ -142,7 +142,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         # And what people and clients remove.
         for number in range(2):
             person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(HANG_S)
-            admin.unpin(person, f"pin {number}")
+            admin.end_lease(person, f"pin {number}")
         before = fresh(web)
         assert (before["reused_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
         admin.forget(person, engine.model, "")

@@ -87,7 +87,7 @@ def quota(
             if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):
                 return 1
             admin.set_quota(client, tenant, new, salt)
-        found = [each for each in admin.tenants(client) if _is_asked(each, *asked)]
+        found = [each for each in admin.status(client).tenants if _is_asked(each, *asked)]
     if as_json or not found:
         show(as_json, found, f"{name} has no quota" if name else "no tenant or salt has a quota")
         return 0

@@ -25,7 +25,7 @@ from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
-from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
+from kvdepot.protocol.status import MOST_NAME, Status, read
 
 __all__ = [
     "Preview",
@@ -39,15 +39,12 @@ __all__ = [
     "leases",
     "make_prompt",
     "not_forgotten",
-    "pin",
     "prefixes",
     "preview",
     "reset",
     "set_quota",
     "status",
-    "tenants",
     "unknown_model",
-    "unpin",
     "warm",
 ]
 
@@ -240,7 +237,7 @@ def leases(client: Client) -> list[LeaseStatus]:
 
 
 def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
-    """What prompts are in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
+    """The prompts in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
 
     Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
     if the answer is not of this version.
@@ -302,25 +299,9 @@ def _answer(client: Client, request: wire.Request, kind: type[T], what: str) -> 
         raise ProtocolError(f"not {what} of this version: {exc}") from exc
 
 
-def pin(
-    client: Client,
-    name: str,
-    prompt: PromptChunks,
-    ttl_s: int = 0,
-    told: Callable[[int], None] = lambda chunks: None,
-) -> int:
-    """Keep a prompt's chunks in memory: a lease of kind retain, without an end unless `ttl_s` is given. See `lease`."""
-    return lease(client, name, prompt, LeaseTerms(ttl_s=ttl_s), told)
-
-
-def unpin(client: Client, name: str) -> None:
-    """End a lease. Raises BadRequest if there is none of that name."""
-    end_lease(client, name)
-
-
 class Preview(msgspec.Struct, frozen=True):
-    """What `forget` would remove: chunks and bytes in memory, and from each tier at most all that it holds (None where
-    that is unknown), since a tier cannot count by model or salt."""
+    """The chunks and bytes that `forget` would remove from memory, and from each tier at most all that it holds (None
+    where that is unknown), since a tier cannot count by model or salt."""
 
     memory: MemoryPreview
     tiers: dict[str, TierPreview]
@@ -337,7 +318,7 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 
 def preview(client: Client, model: str, salt: str) -> Preview:
-    """What `forget` would remove now. Raises ProtocolError if the server is too old to count."""
+    """The chunks that `forget` would remove now. Raises ProtocolError if the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
     return Preview(
         MemoryPreview(chunks, size),
@@ -365,18 +346,13 @@ def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
 
 
 def not_forgotten(said: Mapping[str, object]) -> list[str]:
-    """Of a result of `forget`: where chunks may remain, and why."""
+    """Sentences from a result of `forget`: where chunks may remain, and why."""
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
 def status(client: Client) -> Status:
     """The server's status. Blocks until the server has answered."""
     return read(client.ask(wire.Status()).result(_ANSWER_S))
-
-
-def tenants(client: Client) -> list[TenantStatus]:
-    """The quotas that this client may see; none while nobody has one. Blocks until the server has answered."""
-    return status(client).tenants
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:

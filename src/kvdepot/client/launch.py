@@ -40,7 +40,7 @@ _YOUNG_S = 10.0
 _DETACH = "import os, sys\nif not os.fork():\n    os.execv(sys.argv[1], sys.argv[1:])"
 """A second fork: an orphan is no child of the engine, which may kill its children when it ends."""
 _OWN = "kvdepot-{user}-engine-"
-"""How names of the arenas of engines' own servers begin, for `str.format`."""
+"""The beginning of the names of arenas of engines' own servers, for `str.format`."""
 
 
 def _command(url: str, *flags: str) -> list[str]:
@@ -214,7 +214,7 @@ class Embedded:
 
 
 def _remove_left_arenas() -> None:
-    """Remove the arenas of engines' own servers that were killed together with their engines: nobody else would."""
+    """Remove the arenas of engines' own servers that were killed together with their engines."""
     for path in shm.SHM.glob(f"{_OWN.format(user=os.geteuid())}*"):
         with contextlib.suppress(OSError, KVDepotError):
             if time.time() - path.lstat().st_mtime < _YOUNG_S:

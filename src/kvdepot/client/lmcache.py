@@ -93,8 +93,8 @@ class _OfSpec(Generic[_Value]):
 
 
 class _Adapter:
-    """What both adapters have of the contract, before one of the native clients. Setting an attribute affects what is
-    sent afterwards."""
+    """The contract's part that both adapters have, before one of the native clients. Setting an attribute affects what
+    is sent afterwards."""
 
     client: Client
     spec: ShardSpec

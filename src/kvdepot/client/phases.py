@@ -18,7 +18,7 @@ __all__ = ["TRANSITIONS", "Change", "Phase"]
 
 
 class Phase(enum.Enum):
-    """How far a connection is with its server."""
+    """A stage of a connection with its server; the table above says what it waits for."""
 
     APART = enum.auto()
     GREETING = enum.auto()

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-__all__ = ["Killed", "Link", "Listener", "Network", "Process", "World"]
+__all__ = ["Killed", "Link", "Network", "Process", "Receiver", "World"]
 
 
 class World:
@@ -204,7 +204,7 @@ def _never() -> bool:
     return False
 
 
-class Listener(Protocol):
+class Receiver(Protocol):
     """The receiver of a network's frames."""
 
     def accepts(self) -> bool:
@@ -221,11 +221,11 @@ class Network:
         """delay_s: draws the latency of a frame."""
         self.world = world
         self.delay_s = delay_s
-        self.listener: Listener | None = None
+        self.listener: Receiver | None = None
         self.links: list[Link] = []
         self.era = 0  # frames for one listener never reach the next
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Receiver) -> None:
         self.listener = listener
 
     def hang_up(self, all_arrives: bool) -> None:

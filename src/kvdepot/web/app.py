@@ -315,14 +315,14 @@ def pin(state: State, data: PinRequest) -> Pinned:
     """Pin a prompt's chunks in memory under a name, loading them from the tiers if needed."""
     with _change(state):
         prompt = _prompt(state.poll, data)
-        return Pinned(admin.pin(state.poll.client, data.name, prompt, data.ttl_s), len(prompt))
+        return Pinned(admin.lease(state.poll.client, data.name, prompt, LeaseTerms(ttl_s=data.ttl_s)), len(prompt))
 
 
 @post("/v1/unpin")
 def unpin(state: State, data: UnpinRequest) -> Unpinned:
     """End a pin."""
     with _change(state):
-        admin.unpin(state.poll.client, data.name)
+        admin.end_lease(state.poll.client, data.name)
         return Unpinned(data.name)
 
 

@@ -74,7 +74,7 @@ class GuardedClient(MessageQueueClient):
         """server_url: vLLM appends a port to every host, so that of a unix socket is left out."""
         super().__init__(_PORT_OF_SOCKET.sub(r"\1", server_url), context)
         self.skip_blocks: list[int] = []
-        """For the next retrieve, by key: leading blocks of its first chunk that must not be written."""
+        """Leading blocks of the first chunk that the next retrieve must not write, by key."""
         self._failed_blocks: set[int] = set()
         self._stores: list[MessagingFuture[Any]] = []
         self._last_ticket = 0
@@ -152,5 +152,5 @@ def _hit(payloads: list[Any], answer: object) -> int | list[bool]:
 
 
 def _size(key: IPCCacheEngineKey) -> int:
-    """How many tokens a key names; 1 for an engine's own hash, which names one chunk like all others."""
+    """The number of tokens that a key names; 1 for an engine's own hash, which names one chunk like all others."""
     return 1 if key.token_ids is None else (key.end or len(key.token_ids)) - key.start

@@ -20,15 +20,21 @@ Used by vLLM's scheduler and workers, each on one thread. Nothing here decides w
 from __future__ import annotations
 
 import contextlib
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import vllm
+from blake3 import blake3
 from vllm.distributed.kv_transfer.kv_connector.v1 import lmcache_mp_connector as own
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 from kvdepot.config import default_url
-from kvdepot.integrations.lmcache.identity import identity
+from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations.vllm.environment import platform_facts
+from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.weight_files import find_weights, kinds_read
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["LMCacheMPConnector", "without_cuda_events"]
 
 _STORES_S = 1.0
-"""How long a step waits for the stores of the step before."""
+"""A step waits this long for the stores of the step before."""
+_SETTLED_S = 2.0
+"""As in vllm/identity.py."""
 
 
 class LMCacheMPConnector(own.LMCacheMPConnector):
@@ -176,6 +184,23 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         self.scheduler_adapter.cleanup_lookup_result(request.request_id)
         kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         return kept
+
+
+def identity(vllm_config: VllmConfig) -> str:
+    """A hash of all that is fixed for an engine and may change KV bytes, equal in all of its processes.
+
+    The contract's keys name KV by the model's path, and the server adds shapes and dtypes. As with `KVDepotConnector`
+    (vllm/identity.py), everything else of the configuration counts unless it is known to be harmless. Weights of a hub
+    name that is not in the local cache are known by their name alone.
+    """
+    model = vllm_config.model_config
+    found = find_weights(model.model, model.revision, vllm_config.load_config.download_dir, kinds_read(model))
+    facts: list[object] = [vllm.__version__, platform_facts(), describe_config(vllm_config, "any")]
+    if found is not None:
+        facts.append(found.digest)
+        if found.changed_at > loaded_since() - _SETTLED_S:  # it is not known which version was loaded
+            facts.append(vllm_config.instance_id)
+    return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _has_token_keys() -> bool:

@@ -41,7 +41,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "get_response_class": "kvdepot.adapters:get_response_class",
     },
 }
-"""By module: name -> `module:name` of what it is here."""
+"""The names that each module provides, and the `module:name` of what each is here."""
 
 UNUSED: dict[str, tuple[str, ...]] = {
     "lmcache.config": ("LMCacheEngineMetadata",),
@@ -60,7 +60,7 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "lmcache.v1.offload_server.zmq_server": ("ZMQOffloadServer",),
     "lmcache.v1.plugin.runtime_plugin_launcher": ("RuntimePluginLauncher",),
 }
-"""By module: names that vLLM imports in the same breath, for LMCache's engine inside vLLM; using one is an error."""
+"""Names that vLLM imports with them, by module, for LMCache's engine inside vLLM; using one is an error."""
 
 _MODULES = {
     ".".join(parts[:depth])

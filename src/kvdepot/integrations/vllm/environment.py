@@ -1,6 +1,6 @@
 """The surroundings of an engine that may change its KV: environment variables, the processor, and code of others.
 
-Used by identity.py (and, for the processor, by lmcache/identity.py). All of vLLM's variables are identity, except those
+Used by identity.py (and, for the processor, by lmcache/). All of vLLM's variables are identity, except those
 that are listed here with a reason. Only variables that are set are described: what an unset one stands for is its
 release's own (`KV_FORMATS` in versions.py), so that releases that add variables share with those before.
 

@@ -1,6 +1,6 @@
 """The fields of vLLM's configuration that change no byte of KV, each with a reason. All others are identity.
 
-Used by identity.py and lmcache/identity.py. Engines that differ in a field not listed here do not share KV, so a field
+Used by identity.py and lmcache/connector.py. Engines that differ in a field not listed here do not share KV, so a field
 that a new version of vLLM adds costs hits, but never causes wrong bytes. List a field in `HARMLESS` only if it is known
 to change no KV byte beyond the rounding that the composition of batches causes anyway; and in `NEUTRAL`, so that
 releases with and without it share, only with a value that was seen, in the releases' sources, to mean what releases
