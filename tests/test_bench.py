@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvdepot.eviction import POLICIES
 from tests.fakecuda.machine import Machine
 from tests.programs import BEYOND_GPU_TESTS, hidden
 
@@ -38,7 +37,7 @@ def _is_there(store: str) -> bool:
 
 
 BENCH = Path(__file__).parent.parent / "bench" / "bench.py"
-SHARE_CLOSED = "adaptive, of the distance from LRU to the bound"
+SHARE_CLOSED = "learned, of the distance from LRU to the bound"
 FIELDS = {"figure", "unit", "median", "floor", "ratio", "bar", "holds"}
 EXPECTED = (
     [
@@ -109,21 +108,15 @@ EXPECTED = (
     + ["launch to first answer, 100k chunks on disk", "launch to hits of all of 100k chunks on disk"]
     + ["a store that evicts, quotas for 8 tenants"]
     + ["lookups a second with 10k leases"]
-    + (
-        [
-            *(
-                f"adaptive on {trace}, at its worst beside the best"
-                for trace in ("scans", "a loop", "agents", "a shifting mix")
-            ),
-            "adaptive on average beside LRU",
-            "adaptive, of the distance from LRU to the bound",
-            "1M block references, the slowest policy",
-            "a block reference, adaptive",
-            "a ghost, adaptive",
-        ]
-        if "adaptive" in POLICIES
-        else []
-    )
+    + [
+        *(f"learned on {trace}, at its worst beside LRU" for trace in ("scans", "a loop", "agents", "a shifting mix")),
+        "learned on average beside LRU",
+        "learned, of the distance from LRU to the bound",
+        "1M block references, learned",
+        "a chunk in runs of 16, learned",
+        "a run of 1 chunk, learned",
+        "memory per chunk, learned",
+    ]
 )
 
 PEAKS_OF_GPUS = [f"gpu peak of registered tmpfs, {what}" for what in ("store", "retrieve", "both at once")]

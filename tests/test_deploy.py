@@ -389,7 +389,7 @@ print(json.dumps({"lint": found, "files": files}))
 """
 EVERYTHING = {
     "user": 1_000_680_000,
-    "settings": {"policy": "adaptive", "lookup_s": 0.5, "max_pins": 2_000_000},
+    "settings": {"policy": "lru", "lookup_s": 0.5, "max_pins": 2_000_000},
     "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
     "gpu": {"enabled": True},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -530,7 +530,7 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     pod = made["DaemonSet"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     config = settings(environment(server))
-    assert (config.policy, config.lookup_s, config.on_stop, len(config.tiers)) == ("adaptive", 0.5, "keep", 2)
+    assert (config.policy, config.lookup_s, config.on_stop, len(config.tiers)) == ("lru", 0.5, "keep", 2)
     assert config.max_pins == 2_000_000
     assert pod["securityContext"]["runAsUser"] == 1_000_680_000
     (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]

@@ -200,7 +200,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 180.0
     policy: Annotated[
         str, _about("eviction policy: " + ", ".join(sorted(POLICIES)), pattern=_one_of(*sorted(POLICIES)))
-    ] = "lru"
+    ] = "learned"
     max_message_mib: Annotated[int, _about("largest message accepted, in MiB or as 1GiB", ge=1, le=1024)] = 4
     max_clients: Annotated[int, _about("clients served at once", ge=1)] = 4096
     max_queued: Annotated[int, _about("stores and retrieves in flight per client", ge=1)] = 1024

@@ -105,15 +105,15 @@ def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
 
 def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
     file = tmp_path / "depot.toml"
-    file.write_text("chunk_size = 64\ncopy_threads = 3\npolicy = 's3fifo'\n")
-    done = run("config", "--config", str(file), "--policy", "adaptive", "--json", KVDEPOT_COPY_THREADS="5")
+    file.write_text("chunk_size = 64\ncopy_threads = 3\npolicy = 'lru'\n")
+    done = run("config", "--config", str(file), "--policy", "learned", "--json", KVDEPOT_COPY_THREADS="5")
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)["settings"]
     assert said["chunk_size"] == {"value": 64, "source": str(file)}
     assert said["copy_threads"] == {"value": 5, "source": "KVDEPOT_COPY_THREADS"}
-    assert said["policy"] == {"value": "adaptive", "source": "--policy"}
+    assert said["policy"] == {"value": "learned", "source": "--policy"}
     assert said["verify"] == {"value": "sampled", "source": "default"}
-    table = run("config", "--config", str(file), "--policy", "adaptive", KVDEPOT_COPY_THREADS="5").stdout
+    table = run("config", "--config", str(file), "--policy", "learned", KVDEPOT_COPY_THREADS="5").stdout
     lines = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert lines["copy_threads"] == ["5", "KVDEPOT_COPY_THREADS"]
     assert set(said) <= set(lines)

@@ -73,7 +73,7 @@ def shell_path(tmp_path: Path) -> str:
         ("kvdepot sta", ["status"]),
         ("kvdepot serve --chunk", ["--chunk-size"]),
         ("kvdepot serve --on-stop k", ["keep"]),
-        ("kvdepot serve --policy s", ["s3fifo"]),
+        ("kvdepot serve --policy le", ["learned"]),
     ],
 )
 def test_bash_completes_commands_options_and_their_values(shell_path: str, words: str, expected: list[str]) -> None:

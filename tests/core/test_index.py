@@ -18,8 +18,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.lists import Lists
 from kvdepot.core.tiering.tiering import Tiering
-from kvdepot.eviction import POLICIES, Lru
-from kvdepot.eviction.adaptive import Adaptive
+from kvdepot.eviction import POLICIES, Learned, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.prefixes import Prefix
@@ -357,8 +356,8 @@ def test_a_chain_loses_its_tail_first(shelf: Shelf) -> None:
         left = sum(shelf.there(old))
         assert shelf.there(old) == [True] * left + [False] * (6 - left)
         assert shelf.matched(old) == left
-        # `adaptive` has learned nothing in so small a cache, and may evict a new chunk although it was used.
-        assert left == 6 - lost or isinstance(shelf.policy, Adaptive)
+        # `learned` has learned nothing in so small a cache, and may evict a new chunk although it was used.
+        assert left == 6 - lost or isinstance(shelf.policy, Learned)
     assert left < 6
 
 

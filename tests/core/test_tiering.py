@@ -472,7 +472,7 @@ def test_a_tier_that_is_off_is_read_and_never_written(tier: MemoryTier) -> None:
     assert there.find(b"one", look(one)) == 2
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "learned"])
 def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
     from kvdepot.eviction import POLICIES
 

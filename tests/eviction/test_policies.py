@@ -1,4 +1,4 @@
-"""Eviction policies: what each keeps, that none names a chunk that is not evictable, and how good `adaptive` is."""
+"""Eviction policies: what each keeps, that none names a chunk that is not evictable, and how good `learned` is."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reserved
 from kvdepot.eviction import POLICIES, Policy, Queue, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.protocol.keys import ROOT
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing import traces
-from tests.core.shelf import reserve
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -45,12 +46,9 @@ class Cache:
         keys = [key_of(prompt[: i + 1]) for i in range(len(prompt))]
         pin = self.index.match(self.namespace, b"".join(keys))
         self.index.hold(pin.chunks)
-        stored = []
-        for at in range(pin.matched, len(keys)):
-            chunk = reserve(self.index, self.namespace, 0, keys[at], keys[at - 1] if at else b"root", at + 1, PAGE)
-            if chunk is None:
-                break
-            stored.append(chunk)
+        missing, parent = b"".join(keys[pin.matched :]), keys[pin.matched - 1] if pin.matched else ROOT
+        outcomes = self.index.reserve_missing(self.namespace, 0, missing, parent, pin.matched + 1, PAGE)
+        stored = [outcome.chunk for outcome in outcomes if isinstance(outcome, Reserved)]
         for chunk in stored:
             self.index.seal(chunk, 0)
         self.index.touch(stored)
@@ -66,7 +64,7 @@ class Cache:
 # -- what each policy keeps
 
 
-@pytest.mark.parametrize(("name", "kept"), [("lru", 0), ("s3fifo", 10), ("adaptive", 10)])
+@pytest.mark.parametrize(("name", "kept"), [("lru", 0), ("learned", 10)])
 def test_what_many_ask_for_outlives_a_flood_of_prompts_that_nobody_repeats(name: str, kept: int) -> None:
     cache = Cache(name, 100)
     for number in range(40):
@@ -106,19 +104,19 @@ def test_a_head_that_many_tails_share_is_as_frequent_as_they_are_together(name: 
     assert cache.has("head", 1, 2, 3) == 4
 
 
-def test_adaptive_keeps_most_of_a_loop_that_is_larger_than_the_cache() -> None:
+def test_learned_keeps_most_of_a_loop_that_is_larger_than_the_cache() -> None:
     hits = {}
-    for name in ("lru", "adaptive"):
+    for name in ("lru", "learned"):
         cache = Cache(name, 400)
         hits[name] = sum(cache.ask(number) for _ in range(20) for number in range(520))
     assert hits["lru"] == 0
-    assert hits["adaptive"] > 0.3 * 20 * 520
+    assert hits["learned"] > 0.3 * 20 * 520
 
 
-def test_adaptive_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not() -> None:
+def test_learned_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not() -> None:
     """Both are new, and differ only in the chunk they were stored behind."""
     hits = {}
-    for name in ("lru", "adaptive"):
+    for name in ("lru", "learned"):
         cache = Cache(name, 400)
         draw = random.Random(2)
         chats: list[list[object]] = []
@@ -134,7 +132,7 @@ def test_adaptive_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not()
                     chat.append(number)
             else:
                 cache.ask(("once", number), 1, 2, 3)
-    assert hits["adaptive"] > 1.3 * hits["lru"] > 0
+    assert hits["learned"] > 1.3 * hits["lru"] > 0
 
 
 # -- what counts as a use
@@ -161,14 +159,14 @@ def test_a_chunk_that_failed_to_arrive_is_no_miss_when_it_comes_again(name: str)
     policy = POLICIES[name]()
     for attempt in range(50):
         chunk = Victim(key=key_of("failing"))
-        policy.insert(chunk)
+        policy.insert([chunk])
         chunk.gone = True
         policy.remove(chunk, evicted=False)
         other = Victim(key=key_of(attempt))
-        policy.insert(other)
+        policy.insert([other])
         policy.add(other)
     chunk = Victim(key=key_of("failing"))
-    policy.insert(chunk)
+    policy.insert([chunk])
     assert chunk.uses == 0
     assert policy.victim(lambda chunk: True) is not None
 
@@ -181,7 +179,7 @@ def test_a_victim_that_is_kept_after_all_is_the_next_victim_again(name: str) -> 
     policy = POLICIES[name]()
     chunks = [Victim(key=key_of(number)) for number in range(50)]
     for chunk in chunks:
-        policy.insert(chunk)
+        policy.insert([chunk])
         policy.add(chunk)
     for chunk in chunks[20:]:
         policy.use(chunk)
@@ -211,7 +209,7 @@ def test_ghosts_and_queues_stay_in_proportion_to_the_chunks(name: str) -> None:
             gone.gone = True
             policy.remove(gone, evicted=False)
         chunk = Victim(key=key_of(number % 3000))
-        policy.insert(chunk)
+        policy.insert([chunk])
         policy.add(chunk)
         chunks.append(chunk)
         if number % 3 == 0:
@@ -273,11 +271,10 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["adaptive", "s3fifo"])
-def test_replays_do_not_depend_on_the_hash_seed_of_the_process(name: str) -> None:
+def test_replays_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = (
         "from kvdepot.simulate.replay import replay; from kvdepot.testing import traces\n"
-        f"print(replay(traces.scan_heavy(5, 150), {name!r}, 200).hits)"
+        "print(replay(traces.scan_heavy(5, 150), 'learned', 200).hits)"
     )
     seen = {
         subprocess.run(
@@ -309,7 +306,7 @@ class PolicyMachine(RuleBasedStateMachine):
             if any(chunk.key == key_of(key) for chunk in self.free + self.held):
                 continue
             chunk = Victim(key=key_of(key))
-            self.policy.insert(chunk)
+            self.policy.insert([chunk])
             if held:
                 self.held.append(chunk)
             else:
@@ -372,41 +369,31 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("make", "capacity"),
+    ("make", "capacity", "gain"),
     [
-        (lambda: traces.agents(2, 300), 1500),
-        (lambda: traces.chat(2, 900), 3500),
-        (lambda: traces.loop(2, 500, prompts=80), 1000),
-        (lambda: traces.system_prompts(2, 1500), 3500),
-        (lambda: traces.scan_heavy(4, 4000), 4714),
-        (lambda: traces.shifting(4, 2000, phase=400), 1800),
+        (lambda: traces.agents(2, 300), 1500, -0.006),
+        (lambda: traces.chat(2, 900), 3500, -0.006),
+        (lambda: traces.loop(2, 500, prompts=80), 1000, 0.1),
+        (lambda: traces.system_prompts(2, 1500), 3500, 0.01),
+        (lambda: traces.scan_heavy(4, 4000), 4714, 0.01),
+        (lambda: traces.shifting(4, 2000, phase=400), 1800, -0.006),
+        (lambda: traces.rag(5, 500), 500, 0.01),
     ],
-    ids=["agents", "chat", "loop", "system_prompts", "scan_heavy", "shifting"],
+    ids=["agents", "chat", "loop", "system_prompts", "scan_heavy", "shifting", "rag"],
 )
-def test_adaptive_is_not_much_below_the_best_of_the_others(make: Callable[[], traces.Prompts], capacity: int) -> None:
-    """A guard against regressions, for traces of a few turnovers."""
+def test_learned_is_better_than_lru_on_mixed_traffic_and_hardly_below_it_elsewhere(
+    make: Callable[[], traces.Prompts], capacity: int, gain: float
+) -> None:
     trace = Trace(make())
-    rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "adaptive")}
-    assert rates["adaptive"] >= max(rates.values()) - 0.006, rates
+    rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "learned")}
+    assert rates["learned"] >= rates["lru"] + gain, rates
 
 
 @pytest.mark.faults
 @pytest.mark.skipif("KVDEPOT_TRACE" not in os.environ, reason="KVDEPOT_TRACE names no trace of requests")
-def test_adaptive_holds_its_bar_on_a_trace_of_real_requests() -> None:
+def test_learned_holds_its_bar_on_a_trace_of_real_requests() -> None:
     trace = load(os.environ["KVDEPOT_TRACE"])
     gains = []
     for capacity in (1000, 5000, 10_000, 20_000, 30_000):
-        rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "adaptive")}
-        assert rates["adaptive"] >= max(rates.values()) - 0.003, (capacity, rates)
-        gains.append(rates["adaptive"] - rates["lru"])
-    assert sum(gains) / len(gains) >= 0.01, gains
-
-
-@pytest.mark.faults
-def test_adaptive_is_better_than_lru_on_average() -> None:
-    gains = []
-    for make in (traces.rag, traces.scan_heavy, traces.shifting, traces.system_prompts):
-        trace = Trace(make(5, 500))
-        rates = {name: replay(trace, name, trace.unique // 10).hit_rate for name in ("lru", "adaptive")}
-        gains.append(rates["adaptive"] - rates["lru"])
-    assert sum(gains) / len(gains) >= 0.01, gains
+        gains.append(replay(trace, "learned", capacity).hit_rate - replay(trace, "lru", capacity).hit_rate)
+    assert min(gains) >= -0.003 and sum(gains) / len(gains) >= 0.01, gains

@@ -60,7 +60,7 @@ class Space:
         self._names += 1
         item = Item(key=str(self._names).encode(), size=size, share=number)
         share.charge(size)
-        share.policy.insert(item)
+        share.policy.insert([item])
         share.policy.add(item)
         self.items.append(item)
         return True

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdepot.eviction.adaptive import Adaptive
+from kvdepot.eviction.learned import Learned
 from kvdepot.eviction.lru import Lru
 from kvdepot.eviction.policy import Policy, Queue, Victim
-from kvdepot.eviction.s3fifo import S3Fifo
 
-__all__ = ["POLICIES", "Lru", "Policy", "Queue", "S3Fifo", "Victim"]
+__all__ = ["POLICIES", "Learned", "Lru", "Policy", "Queue", "Victim"]
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "adaptive": Adaptive,
-    "lru": Lru,
-    "s3fifo": S3Fifo,
-}
+POLICIES: dict[str, Callable[[], Policy]] = {"learned": Learned, "lru": Lru}

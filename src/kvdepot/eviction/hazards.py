@@ -40,9 +40,9 @@ class Hazards:
         self._factor = [1.0] * classes  # ratio of a class's hazard to that of all classes at the same age
         self._rank = [_gittins(list(_PRIOR))] * classes
 
-    def came_back(self, kind: int, age: int) -> None:
-        """A chunk of this class was used at this age, in epochs."""
-        self._uses[kind][min(age, _OLDEST).bit_length()] += 1
+    def came_back(self, kind: int, age: int, chunks: int) -> None:
+        """Chunks of this class were used at this age, in epochs."""
+        self._uses[kind][min(age, _OLDEST).bit_length()] += chunks
 
     def could(self, kind: int, age: int, chunks: int) -> None:
         """During an epoch, so many chunks of this class and age could have come back."""

@@ -1,247 +1,359 @@
-"""The shadow that learns: it evicts the chunks that, judging by the traffic so far, are least likely to be used soon.
+"""The policy `learned`: evicts what is least likely to be used soon, and follows LRU where it has done better.
 
-Similar ends of chains form a **class**, by what is known about them:
+Two **shadows** (shadows.py) contain as many chunks as there are: what LRU would keep, and what a policy that learns how
+soon chunks come back would. So their misses on the same requests are known, and this policy follows a **leader**: it
+evicts what the leader does not contain, in the order in which the leader evicted it. After a change of leader, the
+chunks become those of the new one as new chunks need space.
 
-- never used since they were stored: by **run**, the chunks that one request stored. What it was stored behind: nothing
-  (a new prompt), a chunk that others follow too (one of many prompts with that beginning), or the end of an earlier
-  prompt (a conversation that goes on); and how long it is, because long documents come back less often than questions;
-- used: how often (1, 2-3, 4-7, 8 or more times), and whether it continues a conversation.
+The leader is the shadow with the fewest misses in the last few turnovers of the cache. At first it is the one that
+learns, or LRU if there is room for few prompts. But once this policy itself has had more misses than LRU, by 0.2 % and
+by a hundredth of the chunks, it follows LRU until half of this is made up for, or the other has a clear lead. In small
+caches, a lead counts from the misses of a few requests.
 
-A chunk that loses the last one behind it inherits its date, its uses and the length of its run.
+Nothing depends on the time or on Python's hashes: the same calls give the same evictions.
 
-Ends of one class last used in the same **epoch** form a **cohort** and share one rank (hazards.py). The lowest goes
-first, within a cohort the least recently used. A slot that was evicted stays in its cohort's count until it comes back
-or is forgotten, so misses are measured as well as hits.
+**Known weaknesses.** What LRU gains before it is followed is lost, and a change of leader costs up to as many misses as
+there are chunks. So in traces of a few turnovers, the hit rate can be a point below that of LRU, mostly in a cache for
+a few dozen prompts. If chunks differ in size, or many are pinned, the shadows are inexact, because they count chunks
+and know no pins.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from math import exp, inf
 
-from kvdepot.eviction.hazards import EPOCHS, Hazards
-from kvdepot.eviction.shadows import Shadow
-from kvdepot.eviction.slots import Slots
+from kvdepot.eviction.hazards import EPOCHS
+from kvdepot.eviction.policy import Victim
+from kvdepot.eviction.runs import Links, Runs
+from kvdepot.eviction.shadows import LearningShadow, LruShadow, Shadow
 
-__all__ = ["LearnedShadow"]
+__all__ = ["Learned"]
 
-_SHORTEST = 64
-"""Minimum number of requests and misses in an epoch, to spread the cost of starting one."""
-_LEARN = 256
-"""Minimum number of requests and misses between two computations of the ranks."""
-_NEW, _BRANCH, _CONTINUED, _PART = range(4)
-"""What a run was stored behind; `_PART`: it is the part of a chunk in a bounded KV cache group."""
-_RUN = 3
-_FIRST, _FOLLOWED = 4, 8
-"""Flags: first of its run; another was stored behind it."""
-_USE, _MOST_USES = 16, 15
-"""One use, in the bits above the flags, and how many they hold."""
-_LENGTHS = 8
-_USED = 8
-"""Classes of chunks that were used; those of the others follow."""
-_CLASSES = _USED + 4 * _LENGTHS
-_LONGEST = 255
-
-
-class _Cohort:
-    """Ends of one class last used in the same epoch."""
-
-    __slots__ = ("at_risk", "epoch", "head", "kind", "listed")
-
-    def __init__(self, epoch: int, kind: int, head: int) -> None:
-        self.epoch = epoch
-        self.kind = kind
-        self.head = head  # of the list of its members
-        self.at_risk = 0  # members, and those evicted
-        self.listed = False  # in the heap of ranks
+_RECENT = exp(-1 / (4 * EPOCHS))
+_LONG = exp(-1 / (100 * EPOCHS))
+"""What is left of the counts of misses after each epoch: they matter for 4 turnovers, and for 100."""
+_LEAD, _CLEAR_LEAD = 0.002, 0.04
+"""The lead in recent misses, per chunk, that makes a shadow the leader, and that does even when the budget is spent."""
+_BUDGET, _ALLOWANCE = 0.002, 0.01
+"""How many more misses than LRU it may have: per miss of its own, and per chunk."""
+_CHANCE, _MOST = 4.0, 0.05
+"""Lead and allowance are at least this many runs of missing chunks, because less is chance, but at most this share of
+the chunks."""
+_FEW = 48
+"""With room for fewer runs than this, what is learned at first is chance: LRU is the first leader."""
+_PASSED_OVER = 64
+"""Queued chunks that are passed over in the search for one victim, at most."""
+_RUN_HASHES, _MOST_HASHES = 25, 75
+"""Memory of a run, and of all runs per existing chunk, in hashes of 4 bytes."""
+_AT_ONCE = 16
+"""The most chunks that a shadow evicts at once, at most a 256th of all."""
 
 
-class LearnedShadow(Shadow):
-    """Lowest Gittins index first, measured."""
+class Learned:
+    """The better of LRU and what is learned."""
 
-    def __init__(self, slots: Slots, bit: int) -> None:
-        super().__init__(slots, bit)
-        self._slots = slots
-        self.epoch = 1
-        self._left = _SHORTEST  # requests and misses until the next epoch
-        self._until_learning = 0
-        self._date = slots.column("I")  # epoch of the last use
-        self._class = slots.column("B")  # of its cohort, plus 1; 0: not at risk
-        self._run = slots.column("B")  # what it was stored behind, flags, and uses
-        self._length = slots.column("B")  # chunks of its run up to this one
-        self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class
-        self._order: list[tuple[float, int, int, _Cohort]] = []  # heap of cohorts that may have members
-        self._loose_in: _Cohort | None = None  # the cohort of the loose slot
-        self._hazards = Hazards(_CLASSES)
+    def __init__(self) -> None:
+        self._runs = runs = Runs()
+        self._lru = LruShadow(runs)
+        self._learning = LearningShadow(runs)
+        self._shadows: tuple[Shadow, Shadow] = (self._lru, self._learning)
+        self._leader: Shadow = self._learning
+        self._epoch = self._learning.epoch
+        self._misses = 0.0  # its own, as `Shadow.misses`
+        self._entered = 0
+        self._missing_runs = 0.0  # runs of chunks that it missed; a chunk whose key was known counts as a run
+        self._is_behind = False  # it has spent its budget, and follows LRU
+        self._is_first = True  # no leader has been chosen yet
+        self._is_new = True  # nor in the current request
+        self._born: Victim | None = None  # the last new chunk of the current request, if its key was not known
+        self._within: Victim | None = None  # the last chunk of the current request, if it is within a run
+        self._chunks = 0
+        self._known = 0  # chunks in `_runs`
+        self._room: float = inf  # for chunks, as far as is known
+        # By run; its last chunk. (Not plain dicts, which find their first key by skipping all deleted ones.)
+        self._queued: OrderedDict[int, Victim] = OrderedDict()
+        self._outside: OrderedDict[int, None] = OrderedDict()  # those that the leader evicted, in this order
+        self._unseen = 0  # how many of the queued ones may be outside too, since the leader changed
+        self._gone = runs.column("I")  # chunks of each run that do not exist and that no shadow contains
+        self._gone_count = 0  # in all runs
+        self._gone_links = Links(runs)
+        self._gone_runs = self._gone_links.make(runs.new())  # oldest first, hence a run before its parent
 
     def __repr__(self) -> str:
-        return f"<LearnedShadow {self.count} slots, {len(self._cohorts)} cohorts, epoch {self.epoch}>"
+        leader = type(self._leader).__name__
+        return f"<Learned {len(self._queued)} queued, {self.ghosts} ghosts in {self._runs.used} runs, follows {leader}>"
 
-    def note_new(self, slot: int, is_part: bool) -> None:
-        """`slot` was not known before. Call it before `insert`."""
-        before = self._parent[slot]
-        run = self._run
-        what = _PART if is_part else _NEW if not before else _BRANCH if run[before] & _FOLLOWED else _CONTINUED
-        run[slot] = what | _FIRST
-        self._length[slot] = 1
-        if before and before == self._tip != self._hit:
-            self._add_uses(before, 1)  # it was a miss here, so `_used` does not count it
-        if before and not is_part:
-            run[before] |= _FOLLOWED
+    @property
+    def ghosts(self) -> int:
+        """Keys that it remembers without their chunks."""
+        return self._known - self._chunks
 
-    def extend(self, slot: int, before: int) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            self._next_epoch()
-        run, length = self._run, self._length
-        run[slot] = run[before] & _RUN
-        run[before] |= _FOLLOWED
-        longer = length[before]
-        length[slot] = longer + 1 if longer < _LONGEST else longer
-        self._date[slot] = self.epoch
-        super().extend(slot, before)
+    def insert(self, chunks: Sequence[Victim]) -> None:
+        self._chunks += len(chunks)
+        self._entered += len(chunks)
+        for number, chunk in enumerate(chunks):
+            before: Victim | None = chunk.parent
+            if before is not None and before is self._born and before.key != chunk.key:
+                self._extend(before, chunks[number:] if number else chunks)
+                return
+            self._begin(chunk, before)
 
-    def forget(self, slot: int) -> None:
-        if self._class[slot]:
-            self._cohort(slot).at_risk -= 1
-            self._class[slot] = 0
+    def _extend(self, last: Victim, chunks: Sequence[Victim]) -> None:
+        """Insert chunks behind `last`, behind which nothing was ever stored."""
+        run, depth = last.place, last.uses
+        self._runs.extend(run, chunks)
+        self._known += len(chunks)
+        for chunk in chunks:
+            depth += 1
+            chunk.place, chunk.uses = run, depth
+        self._lru.extend(run, len(chunks))
+        self._learning.extend(run, len(chunks))
+        self._born = chunks[-1]
 
-    def use(self, slot: int) -> None:
-        self._tick()
-        super().use(slot)
+    def _begin(self, chunk: Victim, before: Victim | None) -> None:
+        """Insert a chunk whose key may be known, or that begins a run."""
+        self._is_new = True
+        self._missing_runs += 1
+        self._born = None
+        if self._within is not before:
+            self._end_request()
+        run = self._enter(chunk, before)
+        runs = self._runs
+        count = runs.real[run]
+        for shadow in self._shadows:
+            shadow.insert(run, count)
+        self._note_gone(run)
+        self._within = chunk if count < runs.size[run] else None
 
-    def _enter(self, slot: int) -> None:
-        self._tick()
-        before = self._parent[slot]
-        if before:
-            self.forget(before)
-        if self._class[slot]:
-            self._came_back(slot)
-        super()._enter(slot)
-        self._date[slot] = self.epoch
-
-    def _used(self, slot: int) -> None:
-        if self._class[slot]:
-            self._came_back(slot)
-            self.links.unlink(slot)
-        self._add_uses(slot, 1)
-        self._date[slot] = self.epoch
-        if slot != self._tip and not self.kids[slot]:
-            self._append(slot)
-
-    def _dropped(self, slot: int) -> None:
-        self.forget(slot)
-
-    def _ends(self, slot: int, after: int) -> None:
-        runs, dates, length = self._run, self._date, self._length
-        run, last = runs[slot], runs[after]
-        if dates[after] > dates[slot]:
-            dates[slot] = dates[after]
-        if not last & _FIRST:
-            length[slot] = length[after]
-        if last >= _USE:
-            self._add_uses(slot, last // _USE)
-        if slot == self._tip:
-            return
-        kind = self._class[after]
-        if kind and run < _USE and not last & _FIRST and last < _USE and dates[slot] == dates[after]:
-            self._class[slot] = kind  # the same run, and as its other slots not used since
-            cohort = self._cohort(slot)
+    def _enter(self, chunk: Victim, before: Victim | None) -> int:
+        """The run of a chunk that exists from now on."""
+        runs = self._runs
+        parent = before.place if before is not None else 0
+        is_part = before is not None and before.key == chunk.key
+        chunk.uses = before.uses + 1 if before is not None and parent else 0
+        if parent and before is not None:
+            count = chunk.uses - runs.start[parent]
+            if count < runs.size[parent]:
+                if runs.real[parent] == count and not is_part and runs.is_next(parent, chunk.key):
+                    runs.real[parent] += 1
+                    chunk.place = parent
+                    return parent
+                parent = self._split(before, count)
+        run = runs.find(chunk.key, is_part, parent)
+        if run:
+            runs.real[run] = 1
         else:
-            cohort = self._join(slot)
-        cohort.at_risk += 1
-        self._loose, self._loose_in = slot, cohort
+            run = runs.enter(chunk.key, is_part, parent, chunk.uses)
+            self._known += 1
+            self._learning.note_new(run, is_part)
+            self._born = None if is_part else chunk
+        chunk.place = run
+        return run
 
-    def _add_uses(self, slot: int, uses: int) -> None:
-        run = self._run[slot]
-        self._run[slot] = run + _USE * min(uses, _MOST_USES - run // _USE)
+    def use(self, chunk: Victim) -> None:
+        self._is_new = True
+        self._born = None
+        self._end_request()
+        run = chunk.place
+        count = chunk.uses - self._runs.start[run] + 1
+        if count < self._runs.size[run]:
+            run = self._split(chunk, count)
+        for shadow in self._shadows:
+            shadow.use(run)
+            if shadow.count > self._room:
+                self._shrink(shadow, self._room)
+        self._note_gone(run)
 
-    def _victim(self) -> int:
-        order = self._order
-        slot = self._loose
-        if slot:
-            if order and order[0][3] is self._loose_in:
-                return slot
-            self._tie()
-        while order:
-            cohort = order[0][3]
-            slot = self.links.first(cohort.head)
-            if slot:
-                return slot
-            cohort.listed = False
-            heapq.heappop(order)
-        return 0
+    def touch(self, chunk: Victim) -> None:
+        """Does nothing: a chain loses its end first, wherever it is in a queue."""
 
-    # -- cohorts
+    def add(self, chunk: Victim) -> None:
+        run = chunk.place
+        if chunk.queued or chunk.uses - self._runs.start[run] + 1 < self._runs.real[run]:
+            return  # others of its run are behind it
+        old = self._queued.get(run)
+        if old is not None:
+            old.queued = 0  # it has not been the last one for a while
+        chunk.queued = 1
+        self._queued[run] = chunk
+        if self._leader.held[run] < self._runs.real[run]:
+            self._outside[run] = None
+            self._outside.move_to_end(run, last=False)
 
-    def _cohort(self, slot: int) -> _Cohort:
-        return self._cohorts[self._date[slot] * _CLASSES + self._class[slot] - 1]
+    def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        self._room = self._chunks
+        for shadow in self._shadows:
+            if shadow.count >= self._chunks:
+                self._shrink(shadow, self._chunks - 1 - min(self._chunks >> 8, _AT_ONCE))
+        if self._is_new:
+            self._is_new = False
+            leader = self._choose()
+            if leader is not self._leader:
+                self._leader = leader
+                self._outside.clear()
+                self._unseen = len(self._queued)
+        while self._queued:
+            chunk = self._queued[self._next()]
+            self._leave(chunk)
+            if not chunk.gone and evictable(chunk):
+                return chunk
+        return None
 
-    def _join(self, slot: int) -> _Cohort:
-        """The cohort that an end of a chain belongs to; notes its class."""
-        run = self._run[slot]
-        uses = run // _USE
-        if uses:
-            kind = 2 * min(uses.bit_length() - 1, 3) + (run & _RUN == _CONTINUED)
-        else:
-            kind = _USED + (run & _RUN) * _LENGTHS + min(self._length[slot].bit_length(), _LENGTHS) - 1
-        self._class[slot] = kind + 1
-        epoch = self._date[slot]
-        cohort = self._cohorts.get(epoch * _CLASSES + kind)
-        if cohort is None:
-            head = self.links.make(self._slots.new_head())
-            cohort = self._cohorts[epoch * _CLASSES + kind] = _Cohort(epoch, kind, head)
-        return cohort
+    def _next(self) -> int:
+        """The run to evict from, of those in the queue: one that the leader contains less of, if there is one.
 
-    def _append(self, slot: int) -> None:
-        cohort = self._join(slot)
-        cohort.at_risk += 1
-        self.links.append(cohort.head, slot)
-        self._list(cohort)
+        After a change of leader, it looks for such runs, a few at a time.
+        """
+        real, held, outside, queued = self._runs.real, self._leader.held, self._outside, self._queued
+        if self._unseen:
+            for _ in range(min(self._unseen, _PASSED_OVER)):
+                self._unseen -= 1
+                run = next(iter(queued))
+                if held[run] < real[run]:
+                    return run
+                queued.move_to_end(run)
+        while outside:
+            run = next(iter(outside))
+            if held[run] < real[run]:
+                return run
+            del outside[run]
+        return next(iter(queued))  # all else is held, or chunks differ in size
 
-    def _prepend(self, slot: int) -> None:
-        cohort = self._loose_in
-        assert cohort is not None
-        self.links.prepend(cohort.head, slot)
-        self._list(cohort)
+    def remove(self, chunk: Victim, evicted: bool) -> None:
+        self._chunks -= 1
+        if chunk.queued:
+            self._leave(chunk)
+        if chunk is self._born:
+            self._born = None
+        if chunk is self._within:
+            self._within = None
+        runs = self._runs
+        count = chunk.uses - runs.start[chunk.place] + 1
+        if count < runs.real[chunk.place]:  # those behind it stay, and it becomes a run of its own
+            self._split(chunk, count)
+            if count > 1:
+                assert chunk.parent is not None
+                self._split(chunk.parent, count - 1)
+                count = 1
+        run, chunk.place = chunk.place, 0
+        runs.real[run] -= 1
+        if not evicted:
+            for shadow in self._shadows:
+                shadow.drop(run, count)
+        self._note_gone(run)
+        if self._excess() > 0:
+            self._forget()
 
-    def _list(self, cohort: _Cohort) -> None:
-        if not cohort.listed:
-            heapq.heappush(self._order, self._entry(cohort))
+    def _leave(self, chunk: Victim) -> None:
+        """Take a chunk out of the queue."""
+        chunk.queued = 0
+        del self._queued[chunk.place]
+        self._outside.pop(chunk.place, None)
 
-    def _came_back(self, slot: int) -> None:
-        cohort = self._cohort(slot)
-        cohort.at_risk -= 1
-        self._class[slot] = 0
-        self._hazards.came_back(cohort.kind, self.epoch - cohort.epoch)
+    def _end_request(self) -> None:
+        chunk = self._within
+        if chunk is not None:
+            count = chunk.uses - self._runs.start[chunk.place] + 1
+            if count < self._runs.size[chunk.place]:
+                self._split(chunk, count)
+            self._within = None
 
-    def _tick(self) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            self._next_epoch()
+    def _split(self, last: Victim, count: int) -> int:
+        """Make the first `count` chunks of a run, up to `last`, a run of their own; returns it."""
+        run = last.place
+        head = self._runs.split(run, count)
+        for shadow in self._shadows:
+            shadow.split(run, head, last is self._within)
+        chunk: Victim | None = last
+        for _ in range(count):
+            assert chunk is not None
+            chunk.place, chunk = head, chunk.parent
+        queued = self._queued.pop(run, None)
+        was_outside = self._outside.pop(run, 0) is None
+        if queued is not None:
+            self._queued[queued.place] = queued
+            if was_outside:
+                self._outside[queued.place] = None
+        self._note_gone(run)
+        return head
 
-    def _next_epoch(self) -> None:
-        """Count the chunks at risk in the epoch that ends, learn, and reorder the cohorts. O(cohorts)."""
-        self._tie()
-        self._left = max(_SHORTEST, self.count // EPOCHS)
-        self._until_learning -= self._left
-        now, hazards = self.epoch, self._hazards
-        for place, cohort in list(self._cohorts.items()):
-            if cohort.at_risk:
-                hazards.could(cohort.kind, now - cohort.epoch, cohort.at_risk)
+    def _shrink(self, shadow: Shadow, count: float) -> None:
+        while shadow.count > count:
+            run = shadow.evict(int(shadow.count - count))
+            if not run:
+                return
+            self._note_gone(run)
+            if shadow is self._leader and run in self._queued:
+                self._outside[run] = None
+
+    def _choose(self) -> Shadow:
+        """The shadow to follow now."""
+        lru, learning = self._lru, self._learning
+        if self._epoch != learning.epoch:
+            self._epoch = learning.epoch
+            self._misses = _LONG * (self._misses + self._entered)
+            self._entered = 0
+            self._missing_runs *= _LONG
+            for shadow in self._shadows:
+                shadow.age(_LONG, _RECENT)
+        own = self._misses + self._entered
+        run = own / max(1.0, self._missing_runs)
+        chance = min(_CHANCE * run, _MOST * self._chunks)
+        budget = _BUDGET * own + max(_ALLOWANCE * self._chunks, chance)
+        behind = own - lru.misses - lru.entered
+        self._is_behind = behind > (budget / 2 if self._is_behind else budget)
+        lead = lru.recent_misses + lru.entered - learning.recent_misses - learning.entered
+        if self._is_behind and lead <= _CLEAR_LEAD * self._chunks:
+            return lru
+        if self._is_first:
+            self._is_first = False
+            return lru if self._chunks < _FEW * run else learning
+        if abs(lead) > max(_LEAD * self._chunks, chance):
+            return learning if lead > 0 else lru
+        return self._leader
+
+    # -- ghosts
+
+    def _note_gone(self, run: int) -> None:
+        """Count the chunks of a run that do not exist and that no shadow contains."""
+        runs = self._runs
+        gone = runs.size[run] - max(runs.real[run], self._lru.held[run], self._learning.held[run])
+        if gone != self._gone[run]:
+            self._gone_count += gone - self._gone[run]
+            if not gone:
+                self._gone_links.unlink(run)
+            elif not self._gone[run]:
+                self._gone_links.append(self._gone_runs, run)
+            self._gone[run] = gone
+
+    def _excess(self) -> int:
+        """Bytes that ghosts take beyond the limit, divided by those of a hash."""
+        return _RUN_HASHES * self._runs.used + self._known - _MOST_HASHES * self._chunks
+
+    def _forget(self) -> None:
+        """Forget ghosts that no shadow contains, the ends of chains first, while they take too much memory."""
+        runs, links = self._runs, self._gone_links
+        while self._gone_count and (excess := self._excess()) > 0:
+            run = links.first(self._gone_runs)
+            count = min(self._gone[run], excess)
+            if count == runs.size[run] and runs.children[run]:  # its chunk failed, but those behind it exist
+                self._gone_count -= self._gone[run]
+                self._gone[run] = 0
+                links.unlink(run)
+                continue
+            self._gone_count -= count
+            self._known -= count
+            self._gone[run] -= count
+            for shadow in self._shadows:
+                shadow.forget(run, count)
+            if not self._gone[run]:
+                links.unlink(run)
+            if count < runs.size[run]:
+                runs.shorten(run, count)
             else:
-                del self._cohorts[place]
-                self._slots.free_head(cohort.head)
-        self.epoch += 1
-        if self._until_learning <= 0:
-            self._until_learning = _LEARN
-            hazards.learn()
-        self._order = []
-        for cohort in self._cohorts.values():
-            cohort.listed = bool(self.links.first(cohort.head))
-            if cohort.listed:
-                self._order.append(self._entry(cohort))
-        heapq.heapify(self._order)
-
-    def _entry(self, cohort: _Cohort) -> tuple[float, int, int, _Cohort]:
-        cohort.listed = True
-        return self._hazards.rank(cohort.kind, self.epoch - cohort.epoch), cohort.epoch, cohort.kind, cohort
+                parent = runs.parent[run]
+                runs.free(run)
+                if parent:
+                    self._note_gone(parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvdepot.eviction.policy import Queue, Victim
 
@@ -19,11 +19,15 @@ class Lru:
     def __repr__(self) -> str:
         return f"<Lru {len(self._queue)} queued>"
 
-    def insert(self, chunk: Victim) -> None:
+    def insert(self, chunks: Sequence[Victim]) -> None:
+        for chunk in chunks:
+            self.use(chunk)
+
+    def use(self, chunk: Victim) -> None:
         self._clock += 1
         chunk.order = self._clock
 
-    use = touch = insert
+    touch = use
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:

@@ -1,8 +1,8 @@
 """The interface of eviction policies, and a queue that they share. No I/O; see __init__.py for the callers.
 
-The index calls a policy when a chunk is inserted (`insert`), used (`use`), becomes evictable (`add`) and is removed
-(`remove`), and asks it for a victim. A policy never names a chunk that `evictable` refuses: one that is pinned, being
-copied, or has a chunk behind it. So a chain always loses its tail first, whatever the policy.
+The index calls a policy when chunks are inserted (`insert`), and when one is used (`use`), becomes evictable (`add`)
+and is removed (`remove`), and asks it for a victim. A policy never names a chunk that `evictable` refuses: one that is
+pinned, being copied, or has a chunk behind it. So a chain always loses its tail first, whatever the policy.
 
 **Chains.** A request that hits a chain uses its deepest chunk only, although it needs the whole chain. To make up for
 that, a chunk's date and uses pass to its parent when the chunk is removed, which is also when the parent may become
@@ -12,7 +12,7 @@ evictable. A tier without chains leaves `parent` None.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -40,8 +40,9 @@ class Victim(msgspec.Struct, gc=False):
 class Policy(Protocol):
     """The interface of an eviction policy. A policy must not change a chunk's key or parent."""
 
-    def insert(self, chunk: Victim) -> None:
-        """`chunk` is new, or back after it was removed. The first call for it; it is not evictable before `add`."""
+    def insert(self, chunks: Sequence[Victim]) -> None:
+        """`chunks`, each behind the one before it, are new, or back after they were removed. The first call for them;
+        they are not evictable before `add`."""
 
     def use(self, chunk: Victim) -> None:
         """A request hit `chunk`. Called once per request."""

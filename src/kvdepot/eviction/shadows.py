@@ -1,100 +1,114 @@
 """Shadows: what a cache of the same size would contain under another policy, from keys alone.
 
-The policy `adaptive` tells its shadows of every use and every new chunk, and has them evict as it evicts. Like the
-index, a shadow contains only whole prefixes: a slot with kids, slots behind it that the shadow contains, stays. So its
-lists have only the ends of chains, and each call costs O(1), plus O(1) for each slot that enters.
-
-Most slots enter and leave in runs, so two ends of chains are in no list, and the slots of a run join none: the **tip**,
-the end of the current request, which stays; and the **loose** slot, whose kid was evicted last, and which is next.
+The policy `learned` has its shadows see every use and every new chunk, and evict as it evicts. Like the index, a shadow
+contains only whole prefixes: of a run (runs.py) its first chunks, and of what is before a run all. So its lists have
+only **ends**, the runs behind which it contains nothing, and a call costs O(1) for each run. The end of the current
+request, the **tip**, is in no list, and stays.
 """
 
 from __future__ import annotations
 
-from kvdepot.eviction.slots import Links, Slots
+import heapq
+from abc import ABC, abstractmethod
 
-__all__ = ["LruShadow", "S3FifoShadow", "Shadow"]
+from kvdepot.eviction.hazards import EPOCHS, Hazards
+from kvdepot.eviction.runs import Links, Runs
+
+__all__ = ["LearningShadow", "LruShadow", "Shadow"]
 
 
-class Shadow:
-    """What all shadows have in common. `bit` is its flag in `Slots.flags`."""
+class Shadow(ABC):
+    """The chunks that a policy would keep."""
 
-    def __init__(self, slots: Slots, bit: int) -> None:
-        self._flags = slots.flags
-        self._parent = slots.parent
-        self.bit = bit
-        self.links = Links(slots)
-        self.kids = slots.column("I")
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._size = runs.size
+        self._parent = runs.parent
+        self.links = Links(runs)
+        self.held = runs.column("I")
+        """Chunks of each run that it contains; they are the first ones."""
+        self.kids = runs.column("I")
+        """Runs behind each run of which it contains a chunk."""
         self.count = 0
+        """Chunks that it contains."""
         self.misses = self.recent_misses = 0.0
-        """How often a slot entered, up to the last `age`; see `entered`."""
+        """Chunks that entered up to the last `age`; see `entered`."""
         self.entered = 0
-        """How often one entered since."""
-        self._hit = 0  # the deepest hit of the current request so far, not counted as a use yet
+        """Chunks that entered since."""
+        self._hit = 0  # the run of the deepest hit of the current request so far, not counted as a use yet
+        self._is_within = False  # it is not the run's end
         self._tip = 0
-        self._loose = 0
 
-    def use(self, slot: int) -> None:
-        """A request hit the chunk of `slot`, and all before it."""
+    def use(self, run: int) -> None:
+        """A request hit all chunks up to the end of `run`."""
         self._settle()
-        self._move(slot)
-        if self._flags[slot] & self.bit:
-            self._hit = slot
-            return
-        missing = self._missing(slot)
-        self._hit = self._parent[missing[-1]]
-        self._settle()
-        for each in reversed(missing):
-            self._enter(each)
+        self._move(run)
+        if self.held[run] == self._size[run]:
+            self._hit = run
+        else:
+            self._fill(run, self._size[run], True)
 
-    def insert(self, slot: int) -> None:
-        """The chunk of `slot` is new."""
-        flags, before = self._flags, self._parent[slot]
-        if flags[slot] & self.bit:
+    def insert(self, run: int, count: int) -> None:
+        """Chunk number `count` of `run` is stored again, or the run is new."""
+        before = run if count > 1 else self._parent[run]
+        if self.held[run] >= count:
             if self._hit != before:
                 self._settle()
-            self._move(slot)
-            self._hit = slot
+            self._move(run)
+            self._hit, self._is_within = run, count < self._size[run]
             return
+        is_hit = self._hit == run
+        if is_hit:
+            self._hit = 0
         self._settle()
-        self._move(slot)
-        if not before or flags[before] & self.bit:
-            self._enter(slot)
-        else:
-            for each in reversed(self._missing(slot)):
-                self._enter(each)
+        self._move(run)
+        self._fill(run, count, is_hit)
 
-    def extend(self, slot: int, before: int) -> None:
-        """As `insert`, of a slot that was not known, behind `before`, which was not known either before this request.
+    def extend(self, run: int, count: int) -> None:
+        """`count` chunks were added to `run`, which is new."""
+        self.count += count
+        self.entered += count
+        self.held[run] += count
 
-        The caller has set its flag.
-        """
-        self.count += 1
-        self.entered += 1
-        self.kids[before] = 1
-        self._tip = slot
-
-    def evict(self) -> int:
-        """Evict a slot and return it; 0 if none can go."""
-        if self._hit:
+    def evict(self, most: int) -> int:
+        """Evict up to `most` chunks of one run, and return the run; 0 if none can go."""
+        if not self._is_within:
             self._settle()
-        slot = self._victim()
-        if slot:
-            self._loose = 0
-            self._leave(slot)
-        return slot
+        run = self._victim()
+        if run:
+            taken = min(most, self.held[run])
+            self._lose(run, taken)
+            self._evicted(run, taken)
+        return run
 
-    def drop(self, slot: int) -> None:
-        """Take out a slot that was not evicted, unless others are behind it."""
-        if self._flags[slot] & self.bit and not self.kids[slot]:
-            self._tie()
-            if slot in (self._hit, self._tip):
-                self._hit = self._tip = 0
-            self._leave(slot)
-            self._tie()
-            self._dropped(slot)
+    def drop(self, run: int, count: int) -> None:
+        """Take out chunk number `count` of `run`, which was not evicted, unless others are behind it."""
+        if self.held[run] != count or self.kids[run]:
+            return
+        if run in (self._hit, self._tip):
+            self._hit = self._tip = 0
+        self.forget(run, 1)
+        self._lose(run, 1)
+        if self.held[run] and not self.links.after[run]:
+            self._add_end(run, 0)
 
-    def forget(self, slot: int) -> None:
-        """`slot` is forgotten: set the columns to 0 that may not be 0 outside this shadow."""
+    def split(self, run: int, head: int, is_end: bool) -> None:
+        """The first chunks of `run` have become its parent `head`. is_end: the current request ends there."""
+        held = self.held
+        held[head] = min(self._size[head], held[run])
+        held[run] -= held[head]
+        if held[run]:
+            self.kids[head] = 1
+        else:
+            self.links.replace(run, head)
+        if is_end or not held[run]:
+            self._tip = head if self._tip == run else self._tip
+            self._hit = head if self._hit == run else self._hit
+            self._is_within = False
+
+    def forget(self, run: int, count: int) -> None:
+        """The last `count` chunks of `run` are forgotten; the shadow does not contain them."""
+        return
 
     def age(self, kept: float, kept_recent: float) -> None:
         """Reduce the misses so far to these shares."""
@@ -102,202 +116,344 @@ class Shadow:
         self.recent_misses = kept_recent * (self.recent_misses + self.entered)
         self.entered = 0
 
-    def _missing(self, slot: int) -> list[int]:
-        """The slots of the prefix that ends here that it does not contain, the deepest first."""
-        flags, parent, bit = self._flags, self._parent, self.bit
-        missing = []
-        while slot and not flags[slot] & bit:
-            missing.append(slot)
-            slot = parent[slot]
-        return missing
+    def _fill(self, run: int, count: int, is_use: bool) -> None:
+        """Add what is missing up to chunk number `count` of `run`. is_use: count a use of the deepest one it has."""
+        held, size, parent = self.held, self._size, self._parent
+        missing = [run]
+        while not held[missing[-1]] and (before := parent[missing[-1]]) and held[before] < size[before]:
+            missing.append(before)
+        top = missing[-1]
+        is_partial = held[top] > 0
+        if is_use and not is_partial and parent[top]:
+            self._used(parent[top])
+        for each in reversed(missing):
+            self._enter(each, count if each == run else size[each])
+        if is_use and is_partial:
+            self._used(top)
 
     def _settle(self) -> None:
-        self._tie()
+        self._is_within = False
         if self._hit:
-            slot, self._hit = self._hit, 0
-            self._used(slot)
+            run, self._hit = self._hit, 0
+            self._used(run)
 
-    def _tie(self) -> None:
-        """Put the loose slot into its list."""
-        if self._loose:
-            slot, self._loose = self._loose, 0
-            self._prepend(slot)
-
-    def _move(self, slot: int) -> None:
-        """`slot` is the tip now."""
-        self._tie()
-        tip, self._tip = self._tip, slot
-        if tip and tip != slot and self._flags[tip] & self.bit and not self.kids[tip] and not self.links.after[tip]:
+    def _move(self, run: int) -> None:
+        """The current request ends in `run` now."""
+        tip, self._tip = self._tip, run
+        if tip and tip != run and self.held[tip] and not self.kids[tip] and not self.links.after[tip]:
             self._append(tip)
 
-    def _enter(self, slot: int) -> None:
-        self.count += 1
-        self.entered += 1
-        self._flags[slot] |= self.bit
-        before = self._parent[slot]
-        if before:
+    def _enter(self, run: int, count: int) -> None:
+        """Contain the chunks of `run` up to number `count`."""
+        before = self._parent[run]
+        self.count += count - self.held[run]
+        self.entered += count - self.held[run]
+        if not self.held[run] and before:
             self.kids[before] += 1
             self.links.unlink(before)
+        self.links.unlink(run)
+        self.held[run] = count
 
-    def _leave(self, slot: int) -> None:
-        """`slot` goes; no other is loose. Its parent is loose then, if it has become an end."""
-        self.count -= 1
-        self._flags[slot] &= ~self.bit
-        if self.links.after[slot]:
-            self.links.unlink(slot)
-        before = self._parent[slot]
+    def _lose(self, run: int, count: int) -> None:
+        """Take out the last `count` chunks of those of `run`."""
+        self.count -= count
+        self.held[run] -= count
+        if self.held[run]:
+            return
+        self.links.unlink(run)
+        before = self._parent[run]
         if before:
-            left = self.kids[before] - 1
-            self.kids[before] = left
-            if not left:
-                self._ends(before, slot)
+            self.kids[before] -= 1
+            if not self.kids[before]:
+                self._add_end(before, run)
 
-    def _dropped(self, slot: int) -> None:
-        """`slot` has left, but was not evicted."""
+    def _evicted(self, run: int, count: int) -> None:
+        """`count` chunks of `run` were evicted."""
+        return
 
-    def _used(self, slot: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _used(self, run: int) -> None:
+        """Count a use of the last chunk of `run` that it contains."""
 
+    @abstractmethod
     def _victim(self) -> int:
-        """The slot to evict; 0 if there is none."""
-        raise NotImplementedError
+        """The run to evict from; 0 if there is none."""
 
-    def _ends(self, slot: int, after: int) -> None:
-        """The last slot behind `slot`, `after`, has left: make it loose, unless it is the tip or has a place."""
-        raise NotImplementedError
+    @abstractmethod
+    def _add_end(self, run: int, after: int) -> None:
+        """`run` has become an end, because `after`, or its own last chunk (0), has left: the next victim, unless it is
+        the tip or has a place."""
 
-    def _append(self, slot: int) -> None:
-        """Put an end of a chain into its list, to go last."""
-        raise NotImplementedError
-
-    def _prepend(self, slot: int) -> None:
-        """Put an end of a chain into its list, to go first."""
-        raise NotImplementedError
+    @abstractmethod
+    def _append(self, run: int) -> None:
+        """Put an end into its list, to go last."""
 
 
 class LruShadow(Shadow):
-    """As the policy `lru`."""
+    """The chunks that the policy `lru` would keep."""
 
-    def __init__(self, slots: Slots, bit: int) -> None:
-        super().__init__(slots, bit)
-        self._queue = self.links.make(slots.new_head())  # least recently used first
+    def __init__(self, runs: Runs) -> None:
+        super().__init__(runs)
+        self._queue = self.links.make(runs.new())  # least recently used first
 
-    def _used(self, slot: int) -> None:
-        self.links.unlink(slot)
-        if slot != self._tip or self.kids[slot]:
-            self.links.append(self._queue, slot)
+    def _used(self, run: int) -> None:
+        self.links.unlink(run)
+        if run != self._tip or self.kids[run]:
+            self.links.append(self._queue, run)
 
     def _victim(self) -> int:
-        if self._loose:
-            return self._loose
         links, kids = self.links, self.kids
-        slot = links.first(self._queue)
-        while slot and kids[slot]:
-            links.unlink(slot)
-            slot = links.first(self._queue)
-        if slot and slot == self._tip:
-            slot = links.after[slot]
-            while slot != self._queue and kids[slot]:
-                slot = links.after[slot]
-        return 0 if slot == self._queue else slot
+        run = links.first(self._queue)
+        while run and kids[run]:
+            links.unlink(run)
+            run = links.first(self._queue)
+        if run and run == self._tip:
+            run = links.after[run]
+            while run != self._queue and kids[run]:
+                run = links.after[run]
+        return 0 if run == self._queue else run
 
-    def _ends(self, slot: int, after: int) -> None:
-        if not self.links.after[slot] and slot != self._tip:  # its own last use was earlier
-            self._loose = slot
+    def _add_end(self, run: int, after: int) -> None:
+        if not self.links.after[run] and run != self._tip:  # else its own last use was later
+            self.links.prepend(self._queue, run)
 
-    def _append(self, slot: int) -> None:
-        self.links.append(self._queue, slot)
-
-    def _prepend(self, slot: int) -> None:
-        self.links.prepend(self._queue, slot)
+    def _append(self, run: int) -> None:
+        self.links.append(self._queue, run)
 
 
-_USE, _USES, _MAIN = 16, 48, 64
-"""In `Slots.flags`: one use, up to three uses, and whether it belongs to the main queue."""
+_SHORTEST = 64
+"""Minimum number of requests and misses in an epoch, to spread the cost of starting one."""
+_LEARN = 256
+"""Minimum number of requests and misses between two computations of the ranks."""
+_NEW, _BRANCH, _CONTINUED, _PART = range(4)
+"""What a run was stored behind; `_PART`: it is the part of a chunk in a bounded KV cache group."""
+_BEHIND = 3
+_FIRST, _FOLLOWED = 4, 8
+"""Flags: the first chunk that its request stored; another was stored behind it."""
+_USE, _MOST_USES = 16, 15
+"""One use, in the bits above the flags, and how many they hold."""
+_LENGTHS = 8
+_USED = 8
+"""Classes of chunks that were used; those of the others follow."""
+_CLASSES = _USED + 4 * _LENGTHS
+_LONGEST = 255
 
 
-class S3FifoShadow(Shadow):
-    """As the policy `s3fifo`."""
+class _Cohort:
+    """Ends of one class last used in the same epoch."""
 
-    def __init__(self, slots: Slots, bit: int) -> None:
-        super().__init__(slots, bit)
-        self._small = self.links.make(slots.new_head())
-        self._main = self.links.make(slots.new_head())
-        self._in_small = 0
-        self._ghosts = 0  # evicted from the small queue so far; the number of each is in `kids` while it is outside
+    __slots__ = ("at_risk", "epoch", "head", "kind", "listed")
 
-    def extend(self, slot: int, before: int) -> None:
-        self._in_small += 1
-        super().extend(slot, before)
+    def __init__(self, epoch: int, kind: int, head: int) -> None:
+        self.epoch = epoch
+        self.kind = kind
+        self.head = head  # of the list of its members
+        self.at_risk = 0  # chunks: its ends, and those evicted
+        self.listed = False  # in the heap of ranks
 
-    def forget(self, slot: int) -> None:
-        self.kids[slot] = 0
 
-    def _enter(self, slot: int) -> None:
-        ghost, self.kids[slot] = self.kids[slot], 0
-        is_main = ghost and self._ghosts - ghost <= self.count
-        super()._enter(slot)
-        self._flags[slot] &= ~(_USES | _MAIN)
-        self._flags[slot] |= _MAIN if is_main else 0
-        self._in_small += not is_main
+class LearningShadow(Shadow):
+    """The chunks that, judging by the traffic so far, are most likely to be used soon.
 
-    def evict(self) -> int:
-        slot = super().evict()
-        if slot and not self._flags[slot] & _MAIN:
-            self._in_small -= 1
-            self._ghosts += 1
-            self.kids[slot] = self._ghosts
-        return slot
+    Similar ends form a **class**, by what is known about them:
 
-    def _dropped(self, slot: int) -> None:
-        self._in_small -= not self._flags[slot] & _MAIN
+    - never used since they were stored: what the request stored them behind, which is nothing (a new prompt), a chunk
+      that others follow too (one of many prompts with that beginning), or the end of an earlier prompt (a conversation
+      that goes on); and how many chunks it stored, because long documents come back less often than questions;
+    - used: how often (1, 2-3, 4-7, 8 or more times), and whether it continues a conversation.
 
-    def _used(self, slot: int) -> None:
-        if self._flags[slot] & _USES < _USES:
-            self._flags[slot] += _USE
+    A run that loses the last one behind it inherits its date, its uses and its length.
+
+    Ends of one class last used in the same **epoch** form a **cohort** and share one rank (hazards.py). The lowest goes
+    first, within a cohort the least recently used. An evicted chunk stays in its cohort's count until it comes back or
+    is forgotten, so misses are measured as well as hits.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__(runs)
+        self.epoch = 1
+        self._left = _SHORTEST  # requests and misses until the next epoch
+        self._until_learning = 0
+        self._date = runs.column("I")  # epoch of the last use
+        self._risk = runs.column("I")  # chunks in the count of a cohort
+        self._class = runs.column("B")  # of that cohort
+        self._since = runs.column("I")  # epoch of that cohort
+        self._facts = runs.column("B")  # what it was stored behind, flags, and uses
+        self._length = runs.column("B")  # chunks that its request stored up to its end
+        self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class
+        self._order: list[tuple[float, int, int, _Cohort]] = []  # heap of cohorts that may have members
+        self._hazards = Hazards(_CLASSES)
+
+    def note_new(self, run: int, is_part: bool) -> None:
+        """`run` was not known before. Call it before `insert`."""
+        before, facts = self._parent[run], self._facts
+        behind = _PART if is_part else _NEW if not before else _BRANCH if facts[before] & _FOLLOWED else _CONTINUED
+        facts[run] = behind | _FIRST
+        self._length[run] = 1
+        if before and before == self._tip != self._hit:
+            self._add_uses(before, 1)  # it was a miss here, so `_used` does not count it
+        if before and not is_part:
+            facts[before] |= _FOLLOWED
+
+    def use(self, run: int) -> None:
+        self._tick(1)
+        super().use(run)
+
+    def extend(self, run: int, count: int) -> None:
+        self._tick(count)
+        self._length[run] = min(_LONGEST, self._length[run] + count)
+        self._date[run] = self.epoch
+        super().extend(run, count)
+
+    def split(self, run: int, head: int, is_end: bool) -> None:
+        facts, risk = self._facts, self._risk
+        facts[head] = facts[run] & (_USE - 1) | _FOLLOWED
+        facts[run] &= ~_FIRST
+        self._length[head] = max(1, self._length[run] - self._size[run])
+        for column in (self._date, self._since, self._class):
+            column[head] = column[run]
+        if self.held[run] <= self._size[head]:  # its end and the first of its evicted chunks
+            risk[head] = max(0, risk[run] - self._size[run])
+            risk[run] -= risk[head]
+        super().split(run, head, is_end)
+
+    def forget(self, run: int, count: int) -> None:
+        if self._risk[run]:
+            self._leave_cohort(run, count)
+
+    def _enter(self, run: int, count: int) -> None:
+        entered, before = count - self.held[run], self._parent[run]
+        self._tick(entered)
+        if not self.held[run]:
+            self.forget(before, 1)
+        self._come_back(run, entered + self._is_end_at_risk(run))
+        super()._enter(run, count)
+        self._date[run] = self.epoch
+
+    def _used(self, run: int) -> None:
+        if self._is_end_at_risk(run):
+            self._come_back(run, 1)
+        self.links.unlink(run)
+        self._add_uses(run, 1)
+        self._date[run] = self.epoch
+        if run != self._tip and not self.kids[run]:
+            self._append(run)
+
+    def _evicted(self, run: int, count: int) -> None:
+        more = count - (not self.held[run])  # the end goes on as an evicted chunk
+        if more and self._risk[run]:
+            self._risk[run] += more
+            self._cohort(run).at_risk += more
+
+    def _add_end(self, run: int, after: int) -> None:
+        if after:
+            dates, last = self._date, self._facts[after]
+            dates[run] = max(dates[run], dates[after])
+            if not last & _FIRST:
+                self._length[run] = self._length[after]
+            if last >= _USE:
+                self._add_uses(run, last // _USE)
+        if run != self._tip:
+            cohort = self._join(run)
+            self.links.prepend(cohort.head, run)
+            self._list(cohort)
+
+    def _append(self, run: int) -> None:
+        cohort = self._join(run)
+        self.links.append(cohort.head, run)
+        self._list(cohort)
 
     def _victim(self) -> int:
-        links, flags = self.links, self._flags
-        slot = self._loose
-        if slot:
-            if not flags[slot] & (_USES | _MAIN) and self._in_small * 10 >= self.count:
-                return slot
-            self._tie()
-        kept = 0
-        while True:
-            slot = links.first(self._small) if self._in_small * 10 >= self.count else 0
-            slot = slot or links.first(self._main) or links.first(self._small)
-            if slot and slot == self._tip:
-                links.unlink(slot)
-                kept = slot
-                continue
-            if not slot or not flags[slot] & _USES:
-                break
-            links.unlink(slot)
-            if flags[slot] & _MAIN:
-                flags[slot] -= _USE
+        order, links, kept = self._order, self.links, None
+        run = 0
+        while order and not run:
+            cohort = order[0][3]
+            run = links.first(cohort.head)
+            if run and run == self._tip:
+                run = links.after[run] if links.after[run] != cohort.head else 0
+                kept = kept if run else order[0]
+            if not run:
+                cohort.listed = False
+                heapq.heappop(order)
+        if kept is not None:
+            self._list(kept[3])
+        return run
+
+    def _add_uses(self, run: int, uses: int) -> None:
+        facts = self._facts[run]
+        self._facts[run] = facts + _USE * min(uses, _MOST_USES - facts // _USE)
+
+    # -- cohorts
+
+    def _cohort(self, run: int) -> _Cohort:
+        return self._cohorts[self._since[run] * _CLASSES + self._class[run]]
+
+    def _join(self, run: int) -> _Cohort:
+        """Add an end to the cohort that it belongs to."""
+        self.forget(run, self._risk[run])
+        facts = self._facts[run]
+        uses = facts // _USE
+        if uses:
+            kind = 2 * min(uses.bit_length() - 1, 3) + (facts & _BEHIND == _CONTINUED)
+        else:
+            kind = _USED + (facts & _BEHIND) * _LENGTHS + min(self._length[run].bit_length(), _LENGTHS) - 1
+        self._class[run], self._since[run] = kind, self._date[run]
+        place = self._date[run] * _CLASSES + kind
+        cohort = self._cohorts.get(place)
+        if cohort is None:
+            head = self.links.make(self._runs.new())
+            cohort = self._cohorts[place] = _Cohort(self._date[run], kind, head)
+        cohort.at_risk += 1
+        self._risk[run] = 1
+        return cohort
+
+    def _leave_cohort(self, run: int, count: int) -> int:
+        """Take up to `count` chunks of a run out of its cohort's count; returns how many."""
+        left = min(count, self._risk[run])
+        self._cohort(run).at_risk -= left
+        self._risk[run] -= left
+        return left
+
+    def _is_end_at_risk(self, run: int) -> bool:
+        """Whether the last chunk of a run that the shadow contains is at risk, besides those that it evicted."""
+        return self._risk[run] > self._size[run] - self.held[run]
+
+    def _come_back(self, run: int, count: int) -> None:
+        """Up to `count` chunks of a run that are at risk were used."""
+        if self._risk[run]:
+            cohort = self._cohort(run)
+            self._hazards.came_back(cohort.kind, self.epoch - cohort.epoch, self._leave_cohort(run, count))
+
+    def _list(self, cohort: _Cohort) -> None:
+        if not cohort.listed:
+            heapq.heappush(self._order, self._entry(cohort))
+
+    def _tick(self, count: int) -> None:
+        self._left -= count
+        if self._left <= 0:
+            self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        """Count the chunks at risk in the epoch that ends, learn, and reorder the cohorts. O(cohorts)."""
+        self._left = max(_SHORTEST, self.count // EPOCHS)
+        self._until_learning -= self._left
+        now, hazards = self.epoch, self._hazards
+        for place, cohort in list(self._cohorts.items()):
+            if cohort.at_risk:
+                hazards.could(cohort.kind, now - cohort.epoch, cohort.at_risk)
             else:
-                self._in_small -= 1
-                flags[slot] = flags[slot] & ~_USES | _MAIN
-            self._append(slot)
-        if kept:
-            self._prepend(kept)
-        return slot
+                del self._cohorts[place]
+                self._runs.free_head(cohort.head)
+        self.epoch += 1
+        if self._until_learning <= 0:
+            self._until_learning = _LEARN
+            hazards.learn()
+        members = [cohort for cohort in self._cohorts.values() if self.links.first(cohort.head)]
+        for cohort in self._cohorts.values():
+            cohort.listed = False
+        self._order = [self._entry(cohort) for cohort in members]
+        heapq.heapify(self._order)
 
-    def _ends(self, slot: int, after: int) -> None:
-        flags = self._flags
-        if flags[slot] & _MAIN > flags[after] & _MAIN:
-            if slot != self._tip:
-                self._append(slot)
-            return
-        if flags[after] & _MAIN > flags[slot] & _MAIN:
-            flags[slot] |= _MAIN
-            self._in_small -= 1
-        if slot != self._tip:
-            self._loose = slot
-
-    def _append(self, slot: int) -> None:
-        self.links.append(self._main if self._flags[slot] & _MAIN else self._small, slot)
-
-    def _prepend(self, slot: int) -> None:
-        self.links.prepend(self._main if self._flags[slot] & _MAIN else self._small, slot)
+    def _entry(self, cohort: _Cohort) -> tuple[float, int, int, _Cohort]:
+        cohort.listed = True
+        return self._hazards.rank(cohort.kind, self.epoch - cohort.epoch), cohort.epoch, cohort.kind, cohort

@@ -338,7 +338,7 @@ class Index:
             if before is not None:
                 before.children += 1
             account.chunks += 1
-            account.policy.insert(chunk)
+            account.policy.insert([chunk])
         chunk.shards[rank] = Shard(extents, size, _LOADING if is_load else _RESERVED)
         taken = self.allocator.rounded(size)
         chunk.bytes += taken

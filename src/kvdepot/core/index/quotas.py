@@ -78,7 +78,7 @@ def queue(chunks: list[Chunk]) -> None:
     for chunk in chunks:
         chunk.queued = chunk.place = chunk.uses = 0  # of another policy
     for chunk in chunks:
-        chunk.account.policy.insert(chunk)
+        chunk.account.policy.insert([chunk])
     for chunk in chunks:
         if is_evictable(chunk):
             chunk.account.policy.add(chunk)

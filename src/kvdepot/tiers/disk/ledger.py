@@ -140,7 +140,7 @@ class Ledger:
         if entry.ranked != self._generation:
             entry.ranked, entry.key = self._generation, entry.name.encode()
             entry.queued = entry.place = entry.uses = 0  # of another policy
-            policy.insert(entry)
+            policy.insert([entry])
         if not entry.readers:
             policy.add(entry)
 
