@@ -147,7 +147,7 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
 def test_an_arena_that_was_fixed_is_free_at_once(left: Left) -> None:
     gc.disable()  # the index is a circle of references, and has the file mapped
     try:
-        assert audit(left.name, fix=True).fixed
+        assert audit(left.name, True).fixed
         with left.path.open("rb") as file:
             assert not locks.is_locked(file.fileno())
     finally:

@@ -83,7 +83,7 @@ class Report:
         ]
 
 
-def audit(name: str, fix: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+def audit(name: str, fix: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
     """Check the arena of that name; `fix` drops damaged records. Blocks while it reads every chunk with a checksum.
 
     progress: called with the number of chunks checked, and of all.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -27,7 +28,7 @@ from kvdepot.cli.status import ask_health
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
-from kvdepot.memory.room import free_shm, limits
+from kvdepot.memory.room import limits
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import holder
@@ -157,17 +158,12 @@ def _ask(url: str, key: str) -> Status | Said:
 
 
 def _system(facts: Facts) -> Iterator[Said]:
-    text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    usable, machine = len(os.sched_getaffinity(0)), os.uname().machine
+    text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}, "
+    text += f"{usable} of {os.cpu_count()} {machine} cores"
     if sys.platform != "linux":
         yield "fail", text, "kvdepot needs Linux: it relies on its shared memory and file locks"
-    else:
-        yield "ok", text
-
-
-def _processor(facts: Facts) -> Iterator[Said]:
-    usable, machine = len(os.sched_getaffinity(0)), os.uname().machine
-    text = f"{usable} of {os.cpu_count()} {machine} cores are usable"
-    if machine != "x86_64":
+    elif machine != "x86_64":
         yield "warn", text, "only tested on x86-64; run `make test` here before you rely on it"
     elif usable < 2:
         yield "warn", text, "the server decides on one core and copies on others; give it at least two"
@@ -181,10 +177,6 @@ def _settings(facts: Facts) -> Iterator[Said]:
         yield "warn", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"
     for name, advice in stray_variables(os.environ):
         yield "warn", f"environment variable {name} is not a setting", advice
-
-
-def _endpoint(facts: Facts) -> Iterator[Said]:
-    yield "ok", facts.config.url
 
 
 def _shared_memory(facts: Facts) -> Iterator[Said]:
@@ -215,22 +207,7 @@ def _shared_memory(facts: Facts) -> Iterator[Said]:
         yield "warn", f"{text}, which leaves little for engines", advice
     else:
         yield "ok", text
-    yield from _engine_kv(facts)
     yield from _left_behind()
-
-
-def _engine_kv(facts: Facts) -> Iterator[Said]:
-    """Engines on CPUs have their own KV in shared memory, too."""
-    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if not space.isdecimal() or not int(space):
-        return
-    free = free_shm() - facts.unfilled_bytes
-    text = f"an engine's KV takes {space} GiB of {shm.SHM} (VLLM_CPU_KVCACHE_SPACE)"
-    if int(space) << 30 > free:
-        advice = f"enlarge {shm.SHM}, or lower VLLM_CPU_KVCACHE_SPACE: an engine whose KV does not fit is not cached"
-        yield "warn", f"{text}, which has {size(max(0, free))} free beside the arena", advice
-    else:
-        yield "ok", text
 
 
 def _left_behind() -> Iterator[Said]:
@@ -275,16 +252,14 @@ def _memory(facts: Facts) -> Iterator[Said]:
 
 def _huge_pages(facts: Facts) -> Iterator[Said]:
     path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    try:
+    mode = ""
+    with contextlib.suppress(OSError):
         mode = path.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
-    except OSError:
-        yield "ok", "not supported for shared memory by this kernel"
-        return
     if mode in ("never", "deny"):
         text = f"disabled for shared memory ({mode}): the first use of the arena is slower"
         yield "warn", text, f"as root: echo advise > {path}"
     else:
-        yield "ok", f"enabled for shared memory: {mode}"
+        yield "ok", f"for shared memory: {mode or 'not supported by this kernel'}"
 
 
 def _locked_memory(facts: Facts) -> Iterator[Said]:
@@ -327,57 +302,43 @@ def _tiers(facts: Facts) -> Iterator[Said]:
 
 def _upper_bound(facts: Facts) -> Iterator[Said]:
     gain = "hit rates are shown with their upper bound (infinite cache)"
-    if importlib.util.find_spec("datasketches") is None:
-        yield "warn", "datasketches is not installed", f"{install.advice()}: {gain}"
-    else:
+    if importlib.util.find_spec("datasketches") is not None:
         yield "ok", gain
+    else:
+        yield "warn", "datasketches is not installed", f"{install.advice()}: {gain}"
 
 
 def _version(*names: str) -> str:
     """The version of the first of these distributions that is installed; empty if none is."""
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return ""
 
 
 def _vllm(facts: Facts) -> Iterator[Said]:
     found = _version("vllm", "vllm-cpu")
+    points = metadata.entry_points(group="vllm.general_plugins")
+    wanted = os.environ.get("VLLM_PLUGINS")
     if not found:
         yield "ok", "not installed here; only engines need it"
     elif not found.startswith(tuple(f"{release}." for release in VLLM_RELEASES)):
         advice = f"KVDepotConnector refuses to start: it supports vLLM {VLLM_RELEASES[0]} to {VLLM_RELEASES[-1]}"
         yield "warn", found, advice
-    else:
-        yield "ok", found
-
-
-def _plugin(facts: Facts) -> Iterator[Said]:
-    if not _version("vllm", "vllm-cpu"):
-        return
-    points = metadata.entry_points(group="vllm.general_plugins")
-    wanted = os.environ.get("VLLM_PLUGINS")
-    if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
+    elif not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
         advice = f"install it into vLLM's environment: {install.again()}"
-        yield "fail", "vLLM does not find KVDepotConnector", advice
+        yield "fail", f"{found} does not find KVDepotConnector", advice
     elif wanted is not None and "kvdepot" not in wanted.split(","):
-        yield "fail", f"VLLM_PLUGINS={clean(wanted)} excludes it", "add kvdepot to it, or unset it"
+        yield "fail", f"VLLM_PLUGINS={clean(wanted)} excludes KVDepotConnector", "add kvdepot to it, or unset it"
     else:
-        yield "ok", "vLLM finds KVDepotConnector"
+        yield "ok", f"{found}, which finds KVDepotConnector"
 
 
 def _nvidia(facts: Facts) -> Iterator[Said]:
-    bindings = _version("cuda-bindings")
-    try:
-        has_driver = Path("/proc/driver/nvidia/version").exists()
-    except OSError:
-        has_driver = False
-    if not has_driver:
+    if not os.access("/proc/driver/nvidia/version", os.F_OK):
         yield "ok", "no driver here; KV is kept in CPU memory"
         return
-    if not bindings:
+    if not (bindings := _version("cuda-bindings")):
         advice = f"{install.advice('cuda')}, in the environments of the server and the engines"
         yield "fail", "driver found, but cuda-python is not installed", advice
         return
@@ -456,9 +417,7 @@ def _web_page(facts: Facts) -> Iterator[Said]:
 
 _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "system": _system,
-    "processor": _processor,
     "settings": _settings,
-    "endpoint": _endpoint,
     "shared memory": _shared_memory,
     "memory": _memory,
     "huge pages": _huge_pages,
@@ -467,7 +426,6 @@ _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "tier": _tiers,
     "upper bound": _upper_bound,
     "vLLM": _vllm,
-    "vLLM plugin": _plugin,
     "NVIDIA": _nvidia,
     "key": _key,
     "server": _server,

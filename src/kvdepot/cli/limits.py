@@ -46,16 +46,16 @@ def check_memory(config: Config) -> None:
     Raises ConfigError if it exceeds a hard limit: filling it would end this process, or an engine that shares the
     limit. The arena itself compares its size with /dev/shm.
     """
-    arena, tightest = config.arena_bytes, None
-    for limit in reversed(limits()):
-        tightest = limit
+    arena, found = config.arena_bytes, limits()
+    for limit in found:
         if arena > limit.most and limit.is_hard and limit.what != str(SHM):
             raise ConfigError(
                 f"an arena of {size(arena)} exceeds the {size(limit.most)} that {limit.what} allows: lower "
                 f"--arena-gib, or {limit.advice}"
             )
-    if tightest is None:
+    if not found:
         return
+    tightest = found[0]
     free = tightest.free + allocated(config.arena)
     if not config.arena_gib and arena < _SMALL_ARENA:
         log.warning(
