@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,19 +21,11 @@ GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
     ("url", "nowhere"),
     ("url", "inproc://x"),
-    ("url", "ipc://*"),
     ("url", "ipc:///"),
-    ("url", "ipc:///run/a\nb"),
     ("url", "tcp://127.0.0.1"),
-    ("url", "tcp://127.0.0.1:0"),
-    ("url", "tcp://127.0.0.1:*"),
     ("url", "tcp://127.0.0.1:99999"),
-    ("url", "tcp://127.0.0.1:65536"),
-    ("url", "tcp://127.0.0.1:-1"),
-    ("url", "tcp://127.0.0.1:70x"),
     ("url", "tcp://localhost:notaport"),
     ("url", "tcp://:7000"),
-    ("kv_events", "ipc://*"),
     ("kv_events", "tcp://127.0.0.1:*"),
     ("http", "127.0.0.1:99999"),
     ("arena_gib", "1e300"),
@@ -43,8 +34,6 @@ WRONG: list[tuple[str, str]] = [
     ("chunk_size", "many"),
     ("chunk_size", "0"),
     ("chunk_size", "1.5"),
-    ("chunk_size", ""),
-    ("arena_gib", "-1"),
     ("arena_gib", "much"),
     ("arena_gib", "nan"),
     ("arena_gib", "inf"),
@@ -52,26 +41,14 @@ WRONG: list[tuple[str, str]] = [
     ("arena_name", ".."),
     ("arena_name", "x" * 300),
     ("copy_threads", "0"),
-    ("copy_threads", "257"),
-    ("gpu_dma_from_kib", "-1"),
-    ("gpu_staging_mib", "-1"),
     ("gpu_staging_mib", "4097"),
-    ("gpu_idle_s", "-1"),
-    ("gpu_idle_s", "nan"),
     ("policy", "mru"),
-    ("max_message_mib", "0"),
-    ("max_clients", "0"),
     ("max_queued", "-3"),
-    ("max_sessions", "0"),
-    ("drain_s", "-0.5"),
-    ("drain_s", "nan"),
     ("drain_s", "inf"),
     ("idle_exit", "-1"),
-    ("idle_exit", "nan"),
     ("log_level", "loud"),
     ("http", "7077"),
     ("http", "localhost:many"),
-    ("http", "127.0.0.1:65536"),
     ("http", "on"),
 ]
 
@@ -92,34 +69,6 @@ def test_without_file_environment_and_flags_every_setting_has_its_default() -> N
     for field in fields():
         if field.name != "url":
             assert getattr(loaded, field.name) == getattr(Config(), field.name)
-
-
-def test_the_file_wins_over_the_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path, 'chunk_size = 128\narena_gib = 0.5\npolicy = "lru"\n')
-    loaded = load(file, environ={})
-    assert (loaded.chunk_size, loaded.arena_gib, loaded.copy_threads) == (128, 0.5, 2)
-
-
-def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path, "chunk_size = 128\ncopy_threads = 3\n")
-    loaded = load(file, environ={"KVDEPOT_CHUNK_SIZE": "512"})
-    assert (loaded.chunk_size, loaded.copy_threads) == (512, 3)
-
-
-def test_flags_win_over_the_environment(tmp_path: Path) -> None:
-    file = write(tmp_path, "chunk_size = 128\n")
-    loaded = load(file, flags={"chunk_size": "1024"}, environ={"KVDEPOT_CHUNK_SIZE": "512"})
-    assert loaded.chunk_size == 1024
-
-
-def test_a_flag_that_was_not_given_hides_nothing() -> None:
-    loaded = load(flags={"chunk_size": None, "policy": None}, environ={"KVDEPOT_CHUNK_SIZE": "512"})
-    assert loaded.chunk_size == 512
-
-
-def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVDEPOT_CHUNK_SIZE", "48")
-    assert load().chunk_size == 48
 
 
 def test_the_python_api_and_engines_use_the_url_that_every_command_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +114,6 @@ def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: s
         assert loaded.arena_gib == gib
 
 
-def test_a_size_with_a_unit_is_counted_in_the_unit_of_its_setting() -> None:
-    loaded = load(flags={"gpu_staging_mib": "1GiB", "max_message_mib": "2048KiB"}, environ={})
-    assert (loaded.gpu_staging_mib, loaded.max_message_mib) == (1024, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -177,6 +121,7 @@ def test_a_size_with_a_unit_is_counted_in_the_unit_of_its_setting() -> None:
         ("arena_gib", "much", "'much' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
         ("arena_gib", "64GiB!", "'64GiB!' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
         ("arena_gib", "9" * 400 + "GiB", "inf is out of range, it must be <= 1073741824"),
+        ("gpu_staging_mib", "8GiB", "8192 is out of range, it must be <= 4096"),
         ("max_message_mib", "1536KiB", "1.5 MiB is not a whole number of MiB"),
         ("max_message_mib", "2GiB", "2048 is out of range, it must be <= 1024"),
     ],
@@ -189,6 +134,16 @@ def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: s
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["flag", "variable"])
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_refused_with_the_name_of_its_source(name: str, value: str, source: str) -> None:
+    flags, environ = ({name: value}, {}) if source == "flag" else ({}, {f"KVDEPOT_{name.upper()}": value})
+    with pytest.raises(ConfigError) as caught:
+        load(flags=flags, environ=environ)
+    told = f"--{name.replace('_', '-')}" if source == "flag" else f"KVDEPOT_{name.upper()}"
+    assert str(caught.value).startswith(told)
+
+
 def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: Path) -> None:
     file = write(tmp_path, 'chunk-size = 256\npolicies = "lru"\ncolour = "red"')
     with pytest.raises(ConfigError) as caught:
@@ -197,20 +152,6 @@ def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: P
         f"{file}: unknown setting chunk-size (did you mean chunk_size?), policies (did you mean policy?), colour; "
         "`kvdepot config` lists all settings"
     )
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_flag_is_refused_with_the_flags_name(name: str, value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(flags={name: value}, environ={})
-    assert "--" + name.replace("_", "-") in str(caught.value)
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_wrong_environment_variable_is_refused_with_its_name(name: str, value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(environ={f"KVDEPOT_{name.upper()}": value})
-    assert f"KVDEPOT_{name.upper()}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -240,35 +181,21 @@ def test_a_wrong_or_unknown_field_of_the_file_is_refused_with_file_and_field(
     assert name in str(caught.value)
 
 
-def test_the_message_blames_the_source_that_won(tmp_path: Path) -> None:
-    file = write(tmp_path, "chunk_size = 0\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file, environ={"KVDEPOT_CHUNK_SIZE": "-1"})
-    assert "KVDEPOT_CHUNK_SIZE" in str(caught.value)
-    assert file not in str(caught.value)
-
-
 def test_a_wrong_value_that_something_later_overrides_does_no_harm(tmp_path: Path) -> None:
     file = write(tmp_path, "chunk_size = 0\n")
+    with pytest.raises(ConfigError, match=r"^KVDEPOT_CHUNK_SIZE: "):
+        load(file, environ={"KVDEPOT_CHUNK_SIZE": "x"})
     assert load(file, flags={"chunk_size": "64"}, environ={"KVDEPOT_CHUNK_SIZE": "x"}).chunk_size == 64
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.toml: No such file"):
-        load(str(tmp_path / "missing.toml"), environ={})
-
-
-@pytest.mark.parametrize("data", [b"chunk_size = ", b"= 3", b"\xff\xfe", b"chunk_size = 1\nchunk_size = 2"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"chunk_size = ", b"\xff\xfe", b"chunk_size = 1\nchunk_size = 2"])
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "depot.toml"
+    with pytest.raises(ConfigError, match=r"depot\.toml: No such file"):
+        load(str(path), environ={})
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"depot\.toml is not TOML"):
         load(str(path), environ={})
-
-
-def test_a_flag_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="colour"):
-        load(flags={"colour": "red"}, environ={})
 
 
 @pytest.mark.parametrize(
@@ -284,14 +211,6 @@ def test_a_flag_nobody_knows_is_refused() -> None:
 )
 def test_an_endpoint_is_taken_as_it_was_given(url: str) -> None:
     assert load(flags={"url": url}, environ={}).url == url
-
-
-def test_the_default_endpoint_is_a_unix_socket_in_the_users_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/77")
-    assert load().url.startswith("ipc:///run/user/77/")
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert load().url.startswith("ipc:///")
-    assert not load().url.startswith("ipc:///run/user/77/")
 
 
 def test_the_default_endpoint_is_in_the_first_folder_that_is_usable_and_short(
@@ -314,20 +233,6 @@ def test_the_default_endpoint_is_in_the_first_folder_that_is_usable_and_short(
         monkeypatch.delenv("TEMP")
         monkeypatch.delenv("TMP", raising=False)
         assert home_url() == f"ipc:///tmp/{own}"
-
-
-def test_the_arena_has_the_bytes_that_were_asked_for() -> None:
-    assert load(flags={"arena_gib": "0.25"}, environ={}).arena_bytes == GIB // 4
-
-
-def test_an_arena_of_no_given_size_takes_4_gib_at_most() -> None:
-    assert 0 < load(environ={}).arena_bytes <= 4 * GIB
-
-
-def test_a_loaded_configuration_cannot_be_changed() -> None:
-    loaded: Any = load(environ={})
-    with pytest.raises(AttributeError):
-        loaded.chunk_size = 1
 
 
 def test_each_value_is_told_with_where_it_comes_from(tmp_path: Path) -> None:
