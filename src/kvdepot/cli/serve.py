@@ -177,11 +177,12 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
             }
         )
         return 0
+    different = _differences(settings, server)
     heads = ["setting", "value", "from"]
-    heads += [f"running server (pid {server.pid}), where it differs"] if server else []
+    heads += [f"running server (pid {server.pid}), where it differs"] if server and any(different.values()) else []
     derived = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
     rows = []
-    for name, other in _differences(settings, server).items():
+    for name, other in different.items():
         value = shown[name]
         text = "\n".join(value) if isinstance(value, list) else in_text(value)
         if name in derived and not value:
