@@ -400,7 +400,7 @@ def load_with_sources(
             merged[setting] = text
             source[setting] = variable
     for name, value in (flags or {}).items():
-        if value is not None:
+        if value not in (None, ()):
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
     if isinstance(urls := merged.get("tiers"), str):  # from the environment; URLs contain no spaces

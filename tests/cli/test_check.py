@@ -188,7 +188,7 @@ def test_an_arena_that_was_cut_off_before_its_chunks_is_refused_with_what_to_do(
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("offset", [0, 7, 12, 15, 16, 20, 24, 31, 32, 39])
+@pytest.mark.parametrize("offset", [0, 12, 20, 31, 39])
 def test_a_flipped_header_is_refused_with_what_to_do_and_can_be_fixed(
     left: Left, check: Run, tmp_path: Path, offset: int
 ) -> None:

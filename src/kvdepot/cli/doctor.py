@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import os
 import platform
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ __all__ = ["VLLM_RELEASES", "Finding", "doctor", "findings"]
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
-_FEW_FILES = 4096
 _NAMED = 3
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
 """The module that a tier imports, by extra."""
@@ -262,29 +260,6 @@ def _huge_pages(facts: Facts) -> Iterator[Said]:
         yield "ok", f"for shared memory: {mode or 'not supported by this kernel'}"
 
 
-def _locked_memory(facts: Facts) -> Iterator[Said]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    needs = [tier.name for tier in facts.config.tier_configs if tier.own.get("protocol") == "rdma"]
-    if soft == resource.RLIM_INFINITY:
-        yield "ok", "unlimited"
-    elif needs:
-        advice = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
-        yield "fail", f"limit {size(soft)}, but {needs[0]} registers memory for RDMA", advice
-    else:
-        yield "ok", f"limit {size(soft)}; only a Mooncake pool over RDMA needs more"
-
-
-def _open_files(facts: Facts) -> Iterator[Said]:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
-        yield "ok", "unlimited" if hard == resource.RLIM_INFINITY else f"limit {hard}"
-    else:
-        advice = (
-            f"ulimit -Hn 65536 (systemd: LimitNOFILE=65536), or accept fewer than {facts.config.max_clients} clients"
-        )
-        yield "warn", f"limit {hard}: enough for a few engines only", advice
-
-
 # -- the installation
 
 
@@ -298,14 +273,6 @@ def _tiers(facts: Facts) -> Iterator[Said]:
             yield "fail", f"{tier.name}: {module} is not installed", install.advice(extra)
         else:
             yield "ok", f"{tier.name}: its packages are installed"
-
-
-def _upper_bound(facts: Facts) -> Iterator[Said]:
-    gain = "hit rates are shown with their upper bound (infinite cache)"
-    if importlib.util.find_spec("datasketches") is not None:
-        yield "ok", gain
-    else:
-        yield "warn", "datasketches is not installed", f"{install.advice()}: {gain}"
 
 
 def _version(*names: str) -> str:
@@ -421,10 +388,7 @@ _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "shared memory": _shared_memory,
     "memory": _memory,
     "huge pages": _huge_pages,
-    "locked memory": _locked_memory,
-    "open files": _open_files,
     "tier": _tiers,
-    "upper bound": _upper_bound,
     "vLLM": _vllm,
     "NVIDIA": _nvidia,
     "key": _key,

@@ -24,7 +24,6 @@ __all__ = [
     "Settings",
     "as_json",
     "destructive",
-    "flags_of",
     "long",
     "prompt",
     "server",
@@ -199,11 +198,6 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         else:
             has_value = True
         yield word
-
-
-def flags_of(given: dict[str, object]) -> dict[str, object]:
-    """The options in the form that `config.load` takes."""
-    return {name: (value or None) if name in _MANY else value for name, value in given.items()}
 
 
 def size_of(option: str, text: str, unit: int) -> int:

@@ -55,7 +55,7 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
     from kvdepot.cli.limits import check_limits, check_memory, explain_limits
 
-    config = load(file, options.flags_of(given))
+    config = load(file, given)
     check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
     for name, advice in stray_variables(os.environ):
@@ -162,7 +162,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
     """
     from kvdepot.cli.output import clean, print_folded, print_json, size
 
-    settings, sources = load_with_sources(file, options.flags_of(given))
+    settings, sources = load_with_sources(file, given)
     stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
     for line in filter(None, [*stray, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
