@@ -80,7 +80,7 @@ def test_the_python_api_and_engines_use_the_url_that_every_command_uses(monkeypa
         config.default_url()
 
 
-def test_environment_variables_that_are_no_setting_change_nothing_and_are_told_with_what_was_meant() -> None:
+def test_a_variable_that_is_no_setting_changes_nothing_and_is_reported() -> None:
     environ = {"KVDEPOT_HOME": "/x", "CHUNK_SIZE": "9", "KVDEPOT_": "y", "KVDEPOT_CHUNK_SISE": "9"}
     assert load(environ=environ).chunk_size == 256
     told = dict(config.stray_variables(environ))

@@ -70,9 +70,7 @@ ORIGINS: dict[str, tuple[dict[str, Any] | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_an_extra_that_the_installed_kvdepot_does_not_declare_is_installed_from_where_that_came_from(
-    origin: str, tmp_path: Path
-) -> None:
+def test_an_undeclared_extra_is_installed_from_where_kvdepot_came_from(origin: str, tmp_path: Path) -> None:
     direct_url, command = ORIGINS[origin]
     record = tmp_path / "kvdepot-9.dist-info"
     record.mkdir()

@@ -122,7 +122,7 @@ def _one_of(*words: str) -> str:
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tenant gets of the arena and of local tiers: a table `[tenants.NAME]` of the file. See
+    """The share of one tenant in the arena and in local tiers: a table `[tenants.NAME]` of the file. See
     protocol/quotas.py.
     """
 
@@ -151,7 +151,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
-    """What requests with one cache salt get: a table `[salts.SALT]` of the file. With `ttl_s` alone it holds for
+    """The share of requests with one cache salt: a table `[salts.SALT]` of the file. With `ttl_s` alone it holds for
     every tenant, without a quota.
     """
 
@@ -314,7 +314,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def quotas(self) -> dict[tuple[str, bytes], Quota]:
-        """By tenant and tag of a cache salt (`keys.salt_tag`; empty: the tenant's)."""
+        """Quotas by tenant and tag of a cache salt (`keys.salt_tag`; an empty tag: the tenant's own)."""
         tenants = {(tenant, b""): share.quota for tenant, share in self.tenants.items()}
         salts = {
             (share.tenant or "", salt_tag(salt)): share.quota for salt, share in self.salts.items() if share.has_quota
@@ -323,7 +323,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rules(self) -> Rules:
-        """What tiers follow from the start. Local ones remove nothing because of its age until the core tells them."""
+        """The rules that tiers start with. Local tiers remove nothing because of its age until the core notifies them."""
         quotas = {(tenant, tenant_salt(tenant, tag)): quota for (tenant, tag), quota in self.quotas.items()}
         return Rules.of(quotas, {}, self.ttl_s)
 
@@ -361,7 +361,7 @@ def words_of(setting: str) -> tuple[str, ...]:
 
 
 def odd_chunk_size(chunk_size: int) -> str:
-    """What engines make of a chunk size that no vLLM block divides; empty if one does."""
+    """The effect on engines of a chunk size that no vLLM block divides; empty if one does."""
     if chunk_size % SMALLEST_BLOCK == 0:
         return ""
     fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 __all__ = ["advice", "again", "requirements"]
 
 _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
-"""Of this interpreter: a `pip` on the path may be another environment's."""
+"""The pip of this interpreter: a `pip` on the path may be another environment's."""
 
 
 def advice(extra: str = "") -> str:

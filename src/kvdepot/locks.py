@@ -22,7 +22,7 @@ from pathlib import Path
 __all__ = ["is_locked", "leads_to", "lock", "unlock"]
 
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What `flock` raises on file systems that do not have it, such as Lustre and NFS without locks."""
+"""Errors of `flock` on file systems that do not have it, such as Lustre and NFS without locks."""
 _TRIES, _PAUSE_S = 3, 0.008
 """Who asks whether a file is locked (`is_locked`) holds a lock for a moment, too."""
 _locked: set[tuple[int, int]] = set()
@@ -67,7 +67,7 @@ def _file_system(fd: int) -> str:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: close the parent's locked files, so that their locks do not outlive it."""
+    """Close, in a forked child, the parent's locked files, so that their locks do not outlive it."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError):
             info = os.fstat(int(name))

@@ -113,7 +113,7 @@ _JSON = {
 
 
 def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.Struct]) -> str:
-    """What is wrong with an object that was sent as JSON and is to be of this kind, and which fields or values it may
+    """The fault of an object that was sent as JSON and is to be of this kind, and which fields or values it may
     have: one sentence, which begins with the field if the fault is in one."""
     text, _, path = str(exc).partition(" - at `$")
     field = path.rstrip("`").lstrip(".")

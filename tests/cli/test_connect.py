@@ -36,7 +36,7 @@ def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_
 
 
 @pytest.mark.faults
-def test_a_stopped_server_is_named_and_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
+def test_a_stopped_server_is_named_and_not_taken_for_a_missing_one(start_depot: StartDepot) -> None:
     depot = start_depot(arena_mib=4)
     pid = depot.process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -63,19 +63,8 @@ def test_a_stopped_server_is_named_and_not_taken_for_one_that_was_never_started(
 
 
 @pytest.mark.faults
-def test_a_stopped_server_at_a_tcp_port_is_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
-    depot = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=4)
-    os.kill(depot.process.pid, signal.SIGSTOP)
-    try:
-        said = run("status", "--url", depot.url).stderr
-        assert "the process that listens at" in said and "start one" not in said
-    finally:
-        os.kill(depot.process.pid, signal.SIGCONT)
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_a_server_that_is_well_is_never_to_be_killed_for_a_key_that_is_missing_or_unknown_or_not_wanted(
+def test_a_wrong_key_is_named_and_never_a_reason_to_kill_the_server(
     start_depot: StartDepot, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def address() -> str:

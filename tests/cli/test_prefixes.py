@@ -55,13 +55,6 @@ def test_ls_lists_what_is_in_memory(depot: Depot, chats: Engine) -> None:
 
 
 @pytest.mark.faults
-def test_ls_of_nothing_says_so(depot: Depot) -> None:
-    done = run("ls", "-u", depot.url, "-m", "no such model")
-    assert (done.returncode, done.stdout) == (0, "no prompts of models named no such model... are in memory\n")
-    assert run("ls", "-u", depot.url, "-m", "no such model", "-j").stdout == "[]\n"
-
-
-@pytest.mark.faults
 def test_inspect_shows_a_prompt_by_the_hash_that_ls_shows(depot: Depot, chats: Engine) -> None:
     which = ("--url", depot.url, "--model", chats.model)
     end = last_hash([*SYSTEM, *[8] * CHUNK])
@@ -73,6 +66,9 @@ def test_inspect_shows_a_prompt_by_the_hash_that_ls_shows(depot: Depot, chats: E
     said = json.loads(done.stdout)
     assert said["chunks"] == 3
     assert [(each["position"], each["state"]) for each in said["in_memory"]] == [(i, "ready") for i in (1, 2, 3)]
+    assert run("ls", "-u", depot.url, "-m", "no such").stdout == "no prompts of models named no such... are in memory\n"
+    done = run("inspect", "00" * 32, "--url", depot.url)
+    assert (done.returncode, done.stdout) == (1, f"memory has no chunk whose hash begins with {'00' * 32}\n")
     assert [line for line in run("inspect", end, *which, "-l").stdout.splitlines() if line.startswith(end)]
 
 
@@ -100,12 +96,6 @@ def test_inspect_names_the_tiers_that_have_a_chunk_too(start_depot: StartDepot, 
     eventually(lambda: json.loads(run(*which, "-j").stdout)["in_memory"][0]["tiers"] == [tier])
     assert f"{tier}: 1" in run(*which).stdout
     engine.close()
-
-
-@pytest.mark.faults
-def test_a_hash_that_memory_does_not_have_is_no_success(depot: Depot, used: Engine) -> None:
-    done = run("inspect", "00" * 32, "--url", depot.url)
-    assert (done.returncode, done.stdout) == (1, f"memory has no chunk whose hash begins with {'00' * 32}\n")
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_an_error_that_quotes_what_was_sent_stays_short(start_depot: StartDepot)
     raw.close()
 
 
-def test_requests_beyond_the_rate_are_refused_and_counted_and_the_next_second_is_another(
+def test_requests_beyond_the_rate_are_refused_until_the_next_second(
     start_depot: StartDepot,
 ) -> None:
     server, raw = start(start_depot, "--max-rate", "100")
@@ -267,9 +267,7 @@ def cpu_s(pid: int) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_have_left(
-    start_depot: StartDepot, scheme: str
-) -> None:
+def test_more_clients_than_open_files_allow_wait_until_others_have_left(start_depot: StartDepot, scheme: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else ""
     server = start_depot(arena_mib=8, url=url, files=64)
@@ -375,9 +373,7 @@ def resident_mib(server: Depot) -> float:
 
 
 @pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
-def test_one_that_floods_is_refused_while_others_are_answered_and_the_servers_memory_stays(
-    start_depot: StartDepot, kind: str
-) -> None:
+def test_a_flood_is_refused_while_others_are_answered_and_memory_stays(start_depot: StartDepot, kind: str) -> None:
     """The benchmark measures the effect on other clients' latency."""
     # A rate that a flood is beyond on any machine: the usual one a process that hardly runs may not reach.
     server = start_depot("--max-rate", "1000", arena_mib=8)

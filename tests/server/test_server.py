@@ -102,7 +102,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
     assert not (SHM / name).exists()
 
 
-def test_a_server_without_standard_input_output_and_error_keeps_those_numbers_from_its_files(tmp_path: Path) -> None:
+def test_a_server_without_standard_files_keeps_their_numbers_from_its_own(tmp_path: Path) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     url = f"ipc://{tmp_path}/s"
     Depot.names.add(name)
@@ -335,9 +335,7 @@ def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepo
     assert not socket_path(server).exists()
 
 
-def test_a_folder_of_the_socket_that_was_removed_is_told_and_its_socket_made_again_with_it(
-    start_depot: StartDepot, tmp_path: Path
-) -> None:
+def test_a_removed_folder_of_the_socket_is_reported_and_used_again(start_depot: StartDepot, tmp_path: Path) -> None:
     """As /run/user/UID is removed at a logout, and there again, empty, at the next login."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
@@ -404,9 +402,7 @@ class Hanging(Mapped):
 
 
 @pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
-def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says_that_it_touches_no_block(
-    tmp_path: Path, what: str
-) -> None:
+def test_a_server_that_ends_while_a_driver_hangs_keeps_its_blocks_locked(tmp_path: Path, what: str) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1, http="off"))
     hanging = Hanging()

@@ -137,7 +137,22 @@ def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int
     report.namespaces = sum(each.groups[0] is each for each in index.namespaces.all())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
-    _check_bytes(fd, whole, index, data, report, progress)
+    area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
+    chunks = [chunk for namespace in index.namespaces.all() for chunk in namespace.chunks.values()]
+    for number, chunk in enumerate(chunks):
+        if number % _PROGRESS_CHUNKS == 0:
+            progress(number, len(chunks))
+        for rank, shard in chunk.shards.items():
+            report.summed_shards += bool(shard.checksum)
+            if not shard.checksum or checksum(area, shard.extents, shard.size) == shard.checksum:
+                continue
+            assert shard.slot is not None, "a restored shard without a record"
+            place = shard.slot * SLOT_BYTES
+            if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
+                continue  # it was evicted while we read it
+            name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
+            report.problems.append(f"{name}: its bytes do not match its checksum")
+            index.mark_corrupt(chunk, rank)
     index.validate()
 
 
@@ -149,28 +164,3 @@ def _restore(fd: int, header: ArenaHeader, whole: int, fix: bool) -> tuple[Index
         memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
     index = Index(Allocator(header.chunks_start, header.size), Lru, Records(memory))
     return index, restore(index, data, whole), data
-
-
-def _check_bytes(
-    fd: int, whole: int, index: Index, data: bytearray, report: Report, progress: Callable[[int, int], None]
-) -> None:
-    area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
-    looked_at = 0
-    for namespace in index.namespaces.all():
-        for chunk in list(namespace.chunks.values()):
-            if looked_at % _PROGRESS_CHUNKS == 0:
-                progress(looked_at, report.chunks)
-            looked_at += 1
-            for rank, shard in chunk.shards.items():
-                if not shard.checksum:
-                    continue
-                report.summed_shards += 1
-                if checksum(area, shard.extents, shard.size) == shard.checksum:
-                    continue
-                assert shard.slot is not None, "a restored shard without a record"
-                place = shard.slot * SLOT_BYTES
-                if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
-                    continue  # it was evicted while we read it
-                name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
-                report.problems.append(f"{name}: its bytes do not match its checksum")
-                index.mark_corrupt(chunk, rank)

@@ -61,7 +61,7 @@ Said: TypeAlias = tuple[str, str] | tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks are about: the settings of a server started here, the client's key, and the running server."""
+    """The subjects of the checks: the settings of a server started here, the client's key, and the running server."""
 
     config: Config
     settings: Said

@@ -105,7 +105,7 @@ def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
 def _losses(
     status: Status, now: TenantStatus | None, new: Quota | None, asked: tuple[str, str], name: str
 ) -> list[str]:
-    """What a tenant or salt loses at once, or may lose, with the quota `new` in place of its own; None: without one.
+    """Each loss, or possible loss, of a tenant or salt with the quota `new` in place of its own; None: without one.
 
     A salt whose quota ends counts for its tenant again, whose cap then holds for both.
     """
