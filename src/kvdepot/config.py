@@ -323,7 +323,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rules(self) -> Rules:
-        """The rules that tiers start with. Local tiers remove nothing because of its age until the core notifies them."""
+        """The rules that tiers start with. Local tiers remove nothing because of age until the core says so."""
         quotas = {(tenant, tenant_salt(tenant, tag)): quota for (tenant, tag), quota in self.quotas.items()}
         return Rules.of(quotas, {}, self.ttl_s)
 
