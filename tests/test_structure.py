@@ -41,45 +41,40 @@ def layers() -> dict[str, int]:
     return {name: layer for layer, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
 
-def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
-    """`(module, imported module, whether for types alone)`, as dotted names without the package's own."""
+def imports(package: Path) -> Iterator[tuple[str, str]]:
+    """`(module, imported module)`, also for types alone, as dotted names without the package's own."""
     modules = {".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
                for path in package.rglob("*.py")}  # fmt: skip
     for module, path in modules.items():
-        for name, for_types in names_imported(module, path.read_text()):
+        for name in names_imported(module, path.read_text()):
             target = name.removeprefix("kvdepot.")
             found = target if target in modules else target.rpartition(".")[0]
             if found:  # else of the package itself: its version
-                yield module, found, for_types
+                yield module, found
 
 
 @functools.cache  # each planted fault is looked for in the whole package
-def names_imported(module: str, source: str) -> list[tuple[str, bool]]:
-    """The names of this package that a module's source imports, and whether for types alone."""
-    tree, found = ast.parse(source), []
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    for_types = {id(node) for guard in guards for node in ast.walk(guard)}
-    for node in ast.walk(tree):
+def names_imported(module: str, source: str) -> list[str]:
+    """The names of this package that a module's source imports."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            named = [alias.name for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
-            named = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found += [(name, id(node) in for_types) for name in named if name.startswith("kvdepot.")]
-    return found
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.startswith("kvdepot.")]
 
 
 def faults(package: Path) -> list[str]:
     """Violations of the layers in the source."""
     layer, found = layers(), []
     graph: dict[str, set[str]] = {}
-    for module, target, for_types in imports(package):
+    for module, target in imports(package):
         one, other = module.partition(".")[0], target.partition(".")[0]
         if one != "__init__" and one != other and layer[other] >= layer[one]:
             found.append(f"{module} imports {target}, which stands beside it or higher")
-        if not for_types and module != target:
+        if module != target:
             graph.setdefault(module, set()).add(target)
     try:
         TopologicalSorter(graph).prepare()
@@ -109,8 +104,9 @@ def test_every_module_and_folder_has_its_floor_and_few_modules_stand_outside_of_
     [
         ("memory/copier.py", "from kvdepot.core import depot", "memory.copier imports core.depot"),
         ("core/depot.py", "from kvdepot.client.socket import Client", "core.depot imports client.socket"),
-        ("client/socket.py", "    from kvdepot.core.reuse import Reuse", "client.socket imports core.reuse"),
+        ("client/socket.py", "    from kvdepot.core.usage import Usages", "client.socket imports core.usage"),
         ("protocol/layout.py", "from kvdepot.protocol import wire", "a circle"),
+        ("core/report.py", "if TYPE_CHECKING: from kvdepot.core.depot import Depot", "a circle"),
         ("errors.py", "import kvdepot.config", "errors imports config"),
     ],
 )

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.tiering.forgetting import EraseToken, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import AlwaysAlive, Client
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import NoRoom, Reserved
 from kvdepot.errors import BadRequest, Busy

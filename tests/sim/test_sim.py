@@ -16,8 +16,8 @@ from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index, recovery
-from kvdepot.core.index.accounts import Account, Accounts
-from kvdepot.core.index.chunk import State, join_groups
+from kvdepot.core.index.accounts import Accounts
+from kvdepot.core.index.chunk import Account, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Found, Reason

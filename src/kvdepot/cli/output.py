@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import click
 import msgspec
@@ -20,9 +20,7 @@ from kvdepot.cli.options import Consent
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from kvdepot.cli.view import Listing
+    from rich.console import Console, RenderableType
 
 __all__ = [
     "Progress",
@@ -74,7 +72,13 @@ def console() -> Console:
     return Console(width=columns, height=lines, highlight=False, markup=False)
 
 
-def print_tables(*listings: Listing) -> None:
+class Printable(Protocol):
+    """A listing (view.py) that makes a table of at most `width` columns of text."""
+
+    def table(self, width: int) -> RenderableType: ...
+
+
+def print_tables(*listings: Printable) -> None:
     """Print tables, which leave out columns that do not fit, with a blank line between two."""
     out = console()
     for number, listing in enumerate(listings):

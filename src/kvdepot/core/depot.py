@@ -17,7 +17,7 @@ from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
-from kvdepot.core.engines import Engines
+from kvdepot.core.engines import Engines, client_figures
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
@@ -25,7 +25,7 @@ from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import SHOWN, Report
+from kvdepot.core.report import SHOWN, Report, ServerFacts, namespace_figures, tenant_figures
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import Arrived, TierLookup
@@ -42,7 +42,7 @@ from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import name_of
-from kvdepot.protocol.status import Device, Status
+from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Depot"]
@@ -62,8 +62,7 @@ class Depot:
         index: Index,
         map_layout: Callable[[Layout], Mapped] = HostTensors.open,
         tiers: Sequence[TierConfig] = (),
-        device_status: Callable[[], list[Device]] = list,
-        boot: bytes = b"",
+        server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
         is_tenant: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
@@ -89,7 +88,7 @@ class Depot:
         self._is_behind = False  # chunks that have expired, or are above a cap, are still there
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
-        self.report = Report(self, device_status, boot)
+        self.report = Report(server or ServerFacts())
         self.engines = Engines(self.report.note)
         self.forgetting = RemovalRequests(
             config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
@@ -247,12 +246,13 @@ class Depot:
     def tick(self, now: float, wall: float) -> list[Action]:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
+        self.report.wall = self.wall
         for lease in self.leases.tick(now):
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
         self.usages.tick(now)
         self._drop_excess()
-        self.report.tick(now)
+        self.report.tick(now, self.counters, self.tiering.status(now))
         is_over = self._idleness.is_over(self._clients.values(), now)
         stops = [Stop(f"no engine for {self._config.idle_exit:g} s")] if is_over else []
         return [*self.tiering.tick(now), *stops]
@@ -366,5 +366,25 @@ class Depot:
         return self._config.chunk_size
 
     def status(self, tenant: str = "") -> Status:
-        """The status that this tenant may see; empty: everything. See core/report.py."""
-        return self.report.status(tenant)
+        """The status that this tenant may see; empty: everything."""
+        index, usages = self.index, self.usages
+        tokens = usages.figures(tenant)
+        lease_count, leased_bytes = self.leases.totals(tenant)
+        firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
+        return Status(
+            **self.report.figures(tenant, self.now),
+            **index.figures(),
+            **client_figures(self.clients, tenant, self.now),
+            **namespace_figures(firsts, tokens["model_usage"]),
+            **tokens,
+            chunk_size_tokens=self.chunk_size,
+            operations=self.operations,
+            lease_count=lease_count,
+            leased_bytes=leased_bytes,
+            stored_bytes=self.transfers.stored_bytes,
+            retrieved_bytes=self.transfers.retrieved_bytes,
+            tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),
+            tiers=self.tiering.status(self.now),
+            counters={**self.counters, "evicted_chunks": index.evicted},
+            histograms=[each.figure() for each in (usages.hit_tokens, *index.lifetimes, usages.saved_s)],
+        )

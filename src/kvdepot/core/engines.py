@@ -1,4 +1,4 @@
-"""Which engines are connected: one line in the log and the journal when an engine comes, and one when it is gone.
+"""Which engines are connected: in log and journal when an engine comes and when it is gone, and in the status.
 
 An engine has a client per process: its scheduler and its workers. Those that name the same engine in their `Hello` are
 one engine; a client that names none is one by itself. It comes with the first registration or lookup of its first
@@ -7,18 +7,27 @@ client, so commands, probes and web pages are no engines. Called by core/depot.p
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 from kvdepot.core.clients import Client
+from kvdepot.protocol.status import Engine
 
-__all__ = ["Engines"]
+__all__ = ["ClientFigures", "Engines", "client_figures"]
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 80
 """Most characters of a model's name in log and journal."""
+_LISTED = 64
+"""Most engines in a status (those with the latest requests)."""
+_MODELS = 4
+"""Most models listed for one engine."""
+_SHORT = 100
+"""Most characters of a model's name in an engine's entry."""
 
 
 @dataclass(slots=True)
@@ -69,3 +78,56 @@ class Engines:
 
 def _key(client: Client) -> tuple[str, str | bytes]:
     return client.user, client.engine or client.identity
+
+
+class ClientFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    clients: int
+    sessions: int
+    instances: int
+    engine_count: int
+    divided_engines: int
+    engines: list[Engine]
+
+
+def client_figures(clients: Collection[Client], tenant: str, now: float) -> ClientFigures:
+    """All clients counted, and the engines that a tenant may see; empty: all."""
+    engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
+    return ClientFigures(
+        clients=len(clients),
+        sessions=sum(len(client.sessions) for client in clients),
+        instances=sum(len(client.instances) for client in clients),
+        engine_count=len(engines),
+        divided_engines=_divided(engines),
+        engines=[_status(each, now) for each in heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)],
+    )
+
+
+def _divided(clients: Iterable[Client]) -> int:
+    """The number of engines whose processes name different models: what one stores, another never finds."""
+    models: dict[tuple[str, str], set[str]] = {}
+    for client in clients:
+        if client.engine and client.model:
+            models.setdefault((client.user, client.engine), set()).add(client.model)
+    return sum(len(each) > 1 for each in models.values())
+
+
+def _status(client: Client, now: float) -> Engine:
+    parts = [part for each in client.instances.values() for part in each.namespaces]
+    models = {model[:_SHORT] for model, *_ in parts} | ({client.model[:_SHORT]} if client.model else set())
+    return Engine(
+        id=client.called,
+        since_s=now - client.came,
+        idle_s=now - client.heard,
+        models=sorted(models)[:_MODELS],
+        ranks=sorted({rank for _, _, rank, _ in parts}),
+        device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
+        tenant=client.tenant,
+        sessions=len(client.sessions),
+        pinned_chunks=client.pins,
+        queued=client.queued,
+        engine=client.engine_called,
+        host=client.host[:_SHORT],
+        pid=client.pid,
+    )

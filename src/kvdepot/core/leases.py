@@ -25,8 +25,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin
 from kvdepot.core.index.index import Index
 from kvdepot.core.matching import match
 from kvdepot.errors import BadRequest, Busy

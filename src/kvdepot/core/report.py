@@ -1,75 +1,99 @@
-"""The depot's status, journal of events and latencies. Reads the depot's state and decides nothing.
+"""The journal of events, the latencies, and the parts of a status that are made of several others' values.
 
-Called by core/depot.py on the deciding thread. Invariant: its time does not grow with the number of chunks.
+Called by core/depot.py on the deciding thread, which puts a status together of what its parts hand over. Decides
+nothing. Invariant: a status takes a time that does not grow with the number of chunks.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
-import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
 
 from kvdepot import __version__
-from kvdepot.core.clients import Client
-from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.core.index.chunk import Account, Namespace
 from kvdepot.protocol.counters import SERVER, Counters
-from kvdepot.protocol.metrics import Journal, Latencies
+from kvdepot.protocol.metrics import Event, Journal, Latencies, Latency
 from kvdepot.protocol.quotas import shown_tag
 from kvdepot.protocol.status import (
     MOST_NAME,
     OTHERS,
     Device,
-    Engine,
     GroupStatus,
     NamespaceStatus,
-    Saved,
-    Status,
     TenantStatus,
+    TierStatus,
     Usage,
 )
 
-if TYPE_CHECKING:
-    from kvdepot.core.depot import Depot
-
-__all__ = ["SHOWN", "Report"]
+__all__ = ["SHOWN", "NamespaceFigures", "Report", "ServerFacts", "namespace_figures", "tenant_figures"]
 
 log = logging.getLogger(__name__)
 
 SHOWN = 80
 """Most characters of a model's name in the journal."""
-
 _NAMESPACES = 100
 """Most namespaces in a status (the largest ones), so that it stays small; the others are summed in one entry."""
-_ENGINES = 64
-"""Most engines in a status (those with the latest requests)."""
-_MODELS = 4
-"""Most models listed for one engine."""
-_SHORT = 100
-"""Most characters of a model's name in an engine's entry."""
 _QUIET_S = 60.0
 """Minimum time between two journal entries for the same counter."""
 
 
-class Report:
-    """Status, journal and latencies of one depot."""
+@dataclass(slots=True)
+class ServerFacts:
+    """What the core cannot know of its server, for the status. The server changes it on the deciding thread."""
 
-    def __init__(self, depot: Depot, devices: Callable[[], list[Device]], boot: bytes) -> None:
+    boot: bytes = b""
+    pid: int = 0
+    host: str = ""
+    devices: Callable[[], list[Device]] = list
+    http: str = ""
+    """HOST:PORT where the server listens for HTTP; empty if it does not."""
+    http_failure: str = ""
+    """Why it does not serve HTTP although it should."""
+    unreachable: str = ""
+    """Why no new client can find this server."""
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+class ReportFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    version: str
+    boot: str
+    pid: int
+    host: str
+    wall_s: float
+    uptime_s: float
+    http: str
+    http_failure: str
+    unreachable: str
+    settings: dict[str, str]
+    devices: list[Device]
+    latencies: list[Latency]
+    events: list[Event]
+
+
+class NamespaceFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    namespace_count: int
+    cached_tokens: int
+    namespaces: list[NamespaceStatus]
+    other_namespaces: NamespaceStatus | None
+
+
+class Report:
+    """The journal and the latencies of one depot, and what its server says of itself."""
+
+    def __init__(self, server: ServerFacts) -> None:
         self.journal = Journal()
         self.latencies = Latencies()
-        self.http = ""  # where the server listens for HTTP; set by server/loop.py, on the deciding thread
-        self.http_failure = ""  # why it does not serve HTTP although it should
-        self.unreachable = ""  # why no new client can find this server
-        self.settings: dict[str, str] = {}  # set by server/loop.py before it serves
-        self._depot = depot
-        self._devices = devices
-        self._boot = boot
+        self.server = server
+        self.wall = 0  # seconds since 1970, as of the last tick
         self._began: float | None = None  # time of the first tick
         self._counted = Counters()  # values at their last journal entries
-        self._told: dict[str, float] = {}  # by counter: no further journal entry before this time
+        self._quiet_until: dict[str, float] = {}  # by counter: no further journal entry before this time
         self._tiers: dict[str, str] = {}  # by tier: its state in the journal
         self._corrupt = 0  # corrupt chunks when last logged
 
@@ -78,112 +102,65 @@ class Report:
 
     def note(self, kind: str, text: str) -> None:
         """Add an event to the journal."""
-        self.journal.note(self._depot.wall, kind, text)
+        self.journal.note(self.wall, kind, text)
 
     def reach(self, obstacle: str, where: str = "") -> None:
         """Called once a second. obstacle: why no new client can find this server; empty: clients can.
 
         where: logged only, because anyone may see the status.
         """
-        if obstacle and not self.unreachable:
+        if obstacle and not self.server.unreachable:
             log.error("%s (%s): no new engine can connect; restart the server", obstacle, where)
             self.note("unreachable", obstacle)
-        self.unreachable = obstacle
+        self.server.unreachable = obstacle
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, counters: Counters, tiers: Iterable[TierStatus]) -> None:
         """Called once a second: adds journal entries for changed counters and tier states."""
         if self._began is None:
             self._began = now
             self.note("start", f"kvdepot {__version__} started")
         for counted in SERVER:
-            name, count = counted.name, self._depot.counters[counted.name]
-            if counted.is_event and count > self._counted[name] and now >= self._told.get(name, 0.0):
+            name, count = counted.name, counters[counted.name]
+            if counted.is_event and count > self._counted[name] and now >= self._quiet_until.get(name, 0.0):
                 self.note(name, f"{counted.meaning.rstrip('.')}: {count - self._counted[name]}")
-                self._counted[name], self._told[name] = count, now + _QUIET_S
-        corrupt = self._depot.counters["corrupt_chunks"]
+                self._counted[name], self._quiet_until[name] = count, now + _QUIET_S
+        corrupt = counters["corrupt_chunks"]
         if corrupt > self._corrupt:
             log.error("%d chunks failed their checksum; suspect faulty RAM", corrupt)
             self._corrupt = corrupt
-        for tier in self._depot.tiering.status(now):
+        for tier in tiers:
             if self._tiers.setdefault(tier.name, "up") != tier.state:
                 self._tiers[tier.name] = tier.state
                 self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
-    def status(self, tenant: str = "") -> Status:
-        """The current status. tenant: whose namespaces and engines to list; empty: everybody's."""
-        depot, index = self._depot, self._depot.index
-        clients = depot.clients
-        now = depot.now
-        engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
-        namespaces = [
-            namespace
-            for namespace in index.namespaces.all()
-            if namespace.groups[0] is namespace and tenant in ("", namespace.tenant)
-        ]
-        lease_count, leased_bytes = depot.leases.totals(tenant)
-        tokens, models = depot.usages.tokens, depot.usages.by_model(tenant)
-        listed, others = _namespaces(namespaces, models)
-        return Status(
+    def figures(self, tenant: str, now: float) -> ReportFigures:
+        """What a tenant's client may see; empty: everything."""
+        server = self.server
+        return ReportFigures(
             version=__version__,
-            boot=self._boot.hex(),
-            pid=os.getpid(),
-            wall_s=depot.wall,
+            boot=server.boot.hex(),
+            pid=server.pid,
+            host=server.host,
+            wall_s=self.wall,
             uptime_s=now - self._began if self._began is not None else 0.0,
-            http=self.http,
-            http_failure=self.http_failure,
-            unreachable=self.unreachable,
-            settings={} if tenant else self.settings,
-            chunk_size_tokens=depot.chunk_size,
-            capacity_bytes=index.allocator.capacity,
-            used_bytes=index.allocator.capacity - index.allocator.free_bytes,
-            chunks=index.chunks,
-            reserved_shards=index.reserved,
-            holds=index.held,
-            evicted_chunks=index.evicted,
-            record_slots=index.records.capacity,
-            record_slots_used=index.records.used,
-            unrecorded_shards=index.unrecorded,
-            operations=depot.operations,
-            clients=len(clients),
-            sessions=sum(len(client.sessions) for client in clients),
-            instances=sum(len(client.instances) for client in clients),
-            namespace_count=len(namespaces),
-            engine_count=len(engines),
-            divided_engines=_divided(engines),
-            lease_count=lease_count,
-            leased_bytes=leased_bytes,
-            stored_bytes=depot.transfers.stored_bytes,
-            retrieved_bytes=depot.transfers.retrieved_bytes,
-            cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
-            saved=Saved(tokens.reused, depot.usages.saved_s.sum),
-            tokens=tokens,
-            usage=depot.usages.by_tenant(tenant),
-            model_usage=models,
+            http=server.http,
+            http_failure=server.http_failure,
+            unreachable=server.unreachable,
+            settings={} if tenant else server.settings,
+            devices=server.devices(),
             latencies=self.latencies.figures(),
-            namespaces=listed,
-            other_namespaces=others,
-            histograms=[each.figure() for each in (depot.usages.hit_tokens, *index.lifetimes, depot.usages.saved_s)],
-            holds_s=index.lifetimes.holds_s(),
-            host=os.uname().nodename,
-            engines=_engines(engines, now),
-            tenants=_tenants(index.accounts, depot.tiering, tenant),
-            tiers=depot.tiering.status(now),
-            devices=self._devices(),
-            counters={**depot.counters, "evicted_chunks": index.evicted},
             events=[] if tenant else self.journal.events(),
         )
 
 
-def _namespaces(
-    namespaces: Iterable[Namespace], models: Iterable[Usage]
-) -> tuple[list[NamespaceStatus], NamespaceStatus | None]:
-    """One entry per model, the largest ones, and the sum of the others; namespaces: their first KV cache groups."""
+def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) -> NamespaceFigures:
+    """One entry per model, the largest ones, and the sum of the others. namespaces: their first KV cache groups.
+    models: tokens by tenant and model; the largest namespace of a model shows them."""
     sizes = sorted(((_bytes(each), each) for each in namespaces), key=lambda item: -item[0])
     usages = {(each.tenant, each.model): each for each in models}
-    none = Usage("")
     listed = []
     for size, namespace in sizes[:_NAMESPACES]:
-        usage = usages.pop((namespace.tenant, namespace.model[:MOST_NAME]), none)  # the largest of the model has it
+        usage = usages.pop((namespace.tenant, namespace.model[:MOST_NAME]), Usage(""))
         listed.append(
             NamespaceStatus(
                 tenant=namespace.tenant,
@@ -202,24 +179,28 @@ def _namespaces(
                 reused_tokens=usage.reused_tokens,
             )
         )
-    rest = sizes[_NAMESPACES:]
-    if not rest and not usages:
-        return listed, None
-    others = NamespaceStatus(
-        tenant=OTHERS,
-        model=OTHERS,
-        world_size=0,
-        blocks_in_chunk=0,
-        chunks=sum(_chunks(each) for _, each in rest),
-        bytes=sum(size for size, _ in rest),
-        engines=sum(_live(each) for _, each in rest),
-        lookup_chunks=sum(each.lookup_chunks for _, each in rest),
-        hit_chunks=sum(each.hit_chunks for _, each in rest),
-        asked_tokens=sum(each.asked_tokens for each in usages.values()),
-        found_tokens=sum(each.found_tokens for each in usages.values()),
-        reused_tokens=sum(each.reused_tokens for each in usages.values()),
+    others, rest = None, sizes[_NAMESPACES:]
+    if rest or usages:
+        others = NamespaceStatus(
+            tenant=OTHERS,
+            model=OTHERS,
+            world_size=0,
+            blocks_in_chunk=0,
+            chunks=sum(_chunks(each) for _, each in rest),
+            bytes=sum(size for size, _ in rest),
+            engines=sum(_live(each) for _, each in rest),
+            lookup_chunks=sum(each.lookup_chunks for _, each in rest),
+            hit_chunks=sum(each.hit_chunks for _, each in rest),
+            asked_tokens=sum(each.asked_tokens for each in usages.values()),
+            found_tokens=sum(each.found_tokens for each in usages.values()),
+            reused_tokens=sum(each.reused_tokens for each in usages.values()),
+        )
+    return NamespaceFigures(
+        namespace_count=len(namespaces),
+        cached_tokens=sum(_chunks(each) * each.chunk_tokens for each in namespaces),
+        namespaces=listed,
+        other_namespaces=others,
     )
-    return listed, others
 
 
 def _bytes(namespace: Namespace) -> int:
@@ -232,9 +213,18 @@ def _live(namespace: Namespace) -> int:
     return max(group.live for group in namespace.groups)
 
 
-def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantStatus]:
-    """The accounts that a tenant may see: its own, and those of its salts; empty: all, if there are several."""
-    shown = [each for each in accounts.all() if tenant in ("", each.tenant)] if len(accounts) > 1 else []
+def _chunks(namespace: Namespace) -> int:
+    """The number of chunks of a model, given its first KV cache group: of the group that has most of them."""
+    return max(len(group.chunks) for group in namespace.groups)
+
+
+def tenant_figures(
+    accounts: Sequence[Account], tenant: str, disk_bytes: Callable[[Account], int | None]
+) -> list[TenantStatus]:
+    """The accounts that a tenant may see: its own, and those of its salts; empty: all, if there are several.
+
+    accounts: the rest, then the others. disk_bytes: what an account has in local tiers.
+    """
     return [
         TenantStatus(
             tenant=account.tenant,
@@ -246,48 +236,11 @@ def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantSt
             ttl_s=account.quota.ttl_s,
             evicted_chunks=account.evicted,
             capped_chunks=account.capped,
-            disk_bytes=None if account is accounts.rest else tiering.bytes_of(account),
+            disk_bytes=None if account is accounts[0] else disk_bytes(account),
             disk_floor_bytes=account.quota.disk_floor_bytes,
             disk_cap_bytes=account.quota.disk_cap_bytes,
             salt=shown_tag(account.tag),
         )
-        for account in shown
-    ]
-
-
-def _chunks(namespace: Namespace) -> int:
-    """The number of chunks of a model, given its first KV cache group: of the group that has most of them."""
-    return max(len(group.chunks) for group in namespace.groups)
-
-
-def _divided(clients: Iterable[Client]) -> int:
-    """The number of engines whose processes name different models: what one stores, another never finds."""
-    models: dict[tuple[str, str], set[str]] = {}
-    for client in clients:
-        if client.engine and client.model:
-            models.setdefault((client.user, client.engine), set()).add(client.model)
-    return sum(len(each) > 1 for each in models.values())
-
-
-def _engines(clients: Iterable[Client], now: float) -> list[Engine]:
-    return [
-        Engine(
-            id=client.called,
-            since_s=now - client.came,
-            idle_s=now - client.heard,
-            models=sorted(
-                {model[:_SHORT] for each in client.instances.values() for model, *_ in each.namespaces}
-                | ({client.model[:_SHORT]} if client.model else set())
-            )[:_MODELS],
-            ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
-            device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
-            tenant=client.tenant,
-            sessions=len(client.sessions),
-            pinned_chunks=client.pins,
-            queued=client.queued,
-            engine=client.engine_called,
-            host=client.host[:_SHORT],
-            pid=client.pid,
-        )
-        for client in heapq.nlargest(_ENGINES, clients, key=lambda client: client.heard)
+        for account in (accounts if len(accounts) > 1 else ())
+        if tenant in ("", account.tenant)
     ]

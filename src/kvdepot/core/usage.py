@@ -22,6 +22,7 @@ comes back would start anew.
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypedDict
 
 from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
@@ -29,7 +30,7 @@ from kvdepot.core.infinite_cache import InfiniteCache, words
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import MOST_NAME, OTHERS, TokenCounts, Usage
+from kvdepot.protocol.status import MOST_NAME, OTHERS, Saved, TokenCounts, Usage
 
 __all__ = ["Usages"]
 
@@ -82,6 +83,15 @@ class _Sums:
         return [Usage(whose, each.asked, each.found, each.reused, model) for (whose, model), each in shown.items()]
 
 
+class TokenFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    saved: Saved
+    tokens: TokenCounts
+    usage: list[Usage]
+    model_usage: list[Usage]
+
+
 class Usages:
     """The tokens of one depot."""
 
@@ -105,6 +115,15 @@ class Usages:
         total, missed = self.total, self._infinite_cache.missed
         bound = None if missed is None else total.found + missed
         return TokenCounts(total.asked, total.found, total.reused, bound)
+
+    def figures(self, tenant: str) -> TokenFigures:
+        """What a tenant's client may see; empty: everything."""
+        return TokenFigures(
+            saved=Saved(self.total.reused, self.saved_s.sum),
+            tokens=self.tokens,
+            usage=self.by_tenant(tenant),
+            model_usage=self.by_model(tenant),
+        )
 
     def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
         """Count a lookup together with what it found, in chunks, so that both fall into the same window.

@@ -26,6 +26,7 @@ from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
+from kvdepot.core.report import ServerFacts
 from kvdepot.devices import Devices
 from kvdepot.errors import ArenaError, BadRequest, ConfigError
 from kvdepot.eviction import POLICIES
@@ -103,8 +104,9 @@ class Server:
             )
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
+            self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename, devices.status)
             self.depot = Depot(
-                config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot,
+                config, self._restore(), devices.map, config.tier_configs, self._facts,
                 is_tenant=self._listener.is_tenant,
             )  # fmt: skip
             self.connections = Connections(
@@ -186,7 +188,7 @@ class Server:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
             if self._web is not None:
-                self.depot.report.http = ""
+                self._facts.http = ""
                 self._web.end()
             self._drain()
         finally:
@@ -203,7 +205,7 @@ class Server:
             self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
             self._copier.threads,
         )  # fmt: skip
-        self.depot.report.settings = reported(self._config)
+        self._facts.settings = reported(self._config)
         note_serving(self._config.url)
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
@@ -268,10 +270,9 @@ class Server:
             self.depot.counters["kv_event_overflows"] = self._feed.overflows
         self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
-        report = self.depot.report
         if self._web is not None:
-            report.http, report.http_failure = self._web.address, self._web.failure
-        report.reach(*self._obstacle())
+            self._facts.http, self._facts.http_failure = self._web.address, self._web.failure
+        self.depot.report.reach(*self._obstacle())
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
             self._copier.submit(Call(None, shm.sweep_liveness_files))

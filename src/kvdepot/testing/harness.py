@@ -20,6 +20,7 @@ from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
 from kvdepot.core.index.index import Index
+from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
@@ -91,7 +92,7 @@ class Harness:
         self.arena_name = arena or ArenaName()
         self.liveness_files: dict[bytes, PlainLiveness] = {}  # of clients that `hello` admitted, by identity
         self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
-        self.depot = Depot(config, index, map_layout, tiers, boot=boot, step_chunks=step_chunks)
+        self.depot = Depot(config, index, map_layout, tiers, ServerFacts(boot), step_chunks)
         self.connections = Connections(
             config, self.depot, boot, self.arena_name, open_liveness or self._open_liveness, tenant
         )

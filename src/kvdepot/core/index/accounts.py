@@ -8,51 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvdepot.core.index.chunk import Chunk, is_evictable
+from kvdepot.core.index.chunk import Account, Chunk
 from kvdepot.eviction import Policy, Victim
 from kvdepot.eviction.ages import Ages
-from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
-from kvdepot.protocol.keys import tenant_salt
+from kvdepot.eviction.shares import victim_for
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
 
-__all__ = ["Account", "Accounts"]
-
-
-class Account(FairShare):
-    """The share of one tenant with a quota, of one cache salt with a quota, or of all others.
-
-    tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored.
-    """
-
-    __slots__ = ("capped", "chunks", "evicted", "quota", "salt", "tag", "tenant")
-
-    def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int) -> None:
-        super().__init__(policy, is_evictable, capacity, _bounds(quota))
-        self.tenant, self.tag = owner
-        self.salt = tenant_salt(*owner)
-        self.quota = quota
-        self.chunks = 0
-        self.evicted = 0  # chunks
-        self.capped = 0  # shards not stored because of the cap
-
-    @property
-    def name(self) -> str:
-        """Its tenant or salt, for people; empty for the rest."""
-        return name_of(self.tenant, self.tag)
-
-    def set(self, quota: Quota) -> None:
-        """Change the quota. If chunks expire sooner than before, the caller records their ages."""
-        self.quota = quota
-        self.set_bounds(_bounds(quota))
-
-    def is_nearly_full(self) -> bool:
-        """Whether less than an eighth of its cap is left, not counting what is leaving."""
-        return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
-
-    def victim(self) -> Chunk | None:
-        victim = super().victim()
-        assert victim is None or isinstance(victim, Chunk)
-        return victim
+__all__ = ["Accounts"]
 
 
 class Accounts:
@@ -167,10 +129,6 @@ class Accounts:
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
         self._has_ttls |= quota.ttl_s > 0
         return Account(owner, quota, self._policy(), self._capacity)
-
-
-def _bounds(quota: Quota) -> ShareBounds:
-    return ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight)
 
 
 def _bytes_of(victim: Victim) -> int:

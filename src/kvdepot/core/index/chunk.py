@@ -1,4 +1,4 @@
-"""Chunks, shards and namespaces, and the table of their state transitions.
+"""Chunks, shards, namespaces and accounts, and the table of their state transitions.
 
 Plain data; only core/index/ changes it. Invariant: a state changes by the table alone. What happens to a shard or
 chunk is an `Event`; an event that its state does not allow is a bug and raises `IllegalTransition` before anything is
@@ -16,19 +16,20 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from kvdepot.eviction import Victim
+from kvdepot.eviction import Policy, Victim
+from kvdepot.eviction.shares import FairShare, ShareBounds
 from kvdepot.memory.allocator import Extents
+from kvdepot.protocol.keys import tenant_salt
+from kvdepot.protocol.quotas import Quota, name_of
 from kvdepot.tiers.format import Facts
-
-if TYPE_CHECKING:
-    from kvdepot.core.index.accounts import Account
 
 __all__ = [
     "TRANSITIONS",
+    "Account",
     "Chunk",
     "Event",
     "IllegalTransition",
@@ -232,6 +233,43 @@ def is_evictable(chunk: Victim) -> bool:
     """Whether a chunk exists, nothing holds it and nothing is behind it."""
     assert isinstance(chunk, Chunk)
     return not chunk.holds and not chunk.children and not chunk.gone
+
+
+class Account(FairShare):
+    """The share of one tenant with a quota, of one cache salt with a quota, or of all others.
+
+    tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored.
+    """
+
+    __slots__ = ("capped", "chunks", "evicted", "quota", "salt", "tag", "tenant")
+
+    def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int) -> None:
+        super().__init__(policy, is_evictable, capacity, ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+        self.tenant, self.tag = owner
+        self.salt = tenant_salt(*owner)
+        self.quota = quota
+        self.chunks = 0
+        self.evicted = 0  # chunks
+        self.capped = 0  # shards not stored because of the cap
+
+    @property
+    def name(self) -> str:
+        """Its tenant or salt, for people; empty for the rest."""
+        return name_of(self.tenant, self.tag)
+
+    def set(self, quota: Quota) -> None:
+        """Change the quota. If chunks expire sooner than before, the caller records their ages."""
+        self.quota = quota
+        self.set_bounds(ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+
+    def is_nearly_full(self) -> bool:
+        """Whether less than an eighth of its cap is left, not counting what is leaving."""
+        return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
+
+    def victim(self) -> Chunk | None:
+        victim = super().victim()
+        assert victim is None or isinstance(victim, Chunk)
+        return victim
 
 
 class Namespace:

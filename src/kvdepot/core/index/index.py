@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypedDict
 
-from kvdepot.core.index.accounts import Account, Accounts
+from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
+from kvdepot.core.index.chunk import TRANSITIONS, Account, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
 from kvdepot.core.index.lifetimes import SAMPLED, Lifetimes
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
@@ -51,6 +52,21 @@ _RESERVED, _LOADING, _SEALED, _CORRUPT = State.RESERVED, State.LOADING, State.SE
 _WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
 _RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
 _ABSENT, _PRESENT, _NO_ROOM, _CAPPED = Absent(), Present(), NoRoom(), NoRoom(is_capped=True)
+
+
+class MemoryFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    reserved_shards: int
+    holds: int
+    evicted_chunks: int
+    record_slots: int
+    record_slots_used: int
+    unrecorded_shards: int
+    holds_s: float | None
 
 
 class Index:
@@ -706,6 +722,21 @@ class Index:
                 self._chains.wait(chunk, chunk.parent)
             self.accounts.ages.record(chunk)
         queue(found)
+
+    def figures(self) -> MemoryFigures:
+        """The counts of memory for a status."""
+        return MemoryFigures(
+            capacity_bytes=self.allocator.capacity,
+            used_bytes=self.allocator.capacity - self.allocator.free_bytes,
+            chunks=self.chunks,
+            reserved_shards=self.reserved,
+            holds=self.held,
+            evicted_chunks=self.evicted,
+            record_slots=self.records.capacity,
+            record_slots_used=self.records.used,
+            unrecorded_shards=self.unrecorded,
+            holds_s=self.lifetimes.holds_s(),
+        )
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""

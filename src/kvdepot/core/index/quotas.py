@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvdepot.core.index.accounts import Account, Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
+from kvdepot.core.index.accounts import Accounts
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol.keys import tenant_salt

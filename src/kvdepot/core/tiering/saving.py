@@ -11,8 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, is_evictable
+from kvdepot.core.index.chunk import Account, Chunk, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.tiering.lookup import Arrived

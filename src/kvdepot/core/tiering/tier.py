@@ -13,8 +13,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from kvdepot.core.histograms import RATES, Buckets
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace, Shard
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.model_names import key_of_model

@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from kvdepot.core.index.accounts import Account
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.forgetting import (
     FORGET_S,

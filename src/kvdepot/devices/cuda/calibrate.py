@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,8 +34,8 @@ from kvdepot.devices.cuda.plan import DIRECTIONS, CopyPlan, Direction
 from kvdepot.errors import DeviceError
 
 if TYPE_CHECKING:
+    from kvdepot.devices.cuda.copy_paths import CopyPaths
     from kvdepot.devices.cuda.driver import Driver
-    from kvdepot.devices.cuda.gpus import Gpu
     from kvdepot.devices.cuda.occupant import Occupant
 
 __all__ = ["PEAK", "SIZES", "Clock", "Figure", "choose", "cost_of", "describe", "dma_from", "find", "measure", "table"]
@@ -78,7 +78,20 @@ class Figure:
     """The part of its own speed that an occupant of the GPU kept meanwhile; None on an idle GPU."""
 
 
-def measure(gpu: Gpu, occupant: Occupant | None = None, clock: Clock = time.perf_counter) -> list[Figure]:
+class GpuInUse(Protocol):
+    """The part of a GPU in use (gpus.Gpu) that is measured."""
+
+    @property
+    def driver(self) -> Driver: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def copy_paths(self) -> CopyPaths: ...
+
+
+def measure(gpu: GpuInUse, occupant: Occupant | None = None, clock: Clock = time.perf_counter) -> list[Figure]:
     """Measure each size on each available copy path, in both directions. Blocks for a second at most, or
     for some 10 s beside an occupant.
 
@@ -109,7 +122,7 @@ def measure(gpu: Gpu, occupant: Occupant | None = None, clock: Clock = time.perf
     return figures
 
 
-def _beside(gpu: Gpu, plan: CopyPlan, occupant: Occupant, clock: Clock) -> list[Figure]:
+def _beside(gpu: GpuInUse, plan: CopyPlan, occupant: Occupant, clock: Clock) -> list[Figure]:
     """Measure each copy path while another process uses the GPU, and that process without copies before them."""
     _, alone = _during(occupant, clock, partial(time.sleep, 0.001))
     figures = []
@@ -161,11 +174,11 @@ def _plan(direction: Direction, device: int, host: int, size: int, count: int) -
     )
 
 
-def _speed(gpu: Gpu, plan: CopyPlan, path: str, clock: Clock) -> float:
+def _speed(gpu: GpuInUse, plan: CopyPlan, path: str, clock: Clock) -> float:
     return plan.total / median(_seconds(gpu, plan, path, clock) for _ in range(_RUNS)) / 1e9
 
 
-def _seconds(gpu: Gpu, plan: CopyPlan, path: str, clock: Clock) -> float:
+def _seconds(gpu: GpuInUse, plan: CopyPlan, path: str, clock: Clock) -> float:
     with gpu.copy_paths.slot() as slot:
         begun = clock()
         gpu.copy_paths.run(plan, slot, path)
