@@ -30,17 +30,22 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Annotated
 from urllib.parse import urlsplit
-
-import msgspec
-from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Usage, convert
 from kvdepot.tiers.mooncake.library import MooncakeStore, ReplicateConfig, library, size_of
-from kvdepot.tiers.mooncake.membership import Membership, known
-from kvdepot.tiers.mooncake.objects import PREFIX, Batch, PoolObject, Staging, address_of, memory_of, objects_of
+from kvdepot.tiers.mooncake.membership import Membership, MooncakeOptions, known
+from kvdepot.tiers.mooncake.objects import (
+    MOST_SPANS,
+    PREFIX,
+    Batch,
+    PoolObject,
+    Staging,
+    batches_of,
+    memory_of,
+    objects_of,
+)
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
@@ -56,38 +61,7 @@ ENVIRONMENT = {
 }
 """Environment variables of the library that `open` sets if they are not set."""
 PORT = 50051
-MOST_SPANS = 256
-"""Pieces of memory in one call; objects of more are staged."""
 _NOT_FOUND, _NOT_READY, _EXISTS = -704, -703, -705
-
-
-class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of this tier's URLs beside the common ones."""
-
-    local_host: Annotated[
-        str,
-        Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
-    ] = ""
-    protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
-    device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
-    segment_gib: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=65536,
-            description="memory that this host adds to the pool, in GiB or as 512MiB; 0 = none, else 16MiB or more",
-        ),
-    ] = 1.0
-    replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
-    buffer_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65536,
-            description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB",
-        ),
-    ] = 64
-    metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
 
 
 def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
@@ -118,45 +92,28 @@ class MooncakeTier:
 
     def __init__(self, master: tuple[str, int], options: MooncakeOptions, registers: bool) -> None:
         """registers: whether the transport must know memory before it moves bytes there. Raises TierError."""
-        device = options.device if options.protocol == "rdma" else ""
-        self._pool = Membership(master, options.local_host, options.metadata, int(options.segment_gib * 2**30), device)
+        self._pool = Membership(master, options, registers)
         self._options = options
-        self._registers = registers
         self._memory: Sequence[memoryview] = ()
         self._asks_sizes = True
         """Whether to ask for sizes before a read, which is a round trip: the library fails, loudly, if memory is not of
         exactly the object's size. Not after a read in which all memory was, until one in which some was not."""
         self._tally = Tally("refused", "failed", "staged_bytes")
-        self._staging = Staging(self._pool, options.buffer_mib << 20, registers, self._tally)
+        self._staging = Staging(self._pool, options.buffer_mib << 20, self._tally)
 
     def __repr__(self) -> str:
         return f"<MooncakeTier {self._pool!r}, {self._tally!r}>"
 
-    # -- memory
-
     def attach(self, memory: Sequence[memoryview]) -> None:
         self._memory = memory
-        if self._registers:
-            for area in memory:
-                self._pool.register(address_of(area), len(area))
+        for area in memory:
+            self._pool.register(area)
 
-    def _is_direct(self, entry: PoolObject) -> bool:
-        return len(entry.spans) <= MOST_SPANS and (
-            not self._registers or all(self._pool.knows(*span) for span in entry.spans)
-        )
+    def _batches(self, objects: list[PoolObject]) -> Iterator[Batch]:
+        def is_direct(entry: PoolObject) -> bool:
+            return len(entry.spans) <= MOST_SPANS and all(self._pool.can_access(*span) for span in entry.spans)
 
-    def _groups(self, objects: list[PoolObject]) -> Iterator[tuple[list[PoolObject], bool]]:
-        """Objects in groups of one call each, and whether their bytes must be staged."""
-        direct, staged = Batch(MOST_SPANS), Batch(self._options.buffer_mib << 20)
-        for entry in objects:
-            stages = not self._is_direct(entry)
-            group, weight = (staged, entry.size) if stages else (direct, len(entry.spans))
-            if group.is_full(entry, weight):
-                yield group.take(), stages
-            group.add(entry, weight)
-        for group in (direct, staged):
-            if group.objects:
-                yield group.take(), group is staged
+        return batches_of(objects, is_direct, self._options.buffer_mib << 20)
 
     # -- the contract
 
@@ -187,20 +144,16 @@ class MooncakeTier:
     def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
         """Read objects whose size is that of their memory; those that failed."""
         failed = []
-        for group, stages in self._groups(objects):
-            if stages:
-                with self._staging.staged(group) as moved:
-                    codes = self._receive(store, moved)
-                    for entry, place, code in zip(group, moved, codes, strict=True):
-                        if code == entry.size:
+        for batch in self._batches(objects):
+            with self._staging.placed(batch) as placed:
+                codes = self._receive(store, placed)
+                for entry, place, code in zip(batch.objects, placed, codes, strict=True):
+                    if code == entry.size:
+                        if batch.stages:
                             entry.scatter(place.spans[0][0])
-            else:
-                codes = self._receive(store, group)
-            for entry, code in zip(group, codes, strict=True):
-                if code == entry.size:
-                    sizes[entry.index] = code
-                elif code not in (_NOT_FOUND, _NOT_READY):
-                    failed.append(entry)
+                        sizes[entry.index] = code
+                    elif code not in (_NOT_FOUND, _NOT_READY):
+                        failed.append(entry)
         self._tally("failed", len(failed))
         return failed
 
@@ -231,29 +184,23 @@ class MooncakeTier:
         with self._pool.calling() as store:
             config: ReplicateConfig = library().ReplicateConfig()
             config.replica_num = self._options.replicas
-            for group, stages in self._groups(objects_of(blobs)):
-                self._put(store, group, stages, config, there)
+            for batch in self._batches(objects_of(blobs)):
+                self._put(store, batch, config, there)
         self._tally("refused", there.count(False))
         return there
 
-    def _put(
-        self, store: MooncakeStore, objects: list[PoolObject], stages: bool, config: ReplicateConfig, there: list[bool]
-    ) -> None:
-        """Write one group, in three steps: a plain put reports an object that another host is writing as existing."""
+    def _put(self, store: MooncakeStore, batch: Batch, config: ReplicateConfig, there: list[bool]) -> None:
+        """Write a batch, in three steps: a plain put reports an object that another host is writing as existing."""
+        keys, sizes = [entry.key for entry in batch.objects], [entry.size for entry in batch.objects]
         with self._pool.reserving():
-            codes = known(
-                store.batch_put_session_start([e.key for e in objects], [entry.size for entry in objects], config)
-            )
-        begun = [entry for entry, code in zip(objects, codes, strict=True) if code == 0]
-        exist = [entry for entry, code in zip(objects, codes, strict=True) if code == _EXISTS]
+            codes = known(store.batch_put_session_start(keys, sizes, config))
+        begun = [entry for entry, code in zip(batch.objects, codes, strict=True) if code == 0]
+        exist = [entry for entry, code in zip(batch.objects, codes, strict=True) if code == _EXISTS]
         try:
-            if begun and stages:
-                with self._staging.staged(begun) as moved:
-                    for entry, place in zip(begun, moved, strict=True):
-                        entry.gather(place.spans[0][0])
-                    whole = self._send(store, moved)
-            else:
-                whole = self._send(store, begun)
+            with self._staging.placed(Batch(begun, batch.stages)) as placed:
+                for entry, place in zip(begun, placed, strict=True) if batch.stages else ():
+                    entry.gather(place.spans[0][0])
+                whole = self._send(store, placed)
             if whole:
                 ends = known(store.batch_put_session_end([entry.key for entry in whole]))
                 for entry, code in zip(whole, ends, strict=True):

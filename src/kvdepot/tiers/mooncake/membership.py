@@ -19,12 +19,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.processes import code_command
 from kvdepot.tiers.mooncake.library import MooncakeStore, library
 
-__all__ = ["SPANS_UNDER_WAY", "Membership", "known"]
+__all__ = ["SPANS_UNDER_WAY", "Membership", "MooncakeOptions", "address_of", "known"]
 
 SPANS_UNDER_WAY = 1024
 """Maximum pieces of memory in all calls together."""
@@ -41,18 +46,46 @@ os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, 0, protocol, d
 """
 
 
+class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of this tier's URLs beside the common ones."""
+
+    local_host: Annotated[
+        str,
+        Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
+    ] = ""
+    protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
+    device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
+    segment_gib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=65536,
+            description="memory that this host adds to the pool, in GiB or as 512MiB; 0 = none, else 16MiB or more",
+        ),
+    ] = 1.0
+    replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
+    buffer_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB",
+        ),
+    ] = 64
+    metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
+
+
 class Membership:
     """A client of the library that has joined the pool."""
 
-    def __init__(
-        self, master: tuple[str, int], local_host: str, metadata: str, segment_bytes: int, device: str
-    ) -> None:
-        """device: RDMA devices; empty: TCP. Blocks for seconds. Raises TierError, or ConfigError."""
+    def __init__(self, master: tuple[str, int], options: MooncakeOptions, registers: bool) -> None:
+        """registers: whether the transport must know memory before it moves bytes there. Blocks for seconds.
+
+        Raises TierError, or ConfigError.
+        """
         self._master = master
-        self._local_host = local_host
-        self._metadata = metadata
-        self._segment_bytes = segment_bytes
-        self._device = device
+        self._options = options
+        self._registers = registers
         self._areas: list[tuple[int, int]] = []
         """(address, bytes) of registered memory."""
         self._state = threading.Condition()
@@ -85,16 +118,17 @@ class Membership:
         loaded = library()
         try:  # the library itself would try for long
             with socket.create_connection(self._master, timeout=2.0) as probe:
-                local = self._local_host or probe.getsockname()[0]
+                local = self._options.local_host or probe.getsockname()[0]
         except OSError as exc:
             raise TierError(f"no mooncake_master answers at {self.place}: {exc.strerror or exc}") from exc
         self._check_local(local)
-        protocol = "rdma" if self._device else "tcp"
-        self._rehearse(local, self._metadata, protocol, self._device, self.place)
+        protocol, segment_bytes = self._options.protocol, int(self._options.segment_gib * 2**30)
+        last = protocol, self._options.device, self.place
+        self._rehearse(local, self._options.metadata, *last)
         store: MooncakeStore = loaded.MooncakeDistributedStore()
-        if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
+        if code := store.setup(local, self._options.metadata, segment_bytes, 0, *last):
             raise TierError(
-                f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
+                f"Mooncake Store at {self.place} cannot be joined with {segment_bytes} bytes of memory "
                 f"(code {code}; see standard error)"
             )
         for address, size in self._areas:
@@ -191,22 +225,26 @@ class Membership:
                 self._stuck |= time.monotonic() - started > STUCK_S
                 self._state.notify_all()
 
-    def register(self, address: int, size: int) -> None:
-        """Register memory, now and whenever this process joins again. Raises TierError."""
-        with self.calling() as store:
-            _register(store, address, size)
-        self._areas = [*self._areas, (address, size)]
+    def register(self, memory: memoryview) -> None:
+        """Register memory if the transport needs that, now and whenever this process joins again. Raises TierError."""
+        if self._registers:
+            area = address_of(memory), len(memory)
+            with self.calling() as store:
+                _register(store, *area)
+            self._areas = [*self._areas, area]
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, memory: memoryview) -> None:
         """Undo `register`; ignores memory that is not registered. Raises TierError."""
+        address = address_of(memory)
         if any(start == address for start, _ in self._areas):
             with self.calling() as store:
                 store.unregister_buffer(address)
             self._areas = [area for area in self._areas if area[0] != address]
 
-    def knows(self, address: int, size: int) -> bool:
-        """Whether memory is registered."""
-        return any(start <= address and address + size <= start + length for start, length in self._areas)
+    def can_access(self, address: int, size: int) -> bool:
+        """Whether the transport can move bytes from and to this memory."""
+        is_known = any(start <= address and address + size <= start + length for start, length in self._areas)
+        return is_known or not self._registers
 
     # -- reads and removals
 
@@ -255,6 +293,11 @@ class Membership:
                 self._removals -= 1
                 self._generation += 1
                 self._state.notify_all()
+
+
+def address_of(buffer: memoryview) -> int:
+    """The address of a buffer; of an empty one, any."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
 
 
 def _register(store: MooncakeStore, address: int, size: int) -> None:

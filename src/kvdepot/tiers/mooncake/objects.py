@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvdepot.tiers import Blob
 from kvdepot.tiers.mooncake.library import Matrix
-from kvdepot.tiers.mooncake.membership import Membership
+from kvdepot.tiers.mooncake.membership import Membership, address_of
 from kvdepot.tiers.tally import Tally
 
-__all__ = ["PREFIX", "Batch", "PoolObject", "Staging", "address_of", "memory_of", "objects_of"]
+__all__ = ["MOST_SPANS", "PREFIX", "Batch", "PoolObject", "Staging", "batches_of", "memory_of", "objects_of"]
 
 PREFIX = "kvdepot/"
 """The beginning of our objects' names; others may use the pool, too."""
+MOST_SPANS = 256
+"""Pieces of memory in one call; objects of more are staged."""
 
 
 @dataclass(slots=True)
@@ -58,28 +61,34 @@ class PoolObject:
             source += size
 
 
-class Batch:
-    """Objects for one call of the library."""
+class Batch(NamedTuple):
+    """Objects for one call of the library. stages: whether their bytes move through the staging memory.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._weight = 0
-        self.objects: dict[str, PoolObject] = {}
-        """Objects by key: of two with the same key in a call, the library fills one and answers for both (0.3.13)."""
+    No two have the same key: the library would fill one and answer for both (0.3.13).
+    """
 
-    def is_full(self, entry: PoolObject, weight: int) -> bool:
-        return bool(self.objects) and (self._weight + weight > self._most or entry.key in self.objects)
+    objects: list[PoolObject]
+    stages: bool
 
-    def add(self, entry: PoolObject, weight: int) -> None:
-        self._weight += weight
-        self.objects[entry.key] = entry
 
-    def take(self) -> list[PoolObject]:
-        """All of it; the group is empty then."""
-        taken = list(self.objects.values())
-        self.objects = {}
-        self._weight = 0
-        return taken
+def batches_of(
+    objects: list[PoolObject], is_direct: Callable[[PoolObject], bool], staged_bytes: int
+) -> Iterator[Batch]:
+    """Objects in batches of at most MOST_SPANS pieces of memory, or of about `staged_bytes` if they are staged."""
+    open_batches: dict[bool, dict[str, PoolObject]] = {False: {}, True: {}}  # by `stages`, then by key
+    weights = {False: 0, True: 0}
+    for entry in objects:
+        stages = not is_direct(entry)
+        batch, weight, most = open_batches[stages], len(entry.spans), MOST_SPANS
+        if stages:
+            weight, most = entry.size, staged_bytes
+        if batch and (weights[stages] + weight > most or entry.key in batch):
+            yield Batch(list(batch.values()), stages)
+            batch.clear()
+            weights[stages] = 0
+        weights[stages] += weight
+        batch[entry.key] = entry
+    yield from (Batch(list(batch.values()), stages) for stages, batch in open_batches.items() if batch)
 
 
 class Staging:
@@ -88,26 +97,30 @@ class Staging:
     Any thread; one at a time.
     """
 
-    def __init__(self, pool: Membership, least_bytes: int, registers: bool, tally: Tally) -> None:
-        """registers: whether the transport must know the area."""
+    def __init__(self, pool: Membership, least_bytes: int, tally: Tally) -> None:
         self._pool = pool
         self._least_bytes = least_bytes
-        self._registers = registers
         self._tally = tally
         self._lock = threading.Lock()
         self._area = np.zeros(0, np.uint8)
         """Used only with _lock held."""
 
     @contextmanager
-    def staged(self, objects: list[PoolObject]) -> Iterator[list[PoolObject]]:
-        """The same objects with memory in the area. Blocks others meanwhile. Raises TierError."""
-        total = sum(entry.size for entry in objects)
+    def placed(self, batch: Batch) -> Iterator[list[PoolObject]]:
+        """The objects of a batch with the memory that the library moves; blocks other staged batches meanwhile.
+
+        Raises TierError.
+        """
+        if not batch.stages or not batch.objects:
+            yield batch.objects
+            return
+        total = sum(entry.size for entry in batch.objects)
         with self._lock:
             if total > len(self._area):
                 self._enlarge(total)
             at = address_of(self._area.data)
             moved = []
-            for entry in objects:
+            for entry in batch.objects:
                 moved.append(PoolObject(entry.index, entry.key, [(at, entry.size)]))
                 at += entry.size
             self._tally("staged_bytes", total)
@@ -115,20 +128,14 @@ class Staging:
 
     def _enlarge(self, size: int) -> None:
         area = np.zeros(max(size, self._least_bytes), np.uint8)
-        if self._registers:
-            self._pool.register(address_of(area.data), len(area))
-            if len(self._area):
-                self._pool.unregister(address_of(self._area.data))
+        self._pool.register(area.data)
+        self._pool.unregister(self._area.data)
         self._area = area
 
 
 def objects_of(blobs: Sequence[Blob]) -> list[PoolObject]:
     """The objects of a call, adjacent buffers joined."""
     return [PoolObject(index, PREFIX + blob.name, _spans(blob)) for index, blob in enumerate(blobs)]
-
-
-def address_of(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 def memory_of(objects: Sequence[PoolObject]) -> tuple[list[str], Matrix, Matrix]:
