@@ -237,7 +237,7 @@ def tells_no_failed_blocks(patch: Patch) -> None:
 def takes_a_broken_connection_for_a_dead_server(patch: Patch) -> None:
     def lose(self: Any, error: Any) -> None:
         self._leave()
-        self._fail_all(error)
+        self._requests.fail_all(error)
 
     patch.setattr(Connection, "lose", lose)
 

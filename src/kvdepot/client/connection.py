@@ -18,12 +18,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
+from kvdepot.client.requests import COPY, Done, PendingRequest, Requests
 from kvdepot.client.servers import Handshake, Introduction, LifeWatch, ServerRuns
 from kvdepot.errors import (
     Busy,
@@ -36,7 +35,7 @@ from kvdepot.errors import (
 )
 from kvdepot.protocol import wire
 
-__all__ = ["MAX_IN_FLIGHT", "Connection", "Done"]
+__all__ = ["MAX_IN_FLIGHT", "Connection"]
 
 log = logging.getLogger(__name__)
 
@@ -63,32 +62,6 @@ LINGER_S = 1.0
 the driver has torn a dead process's queues down."""
 CHECK_S = 0.01
 """Least time between two checks in `expire`."""
-
-Done: TypeAlias = Callable[[object], None]
-"""Called once with the outcome of a request: its value, or a KVDepotError."""
-
-
-_COPY = wire.Store | wire.Retrieve
-_REPEATABLE = wire.Lookup | wire.EndSession | wire.Unregister
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: wire.Request
-    frame: bytes
-    done: Done
-    deadline: float
-    born: float
-    refusals: int = 0  # how often a server has said that it does not know us
-    may_repeat: bool = True
-    """Whether it may be sent again when its answer is lost. A copy may once: it may be what crashes the server. A
-    lookup may not once its session has ended: nothing would release its pins."""
-
-
-@dataclass(slots=True)
-class _Registration:
-    request: wire.Register
-    is_withdrawn: bool = False  # no server is to map it again
 
 
 class Connection:
@@ -118,11 +91,9 @@ class Connection:
         self._handshake = Handshake(url, introduction, watch)
         self._servers = ServerRuns(clock)
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
-        self._parked: set[int] = set()  # pending numbers that wait for the welcome
+        self._requests = Requests()
         self._own: dict[int, wire.Request] = {}  # the connection's own requests in the current phase
         self._unanswered: list[int] = []  # sent before the last welcome
-        self._registrations: dict[int, _Registration] = {}  # by instance: what every server is to map
         self._is_connected = False  # as far as the socket has reported
         self._lost_at: float | None = None  # when the server that had welcomed us was lost
         self._patience_s = _PATIENCE_S
@@ -130,7 +101,7 @@ class Connection:
 
     def __len__(self) -> int:
         """Requests under way."""
-        return len(self._pending)
+        return len(self._requests.pending)
 
     @property
     def welcomed(self) -> bool:
@@ -144,8 +115,7 @@ class Connection:
 
     def device(self, instance: int) -> str:
         """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
-        registration = self._registrations.get(instance)
-        return registration.request.layout.device if registration is not None else ""
+        return self._requests.device(instance)
 
     @property
     def lost_s(self) -> float:
@@ -181,27 +151,22 @@ class Connection:
 
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
         """Send a message. deadline_s None: wait until it is answered or the server is gone."""
-        if isinstance(request, wire.Unregister) and request.instance in self._registrations:
-            self._registrations[request.instance].is_withdrawn = True
+        if isinstance(request, wire.Unregister):
+            self._requests.note(request)  # whatever becomes of it
         if self.phase is Phase.CLOSED:
             done(Unavailable("this client is closed"))
             return
-        if len(self._pending) >= MAX_IN_FLIGHT:
-            done(Busy(f"{len(self._pending)} requests are in flight"))
+        if len(self) >= MAX_IN_FLIGHT:
+            done(Busy(f"{len(self)} requests are in flight"))
             return
+        self._requests.note(request)
         match request:
             case wire.Store() | wire.Retrieve():
                 deadline_s = None
             case wire.Lookup() if deadline_s is not None:
                 deadline_s += self.welcome.lookup_s
-            case wire.Register():
-                self._registrations[request.instance] = _Registration(request)
-                if request.layout.device:
-                    self._servers.linger_s = LINGER_S
-            case wire.EndSession():
-                for item in self._pending.values():
-                    if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
-                        item.may_repeat = False
+            case wire.Register() if request.layout.device:
+                self._servers.linger_s = LINGER_S
         number, now = next(self._numbers), self._clock()
         try:
             frame = wire.encode_request(number, request)
@@ -209,8 +174,8 @@ class Connection:
             done(exc)
             return
         deadline = now + deadline_s if deadline_s is not None else float("inf")
-        self._pending[number] = _Pending(request, frame, done, deadline, now)
-        self._parked.add(number)
+        self._requests.pending[number] = PendingRequest(request, frame, done, deadline, now)
+        self._requests.parked.add(number)
         if self.phase is Phase.APART:
             self._greet_or_lose()
         else:
@@ -220,12 +185,12 @@ class Connection:
         """Send what waits, in the order in which it was asked: an EndSession must not pass the lookup before it."""
         if self.phase is not Phase.SERVING:
             return
-        for number in sorted(self._parked):
-            pending = self._pending.get(number)
+        for number in sorted(self._requests.parked):
+            pending = self._requests.pending.get(number)
             if pending is not None and not self._send(self._handshake.seal(pending.frame)):
                 self.lose(self._cut_off())
                 return
-            self._parked.discard(number)
+            self._requests.parked.discard(number)
 
     def _ask_own(self, request: wire.Request) -> bool:
         """Send a request of the connection's own; whether it was sent."""
@@ -257,7 +222,7 @@ class Connection:
 
     def _wants_to_greet(self) -> bool:
         """Whether it is time for a hello: requests wait, or an idle client is to find the server that it has lost."""
-        is_needed = bool(self._pending) or (self._is_connected and self.has_met)
+        is_needed = bool(self._requests.pending) or (self._is_connected and self.has_met)
         return self.phase is Phase.APART and is_needed and self._clock() >= self._until
 
     def _greet(self) -> bool:
@@ -283,8 +248,8 @@ class Connection:
             case _ if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
                 self._recover_again(value)
             case _:
-                if isinstance(request, wire.Unregister) and self._is_withdrawn(request.instance):
-                    del self._registrations[request.instance]
+                if isinstance(request, wire.Unregister):
+                    self._requests.settle_own(request.instance)
                 self._finish_recovery()
 
     def _take_proof(self, value: object, incarnation: bytes) -> None:
@@ -316,41 +281,28 @@ class Connection:
         except msgspec.ValidationError as exc:
             self._refused(ProtocolError(f"the welcome from {self._url} is malformed: {exc}"))
             return
-        if self.has_met and self._registrations:
+        if self.has_met and self._requests.has_registrations:
             log.info("reconnected to %s; registering again", self._url)
         server = self._handshake.finish()
         self.incarnation = server.incarnation
         # What follows is sent before the parked requests: what is unanswered when it is answered never will be.
-        self._unanswered = [number for number in self._pending if number not in self._parked]
-        held = self._servers.held_copies()
-        copies = [n for n in self._unanswered if isinstance(self._pending[n].request, _COPY) and n not in held]
+        pending, held = self._requests.pending, self._servers.held_copies()
+        self._unanswered = [number for number in pending if number not in self._requests.parked]
+        copies = [n for n in self._unanswered if isinstance(pending[n].request, COPY) and n not in held]
         self._servers.succeed(server, copies)
         self._go(Change.WELCOME, self._patience_s)
-        for request in self._to_recover():
+        for request in self._requests.to_recover():
             if not self._ask_own(request):
                 self.lose(self._cut_off())
                 return
         self._finish_recovery()
-
-    def _to_recover(self) -> list[wire.Unregister | wire.Register]:
-        """Requests that withdraw the registrations, so that no copy touches their tensors, and renew them."""
-        parked = [self._pending[number].request for number in self._parked if number in self._pending]
-        unsent = {request.instance for request in parked if isinstance(request, wire.Register)}
-        requests: list[wire.Unregister | wire.Register] = []
-        for instance, registration in self._registrations.items():
-            requests.append(wire.Unregister(instance))
-            if not registration.is_withdrawn and instance not in unsent:
-                requests.append(registration.request)
-        return requests
 
     def _finish_recovery(self) -> None:
         """Serve the requests that wait once all of our own are answered."""
         if self._own:
             return
         held = self._servers.held_copies()
-        for number in self._unanswered:
-            if number not in held:
-                self._send_again(number)
+        self._requests.send_again([n for n in self._unanswered if n not in held], self._clock())
         self._unanswered.clear()
         self._patience_s = _PATIENCE_S
         self._lost_at = None
@@ -365,28 +317,14 @@ class Connection:
     def _greet_again(self) -> None:
         """Let `expire` say hello again: at once for requests that wait, after a pause for an idle client."""
         self._leave()
-        self._until = self._clock() + (0.0 if self._pending else _IDLE_S)
+        self._until = self._clock() + (0.0 if self._requests.pending else _IDLE_S)
 
     def _recover_again(self, error: KVDepotError) -> None:
         """Recovery has failed: `expire` says hello again, after a pause where the server refused us."""
         self._greet_again()
-        if self._pending and not isinstance(error, Unavailable | DeadlineExceeded):
+        if self._requests.pending and not isinstance(error, Unavailable | DeadlineExceeded):
             self._until = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
-
-    def _send_again(self, number: int) -> None:
-        """Park a request without an answer to be sent again, or fail it; the server does nothing for it any more."""
-        pending = self._pending.get(number)
-        if pending is None:
-            return
-        is_copy = isinstance(pending.request, _COPY)
-        if pending.may_repeat and (is_copy or isinstance(pending.request, _REPEATABLE)):
-            pending.may_repeat = not is_copy
-            pending.born = self._clock()
-            self._parked.add(number)
-        else:
-            del self._pending[number]
-            pending.done(Unavailable("the connection broke; the answer is lost"))
 
     # -- losing the server
 
@@ -397,32 +335,19 @@ class Connection:
         self._lost_at = now if self._lost_at is None else self._lost_at
         may_come_back = self.has_met and now < self._lost_at + GRACE_S
         if not may_come_back and not self._servers.may_touch_blocks():
-            self._fail_all(error)
+            self._requests.fail_all(error)
             return
-        # The server may still touch blocks: copies that were sent wait until that is known. It holds pins, too: ends of
-        # sessions are sent after the next welcome.
-        unsent, self._parked = self._parked, set()
-        for number, pending in list(self._pending.items()):
-            request = pending.request
-            if number not in self._pending:
-                continue
-            may_wait = number in unsent or (isinstance(request, wire.Lookup | wire.Unregister) and pending.may_repeat)
-            if isinstance(request, wire.EndSession) or (may_come_back and may_wait):
-                self._parked.add(number)
-            elif number in unsent or not isinstance(request, _COPY):
-                del self._pending[number]
-                pending.done(error)
+
+        def waits(item: PendingRequest, is_unsent: bool) -> bool:
+            is_repeatable = isinstance(item.request, wire.Lookup | wire.Unregister) and item.may_repeat
+            return may_come_back and (is_unsent or is_repeatable)
+
+        self._requests.lose(error, waits)
 
     def lose_for_good(self, error: KVDepotError) -> None:
         """There will be no other connection: as `lose`, but nothing waits for the server's return."""
         self._lost_at = float("-inf")
         self.lose(error)
-
-    def _fail_all(self, error: KVDepotError) -> None:
-        self._parked.clear()
-        pending, self._pending = self._pending, {}
-        for item in pending.values():
-            item.done(error)
 
     # -- hearing
 
@@ -438,11 +363,11 @@ class Connection:
         self._is_connected = True
         if self.phase is Phase.SERVING:
             self._until = self._clock() + _GONE_CHECK_S
-        own, pending = self._own.get(number), self._pending.get(number)
+        own, pending = self._own.get(number), self._requests.pending.get(number)
         request = own if own is not None else pending.request if pending is not None else None
         if request is None:
             return  # the answer came after its deadline
-        if own is None and number in self._parked and self.phase is not Phase.SERVING:
+        if own is None and number in self._requests.parked and self.phase is not Phase.SERVING:
             return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
         if self._handshake.is_sealed and opened is None and not self._believes_unsealed(request, value):
             if self.phase is Phase.SERVING:
@@ -455,15 +380,9 @@ class Connection:
         assert pending is not None
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
-        del self._pending[number]
         if isinstance(request, wire.Register | wire.Unregister):
-            is_refused = isinstance(value, KVDepotError)
-            if is_refused == isinstance(request, wire.Register):  # no server has it, or is to have it, any more
-                self._registrations.pop(request.instance, None)
-        pending.done(value)
-
-    def _is_withdrawn(self, instance: int) -> bool:
-        return instance in self._registrations and self._registrations[instance].is_withdrawn
+            self._requests.settle(request, value)
+        self._requests.end(number, value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
         """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key.
@@ -476,17 +395,14 @@ class Connection:
             return isinstance(value, KVDepotError)
         return isinstance(value, UnknownClient) and not self._servers.may_run()
 
-    def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
+    def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         request = pending.request
-        if isinstance(value, UnknownInstance):
-            registration = self._registrations.get(request.instance) if isinstance(request, _COPY) else None
-            if registration is None or registration.is_withdrawn:
-                return False
-        if pending.refusals >= _MAX_REPEATS:
+        is_known = isinstance(request, COPY) and self._requests.registration(request.instance) is not None
+        if (isinstance(value, UnknownInstance) and not is_known) or pending.refusals >= _MAX_REPEATS:
             return False
         pending.refusals += 1
-        self._parked.add(number)
+        self._requests.parked.add(number)
         if self.phase is Phase.SERVING:
             self._leave()
         if self.phase is Phase.APART and not self._greet():
@@ -501,14 +417,10 @@ class Connection:
         if now < self._next_check:
             return
         self._next_check = now + CHECK_S
-        for number in [number for number, item in self._pending.items() if item.deadline <= now]:
-            if (pending := self._pending.pop(number, None)) is not None:  # another's end may have ended it
-                pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
-        self._parked.intersection_update(self._pending)
+        self._requests.fail_overdue(now)
         if self._own and now >= self._until:
             self._end_handshake()
-        for number in self._servers.release_copies():
-            self._send_again(number)
+        self._requests.send_again(self._servers.release_copies(), now)
         self._send_parked()
         self._check_server(now)
         if self._wants_to_greet():
@@ -527,7 +439,7 @@ class Connection:
     def _check_server(self, now: float) -> None:
         """Leave a server that is gone, or whose answers seem to be lost."""
         server, is_serving = self._servers.current, self.phase is Phase.SERVING
-        if (self._pending or self._own) and server is not None and (now >= self._until or not is_serving):
+        if (self._requests.pending or self._own) and server is not None and (now >= self._until or not is_serving):
             if is_serving:
                 self._until = now + _GONE_CHECK_S
             if self._servers.is_gone(server):
@@ -541,7 +453,7 @@ class Connection:
             return
         # Only requests without deadline (copies, ends of sessions): recovery fails others that are merely slow, such as
         # a registration.
-        oldest = next((item for item in self._pending.values() if item.deadline == float("inf")), None)
+        oldest = next((item for item in self._requests.pending.values() if item.deadline == float("inf")), None)
         if oldest is not None and now - oldest.born > _STALE_S:
             self._leave()  # its answer may be lost: recovery will show
             oldest.born = now
@@ -551,6 +463,6 @@ class Connection:
         if self.phase is not Phase.CLOSED:
             self._own.clear()
             self._go(Change.CLOSE)
-            self._fail_all(Unavailable("this client is closed"))
+            self._requests.fail_all(Unavailable("this client is closed"))
             self._handshake.close()
             self._servers.close()
