@@ -492,9 +492,9 @@ class Server(Checks, Harness):
         return mapped
 
     def _start_threads(self) -> None:
-        lane = self._copier.lanes[""]
-        while self._idle and (lane.loads or lane.stores):
-            task = lane.take()
+        tasks = self._copier.lanes[""]._tasks
+        while self._idle and not tasks.empty():
+            task = tasks.get_nowait()[2]
             assert task is not None
             self._idle -= 1
             running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))
