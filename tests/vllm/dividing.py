@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvdepot.integrations.vllm import connector
+from kvdepot.integrations.vllm import process
 
-_namespace = connector.namespace
+_namespace = process.namespace
 
 
 def _divided(vllm_config: Any, *arguments: Any) -> str:
@@ -15,7 +15,7 @@ def _divided(vllm_config: Any, *arguments: Any) -> str:
     return f"{name[:-4]}beef" if vllm_config.kv_transfer_config.engine_id.startswith("divided") else name
 
 
-connector.namespace = _divided
+process.namespace = _divided
 
 
 class Extension:

@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm import worker as module
 from kvdepot.integrations.vllm.connector import KVDepotConnector
-from kvdepot.integrations.vllm.groups import find_groups
 from kvdepot.integrations.vllm.messages import Orders
+from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.settings import read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
@@ -42,9 +42,8 @@ class Worker:
         caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(list(LAYERS), spec)])
         made = self.connector = object.__new__(KVDepotConnector)  # its constructor wants vLLM's process groups
         made._vllm_config, made._kv_transfer_config, made._kv_cache_config = config, told, caches
-        made._role, made._model = KVConnectorRole.WORKER, "sleeper"
-        made._settings, made._groups = read_settings(told.kv_connector_extra_config), find_groups(caches)
-        made._ranks, made._rank, made._alignment = 1, 0, TOKENS
+        made._role, made._settings = KVConnectorRole.WORKER, read_settings(told.kv_connector_extra_config)
+        made._process = EngineProcess(config, caches, made._settings, rank=0)
         made._kv_caches, made._is_asleep, made._no_room = {}, False, None
         made._connector_scheduler, made._connector_worker = None, made._link_worker()
         self.kv = {name: torch.randint(-99, 99, (BLOCKS, 2, TOKENS, 64)).to(torch.bfloat16) for name in LAYERS}
@@ -62,7 +61,7 @@ class Worker:
     def transfer(self, name: str, blocks: list[int], loads: bool = False) -> None:
         """Order the store or load of one chunk of this name, from or into these blocks."""
         chunk = Transfer(name, bytes(32), 0, name.encode().ljust(32, b"."), pack_block_ids(blocks))
-        orders = Orders(model="sleeper", loads={name: [chunk]} if loads else {}, stores=[] if loads else [chunk])
+        orders = Orders(loads={name: [chunk]} if loads else {}, stores=[] if loads else [chunk])
         self.half.start_loads(orders)
         self.half.store(orders)
 

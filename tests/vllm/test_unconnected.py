@@ -71,7 +71,7 @@ def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice
         assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
         before = steps.build(512)
         assert (before.loads, before.stores, before.step) == ({}, [], 0)
-        assert before.model == connector._model  # or a connected worker would say that the two differ
+        assert before.model == connector._process.model  # or a connected worker would say that the two differ
         start_depot(url=url)
         link = connector._connector_scheduler
         assert link is not None and link._settled.wait(HANG_S)

@@ -22,7 +22,7 @@ the connector's settings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -30,12 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvdepot.integrations.vllm.versions import (  # refuses other versions
-    HOST_HITS,
-    hash_block_tokens,
-    lookahead_tokens,
-    tensor_replicas,
-)
+from kvdepot.integrations.vllm.versions import HOST_HITS  # refuses other versions
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -48,25 +43,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
-from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.socket import Client
-from kvdepot.client.transfer import ShardSpec
-from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.cpu import enter_pages
 from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
-from kvdepot.integrations.vllm.events import ChunkEvents, Descriptions, KnownChunks
-from kvdepot.integrations.vllm.groups import event_group, find_groups, fit_groups, hit_alignment, make_plan
-from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
 from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.paged_kv import check_layout, check_room, mem_pool_context, required_layout, share_kv
-from kvdepot.integrations.vllm.plan import PlanRules
+from kvdepot.integrations.vllm.paged_kv import check_layout, check_room, mem_pool_context, required_layout
+from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.settings import find_place, read_settings
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
 from kvdepot.integrations.vllm.unconnected import UnconnectedScheduler, UnconnectedWorker
 from kvdepot.integrations.vllm.worker import WorkerHalf
-from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -104,14 +91,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        refuse_unserved(vllm_config, kv_cache_config)
-        parallel = vllm_config.parallel_config
-        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
-        self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
-        self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
-        self._rank = 0
+        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._block_tokens = vllm_config.cache_config.block_size  # as fitted to the KV cache groups
         self._connector_scheduler: SchedulerLink | None = None
         self._connector_worker: WorkerLink | None = None
@@ -119,95 +99,27 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_asleep = False  # the KV has no memory
         self._no_room: ArenaError | None = None  # why it cannot be shared
         if role is KVConnectorRole.SCHEDULER:
+            self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank=None)
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            check_layout(settings, vllm_config)
-            place = find_place(settings, self._engine_id)
-            place.is_logged = not settings.is_embedded
-            self._connector_scheduler = ServerLink(place, UnconnectedScheduler(vllm_config, self._model))
-            self._connector_scheduler.begin(self._make_scheduler)
+            check_layout(self._settings, vllm_config)
+            place = find_place(self._settings, self._process.engine_id)
+            place.is_logged = not self._settings.is_embedded
+            self._connector_scheduler = ServerLink(place, UnconnectedScheduler(vllm_config, self._process.model))
+            self._connector_scheduler.begin(self._process.connect_scheduler)
         else:
-            self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            rank = get_pp_group().rank_in_group * ranks + get_tp_group().rank_in_group
+            self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank)
             self._connector_worker = self._link_worker()
 
     def _link_worker(self) -> WorkerLink:
-        place = find_place(self._settings, self._engine_id)
+        process = self._process
+        place = find_place(self._settings, process.engine_id)
         place.is_logged = self._settings.is_embedded
-        if self._settings.is_embedded and self._rank == 0:
+        if self._settings.is_embedded and process.rank == 0:
             place.start_own()
-        return ServerLink(place, UnconnectedWorker(self._vllm_config, self._rank, self._fails_whole))
-
-    @property
-    def _engine_id(self) -> str:
-        """Equal in all processes of this engine."""
-        return str(self._kv_transfer_config.engine_id)
-
-    @property
-    def _fails_whole(self) -> bool:
-        """Whether a load that fails in part fails as a whole (worker.py)."""
-        return len(self._kv_cache_config.kv_cache_groups) > 1 or any(group.is_bounded for group in self._groups)
-
-    def _fit(self, client: Client) -> ShardSpec:
-        """Whose shards this process stores and loads, with the server's chunk size. Raises BadRequest."""
-        replicas = tensor_replicas(self._kv_cache_config)
-        ranks, rank = self._ranks // replicas, self._rank // replicas
-        spec = ShardSpec.fit_blocks(self._model, ranks, rank, client.chunk_size, self._alignment)
-        spec = fit_groups(self._groups, spec)
-        log.info(
-            "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
-            self._role.name.lower(),
-            client.server_url,
-            self._model,
-            spec.chunk_tokens,
-            client.chunk_size,
-            self._alignment,
-        )
-        for group, fitted in zip(self._groups, spec.groups, strict=False):
-            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
-        return spec
-
-    def _make_scheduler(self, client: Client) -> SchedulerHalf:
-        """Called on the link's thread, once there is a server."""
-        rules = PlanRules(
-            spacing=self._settings.boundary_chunks,
-            lookahead=lookahead_tokens(self._vllm_config),
-            has_all_states=self._kv_cache_config.prefix_cache_retention_interval is None,
-            # Runner V2 zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only
-            # of models with states, whose blocks are zeroed, too.
-            holds_all=self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing,
-        )
-        spec = self._fit(client)
-        depot, plan = SchedulerClient(client, spec, reports=True), make_plan(self._groups, spec, rules)
-        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_events(client, depot))
-
-    def _make_events(self, client: Client, depot: SchedulerClient) -> ChunkEvents:
-        """The server publishes what this engine can load, or the engine does: with both, routers would get it twice."""
-        if self._settings.events_topic:
-            if client.wants_tokens:
-                return Descriptions(depot)
-            log.warning(
-                "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
-                client.server_url,
-            )
-        events = self._vllm_config.kv_events_config
-        if events is None or not events.enable_kv_cache_events:
-            return ChunkEvents()
-        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config)
-        return KnownChunks(self._ranks, depot.spec.chunk_tokens, event_group(self._groups, depot.spec, hashed))
-
-    def _make_worker(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client) -> WorkerHalf:
-        """Called on the link's thread, once there is a server."""
-        # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
-        # An engine that loads nothing is credited with nothing.
-        topic = self._settings.events_topic if self._kv_transfer_config.is_kv_consumer else ""
-        worker = WorkerClient(client, self._fit(client), unpins=False, topic=topic)
-        half = WorkerHalf(self._vllm_config, worker, self._rank, self._fails_whole)
-        try:
-            half.register(layouts, kv_caches)
-        except KVDepotError:
-            worker.cancel_registration()  # the next attempt is another half's
-            raise
-        return half
+        return ServerLink(place, UnconnectedWorker(self._vllm_config, process.rank, process.fails_whole))
 
     @property
     def _scheduler(self) -> SchedulerHalf | UnconnectedScheduler:
@@ -277,13 +189,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.holds_blocks()
 
     def on_new_request(self, request: Request) -> None:
-        """Look the prompt up.
-
-        Restores the block size that vLLM's scheduler ends prefill steps at. An engine core in a process of its own
-        completes its configuration a second time when it has started (EngineCoreProc._perform_handshakes), which on
-        CPUs resets the size to the platform's default: a state would be kept, and cached by vLLM itself, for another
-        position than that of its block's end.
-        """
+        """Look the prompt up."""
+        # vLLM's scheduler ends prefill steps at this size. An engine core in a process of its own completes its
+        # configuration a second time when it has started (EngineCoreProc._perform_handshakes), which on CPUs resets
+        # the size to the platform's default: vLLM itself would cache states for other positions than their blocks'.
         self._vllm_config.cache_config.block_size = self._block_tokens
         self._scheduler.on_new_request(request)
 
@@ -311,10 +220,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request), None
 
     def reset_cache(self) -> bool | None:
-        """Forget all chunks of this model, in memory and tiers, for example because its weights changed.
+        """Forget all chunks of this model, whose weights may differ from those on disk now; share none from here on.
 
-        The weights may differ from those on disk now, so from here on this engine shares KV with no other. False if
-        chunks may remain. Blocks 30 s at most.
+        False if chunks may remain. Blocks 30 s at most.
         """
         return self._scheduler.reset_cache()
 
@@ -347,11 +255,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if self._no_room is not None:
                 raise self._no_room
-            layouts = self._share_kv()
+            layouts = self._process.share_kv(kv_caches)
         except ArenaError as exc:
             self._run_uncached(exc)
             return
-        self._connector_worker.begin(partial(self._make_worker, layouts, kv_caches))
+        self._connector_worker.begin(partial(self._process.connect_worker, layouts, kv_caches))
         enter_pages(kv_caches.values())  # last, as the engine's own threads are needed before
 
     def _run_uncached(self, why: ArenaError) -> None:
@@ -366,9 +274,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             "/dev/shm (docker: --shm-size; Kubernetes: an emptyDir with medium Memory) or lower VLLM_CPU_KVCACHE_SPACE",
             why,
         )
-
-    def _share_kv(self) -> list[Layout]:
-        return share_kv(self._vllm_config, self._groups, self._kv_caches, self._kv_cache_config.num_blocks)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -399,7 +304,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._worker
         try:
             if isinstance(half, WorkerHalf):
-                half.register(self._share_kv(), self._kv_caches)
+                half.register(self._process.share_kv(self._kv_caches), self._kv_caches)
             else:
                 self._settings = replace(self._settings, required=False)  # or its link would not go on trying
                 self._connector_worker = self._link_worker()
@@ -414,7 +319,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, Orders)
         assert self._connector_worker is not None
         self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
-        if kv_connector_metadata.model != self._model and isinstance(self._worker, WorkerHalf):
+        if kv_connector_metadata.model != self._process.model and isinstance(self._worker, WorkerHalf):
             self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
         self._worker.store(kv_connector_metadata)
@@ -428,12 +333,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._connector_worker.set_aside()
         log.error(
             "kvdepot: this engine's scheduler and this worker (rank %d) disagree on the identity of its KV (%s, %s), "
-            "so the worker stores and loads nothing. Report it with the log of "
-            "VLLM_LOGGING_LEVEL=DEBUG, which has what each of them was told",
-            self._rank,
-            scheduler,
-            self._model,
-        )
+            "so the worker stores and loads nothing. Report it with the log of VLLM_LOGGING_LEVEL=DEBUG, which has "
+            "what each of them was told", self._process.rank, scheduler, self._process.model,
+        )  # fmt: skip
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.start_loads(self._orders)

@@ -1,14 +1,11 @@
 """The way from the settings to a connected half, however late its server comes. Owned by connector.py.
 
-A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered:
-mapping takes as long as it takes, and an idle engine connects, too. The engine's thread takes the half over with
-`advance`. From then on the thread only watches the connection: it reads the client's socket now and then, because an
-idle engine does not, so that the client (client/connection.py) finds a server that has come back; and it starts a
-server again that engines start and that has crashed. Invariants: a half belongs to one thread at a time; after the
-start, nothing here waits on the engine's thread or raises into it.
-
-Rejected: to connect on the engine's own calls. A handshake takes several of them, so that the first request after an
-idle time would not be cached, and registering would stall all requests.
+A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered.
+(On the engine's own calls, a handshake would take several of them, and registering would stall all requests.) The
+engine's thread takes the half over with `advance`. From then on the thread only watches the connection: it reads the
+client's socket now and then, because an idle engine does not, so that the client (client/connection.py) finds a server
+that has come back; and it starts a server again that engines start and that has crashed. Invariants: a half belongs to
+one thread at a time; after the start, nothing here waits on the engine's thread or raises into it.
 """
 
 from __future__ import annotations

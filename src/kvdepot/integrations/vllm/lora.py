@@ -1,15 +1,14 @@
 """The cache salt and LoRA adapter of requests: which KV may be shared, and under what name.
 
-Used by scheduler.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
-`/v1/load_lora_adapter`), and again after an eviction; the scheduler sees none of this. Invariant: KV is shared under
-the contents of files only if the engine cannot have read others.
+Used by scheduler.py. Workers load an adapter's files when a step needs them, on request (`add_lora`), and again after
+an eviction; the scheduler sees none of this. Invariant: KV is shared under the contents of files only if the engine
+cannot have read others.
 
-- Files last changed before this engine could load any are what each of its loads reads, as long as they do not change.
-  They are checked when a request arrives, and again when a step has ended, before its KV is stored: every load is
-  between the two checks, or before the first. Before this engine could load any: when its scheduler's process loaded
-  our plugin, which is before it starts workers, and before it has a server.
-- Newer files may have been loaded with other contents before they were first seen here. A hub name is resolved by the
-  loader, over the network. KV of both is shared with no other engine, under a random name.
+- Files last changed before this engine could load any (before its scheduler's process loaded our plugin) are what each
+  of its loads reads, as long as they do not change. They are checked when a request arrives, and again when a step has
+  ended, before its KV is stored: every load is between the two checks, or before the first.
+- Newer files may have been loaded with other contents before they were first seen here, and a hub name is resolved by
+  the loader, over the network. KV of both is shared with no other engine, under a random name.
 - Files that changed after they were first seen: the engine may go on with the old ones, or load the new ones after an
   eviction. KV of that adapter is not cached any more; nor is it where one id stands for two adapters.
 

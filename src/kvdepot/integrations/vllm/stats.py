@@ -5,11 +5,10 @@
   adds them up over ranks. So a shard is one rank's part of a chunk, bytes are those of all ranks, a time is one rank's.
 - `Minute` makes a line of what was stored, loaded and saved in each minute in which something was. The scheduler asks
   for it in every step; an engine without steps logs the last of it with its next step or its end.
-- `PrefillSpeed` turns a load into the seconds that it saves. With vLLM's async scheduling the next step is built within
-  milliseconds, while the first still runs, and only its output ends a step. So a step's time is counted from when it
-  was built, or from the previous output if that came later, to its own output. Steps whose output cannot be attributed
-  are not measured, nor is an engine's first: it pays for the first touch of memory and for kernels being compiled, and
-  took up to six times as long as the next.
+- `PrefillSpeed` turns a load into the seconds that it saves. With vLLM's async scheduling the next step is built while
+  the first still runs, so a step's time is counted from when it was built, or from the previous output if that came
+  later, to its own output. Steps whose output cannot be attributed are not measured, nor is an engine's first, which
+  pays for the first touch of memory and for kernels being compiled.
 
 `Minute` and `PrefillSpeed` read no clock: each call is given the time.
 """

@@ -1,22 +1,18 @@
 """Which version of weights is at a path, or in the local cache of a model hub, and since when.
 
 Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by the contents of its
-files, equally on every host and in every folder: neither paths nor times are part of the name, so the same model is the
-same through a link, in a copy, and in the cache of a hub. It reads samples (samples.py). `look` detects changes within
-one process by file metadata that no copy, rename or `touch` can restore; it reads no file.
+files (samples of them: samples.py), so the same model is the same on every host, through a link, in a copy, and in the
+cache of a hub. `look` detects changes within one process by file metadata that no copy, rename or `touch` can restore.
 
 Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
-folder counts from when it was put where it is. Renaming a folder sets the time at which its inode changed (`ctime`),
-and that of the folder it is in, and nobody can set either back. Each is also set when entries come and go in the folder
-itself, so the earlier of the two counts: a busy folder within a quiet one has not moved. Two busy ones, one in the
-other, may have: of the folder with the weights, the one it is in, and those with links, this counts as a change. Of
-folders further up, as `/tmp` and those in it, only a rename counts that no entry has come or gone after. All this holds
-on ext4, XFS, Btrfs and tmpfs; on a file system where a rename leaves the folder's own ctime alone, and where something
-is mounted over a folder, it goes unnoticed.
+folder counts from when it was put where it is: a rename sets its `ctime` and that of the folder it is in, and neither
+can be set back. Each is also set when entries come and go in the folder itself, so the earlier of the two counts. Where
+both folders are busy, this counts as a change of the folder with the weights, the one it is in, and those with links;
+further up (`/tmp`), only a rename counts that no entry has come or gone after. All this holds on ext4, XFS, Btrfs and
+tmpfs; a mount over a folder goes unnoticed.
 
 In the cache of the Hugging Face hub, a link that is not older than the file that it leads to was made with it, by a
-download: before it, nobody could read the file by that name. So a first start, which downloads the model, has not
-changed it; a file that was edited through its link has changed.
+download. So a first start, which downloads the model, has not changed it; a file edited through its link has changed.
 """
 
 from __future__ import annotations

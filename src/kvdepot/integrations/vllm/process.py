@@ -1,0 +1,125 @@
+"""One process of an engine as the depot knows it: its namespace, its rank and its KV cache groups.
+
+connector.py makes one in the scheduler and one in each worker; from it, the thread of link.py makes the connected half
+once there is a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import ShardSpec
+from kvdepot.client.worker import WorkerClient
+from kvdepot.errors import KVDepotError
+from kvdepot.integrations.vllm.events import ChunkEvents, Descriptions, KnownChunks
+from kvdepot.integrations.vllm.groups import event_group, find_groups, fit_groups, hit_alignment, make_plan
+from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
+from kvdepot.integrations.vllm.paged_kv import share_kv
+from kvdepot.integrations.vllm.plan import PlanRules
+from kvdepot.integrations.vllm.scheduler import SchedulerHalf
+from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.versions import hash_block_tokens, lookahead_tokens, tensor_replicas
+from kvdepot.integrations.vllm.worker import WorkerHalf
+from kvdepot.protocol.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["EngineProcess"]
+
+log = init_logger(__name__)
+
+
+class EngineProcess:
+    """The facts of one process. Raises ConfigError for an unsupported configuration."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings, rank: int | None
+    ) -> None:
+        """rank: of the worker among all; None: the scheduler."""
+        refuse_unserved(vllm_config, kv_cache_config)
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        self.rank = rank or 0
+        self.model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
+        self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
+        self._name = "scheduler" if rank is None else "worker"
+        self._vllm_config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
+        self._is_consumer = transfer.is_kv_consumer
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
+        is_bounded = any(group.is_bounded for group in self._groups)
+        self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
+
+    def __repr__(self) -> str:
+        return f"<EngineProcess {self._name} of {self.model}>"
+
+    def share_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
+        """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
+        return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+
+    def connect_scheduler(self, client: Client) -> SchedulerHalf:
+        """The connected half of the scheduler. Raises KVDepotError."""
+        rules = PlanRules(
+            spacing=self._settings.boundary_chunks,
+            lookahead=lookahead_tokens(self._vllm_config),
+            has_all_states=self._kv_cache_config.prefix_cache_retention_interval is None,
+            # Runner V2 zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only
+            # of models with states, whose blocks are zeroed, too.
+            holds_all=self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing,
+        )
+        spec = self._fit(client)
+        depot, plan = SchedulerClient(client, spec, reports=True), make_plan(self._groups, spec, rules)
+        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_events(depot))
+
+    def connect_worker(
+        self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client
+    ) -> WorkerHalf:
+        """The connected half of a worker, with its KV registered. Blocks 30 s at most; raises KVDepotError."""
+        # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
+        # An engine that loads nothing is credited with nothing.
+        topic = self._settings.events_topic if self._is_consumer else ""
+        worker = WorkerClient(client, self._fit(client), unpins=False, topic=topic)
+        half = WorkerHalf(self._vllm_config, worker, self.rank, self.fails_whole)
+        try:
+            half.register(layouts, kv_caches)
+        except KVDepotError:
+            worker.cancel_registration()  # the next attempt is another half's
+            raise
+        return half
+
+    def _fit(self, client: Client) -> ShardSpec:
+        """The shards that this process stores and loads, with the server's chunk size. Raises BadRequest."""
+        replicas = tensor_replicas(self._kv_cache_config)
+        ranks, rank = self._ranks // replicas, self.rank // replicas
+        spec = ShardSpec.fit_blocks(self.model, ranks, rank, client.chunk_size, self._alignment)
+        spec = fit_groups(self._groups, spec)
+        log.info(
+            "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
+            self._name, client.server_url, self.model, spec.chunk_tokens, client.chunk_size, self._alignment,
+        )  # fmt: skip
+        for group, fitted in zip(self._groups, spec.groups, strict=False):
+            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
+        return spec
+
+    def _make_events(self, depot: SchedulerClient) -> ChunkEvents:
+        """The server publishes what this engine can load, or the engine does: with both, routers would get it twice."""
+        if self._settings.events_topic:
+            if depot.client.wants_tokens:
+                return Descriptions(depot)
+            log.warning(
+                "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
+                depot.client.server_url,
+            )
+        events = self._vllm_config.kv_events_config
+        if events is None or not events.enable_kv_cache_events:
+            return ChunkEvents()
+        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config)
+        return KnownChunks(self._ranks, depot.spec.chunk_tokens, event_group(self._groups, depot.spec, hashed))
