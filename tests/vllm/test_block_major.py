@@ -19,8 +19,6 @@ from tests.conftest import Depot, StartDepot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 BLOCKS: dict[str, Any] = {"kvdepot.layout": "blocks"}
 EXTENDED: dict[str, Any] = {"worker_extension_cls": "tests.vllm.block_major.BlockMajor"}
 FALLEN_BACK = "kvdepot.layout is blocks, but this engine's KV has the layout "

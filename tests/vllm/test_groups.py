@@ -15,8 +15,6 @@ from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.vllm.groups import describe_groups, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.plan import PlanRules
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 
 def spec(kind: str, block: int = 16, **options: Any) -> Any:
     made = getattr(kv_cache_interface, kind)

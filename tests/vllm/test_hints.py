@@ -11,8 +11,6 @@ from vllm.v1.request import Request
 
 from kvdepot.integrations.vllm.hints import Limits, read_hints
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 
 def request(
     params: object = None,

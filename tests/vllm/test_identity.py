@@ -34,8 +34,6 @@ from kvdepot.integrations.vllm.identity import namespace
 from kvdepot.protocol.model_names import key_of_model
 from tests.vllm import engines
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
-
 
 @pytest.fixture(scope="module")
 def config(models: dict[str, Path]) -> VllmConfig:

@@ -23,8 +23,6 @@ from kvdepot.devices.cpu import HostTensors
 from kvdepot.integrations.vllm.paged_kv import describe_kv, without_expandable_segments
 from kvdepot.memory.copier import CopyPiece
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 BLOCKS, LAYERS, TOKENS = 6, 3, 32
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 ONE_RUN = ("LBHNC", "LBNHC")

@@ -24,8 +24,6 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 from tests.vllm.test_hints import request
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 CHUNK = 128
 """The request's prompt has 600 tokens: four chunks, and the beginning of a fifth."""
 

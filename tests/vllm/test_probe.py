@@ -16,8 +16,6 @@ from kvdepot.integrations.vllm import paged_kv as probe
 from kvdepot.integrations.vllm.paged_kv import _try_writing
 from kvdepot.integrations.vllm.versions import installed_release
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
-
 
 @pytest.fixture(scope="module")
 def layer(models: dict[str, Path]) -> Any:

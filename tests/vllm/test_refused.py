@@ -14,8 +14,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm import versions
 from kvdepot.integrations.vllm.identity import refuse_unserved
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 
 def refuse(model: Path, sleeps: bool = False, **options: Any) -> None:
     config = EngineArgs(

@@ -15,8 +15,6 @@ from tests.vllm.by_hand import BATCH, CHUNK, DRAFTS, VOCABULARY, Engine, check
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import nothing_is_held
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 StartByHand = Callable[..., Engine]
 
 

@@ -24,8 +24,6 @@ from kvdepot.integrations.vllm.settings import read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 BLOCKS, TOKENS = 8, 128
 LAYERS = ("layer.0", "layer.1")
 

@@ -17,20 +17,10 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kvdepot.client import MessageQueueClient
-from kvdepot.client.operation import Began, Operation
-from kvdepot.client.transfer import Transfer
-from kvdepot.errors import DeadlineExceeded
-from kvdepot.integrations.vllm.events import KnownChunks
-from kvdepot.integrations.vllm.groups import EventGroup
-from kvdepot.integrations.vllm.messages import WorkerReport
-from kvdepot.integrations.vllm.stats import KVDepotStats
-from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 
 
 class Events:
@@ -240,120 +230,3 @@ def test_the_reused_share_is_vllms_own_external_hit_rate(
 
 
 # -- the connector's parts, without an engine
-
-
-class Prompt:
-    """The attributes of vLLM's request that are read: hashed blocks of 4 tokens, 8 tokens a chunk."""
-
-    lora_request = None
-
-    def __init__(self, seed: int, chunks: int) -> None:
-        self.all_token_ids = prompt(seed, 8 * chunks)
-        self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
-        self.chain = ChunkChain(8, derive_root())
-        self.chain.extend(self.all_token_ids)
-
-    def transfers(self, first: int, end: int) -> list[Transfer]:
-        """The store of these chunks."""
-        return [Transfer("r", self.chain.parent(first), first, self.chain.slice(first, end), b"")]
-
-    def stored(self, first: int, end: int, *ranks: int) -> Any:
-        """The workers' report of these chunks, in one step."""
-        told = WorkerReport()
-        for rank in ranks or [0]:
-            one = WorkerReport()
-            one.add(self.chain.slice(first, end), rank)
-            told.aggregate(one)
-        return told
-
-
-def told(known: Any) -> list[tuple[str, list[bytes]]]:
-    """Events by their hashes, of which vLLM publishes the last 64 bits."""
-    return [
-        (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
-        for event in known.take()
-    ]
-
-
-def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
-    known, one = KnownChunks(2, 8, EventGroup(4)), Prompt(1, 3)
-    known.ordered(one, one.chain, range(3), one.transfers(0, 3))
-    known.stored(one.stored(0, 2, 0))
-    known.stored(one.stored(0, 2, 0))  # for another request with the same beginning
-    assert told(known) == []
-    known.stored(one.stored(1, 3, 1))
-    assert told(known) == [("BlockStored", one.block_hashes[2:4])]
-    known.stored(one.stored(0, 1, 1))
-    assert told(known) == [("BlockStored", one.block_hashes[:2])]
-    known.ordered(one, one.chain, range(2, 3), one.transfers(2, 3))
-    known.stored(one.stored(2, 3, 1))
-    assert told(known) == []
-    known.stored(one.stored(2, 3, 0, 1))
-    assert told(known) == [("BlockStored", one.block_hashes[4:6])]
-
-
-def test_a_lookup_publishes_what_is_there_and_removes_what_is_not() -> None:
-    known, one = KnownChunks(1, 8, EventGroup(4)), Prompt(1, 3)
-    known.found(one, one.chain, 2, len(one.chain))
-    assert told(known) == [("BlockStored", one.block_hashes[:2]), ("BlockStored", one.block_hashes[2:4])]
-    known.found(one, one.chain, 2, len(one.chain))
-    assert told(known) == []
-    known.found(one, one.chain, 1, len(one.chain))
-    assert told(known) == [("BlockRemoved", one.block_hashes[2:4])]
-    known.lost(one.chain.slice(0, 3))
-    assert told(known) == [("BlockRemoved", one.block_hashes[:2])]
-    known.found(one, one.chain, 3, len(one.chain))
-    told(known)
-    known.clear()
-    assert [kind for kind, _ in told(known)] == ["BlockRemoved"] * 3
-
-
-def test_a_lookup_of_a_window_publishes_the_known_parts_and_their_group() -> None:
-    known, one = KnownChunks(1, 8, EventGroup(4, 2, "sliding_window", 16, reach=2)), Prompt(1, 4)
-    known.found(one, one.chain, 3, 3)
-    stored = list(known.take())
-    assert len(stored) == 2
-    assert {(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored} == {
-        (2, "sliding_window", 16)
-    }
-    known.found(one, one.chain, 2, 3)
-    added, removed = known.take()
-    assert (added.group_idx, removed.group_idx) == (2, 2)
-    assert removed.block_hashes == stored[1].block_hashes
-    known.clear()
-    assert told(known) == [("BlockRemoved", one.block_hashes[:2]), ("BlockRemoved", one.block_hashes[2:4])]
-
-
-def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
-    known, one, two = KnownChunks(1, 8, EventGroup(4), most=3), Prompt(1, 3), Prompt(2, 1)
-    known.found(one, one.chain, 3, len(one.chain))
-    known.found(one, Prompt(1, 1).chain, 1, len(Prompt(1, 1).chain))  # its first chunk again
-    told(known)
-    known.found(two, two.chain, 1, len(two.chain))
-    assert told(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]
-
-
-def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
-    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: Any = None) -> Operation:
-        return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
-
-    one, two = KVDepotStats(), KVDepotStats()
-    assert one.is_empty() and one.reduce() == {}
-    one.count(operation("lookup", 0.001, 4, 3))
-    one.count(operation("lookup", 0.003, 4, 0, error=DeadlineExceeded("late")))
-    one.count(operation("retrieve", 0.2, 3, 2, 2000))
-    two.count(operation("retrieve", 0.4, 3, 3, 3000))
-    two.count(operation("store", 0.5, 2, 0))
-    one.aggregate(two)
-    assert one.data == {
-        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookup_seconds": [0.001, 0.003],
-        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieve_seconds": [0.2, 0.4],
-        "stored_shards": 0, "stored_bytes": 0, "store_failed_shards": 2, "store_seconds": [0.5],
-    }  # fmt: skip
-    assert one.reduce() == {
-        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookups": 2, "lookup_seconds (median)": 0.002,
-        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieves": 2,
-        "retrieve_seconds (median)": 0.3, "store_failed_shards": 2, "stores": 1, "store_seconds (median)": 0.5,
-    }  # fmt: skip
-    one.reset()
-    assert one.is_empty()

@@ -21,8 +21,6 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, write_lora
 from tests.vllm.test_requests import Steps, request
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
-
 
 def orders(holds: bool = False) -> Any:
     """The orders of a connected scheduler: loads of two requests, a store, and the end of a third."""

@@ -21,8 +21,6 @@ import pytest
 from kvdepot.errors import ConfigError
 from tests.vllm.engines import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
-
 OURS = ROOT / "src" / "kvdepot" / "integrations" / "vllm"
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 VERSION_FILE = "_version.py"

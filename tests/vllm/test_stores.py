@@ -1,16 +1,13 @@
-"""Blocks that vLLM's own pool keeps until stores of them have ended."""
+"""Stores that wait for their step, and blocks that vLLM's own pool keeps until stores have ended."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from kvdepot.client.transfer import Transfer
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
 
 def pool(blocks: int = 21) -> Any:
@@ -77,3 +74,39 @@ def test_dropped_stores_release_their_holds_and_sent_ones_do_not() -> None:
     assert blocks.get_num_free_blocks() == free + 6
     holds.ended({9: {0}})
     assert blocks.get_num_free_blocks() == 20
+
+
+def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
+    stores = WaitingStores(Holds(1))
+    for request_id, step, block_ids, read in requests:
+        transfers = [Transfer(request_id, bytes(32), 0, b"", b"")]
+        stores.add(WaitingStore(step, transfers, block_ids[:read], block_ids[read:]))
+    return stores
+
+
+def sent(stores: Any) -> list[str]:
+    return [store.request_id for store in stores.take(step=1)]
+
+
+def test_requests_that_read_or_share_a_failed_block_store_nothing() -> None:
+    stores = waiting(("a", 1, [1, 2, 3], 2), ("b", 2, [1, 2, 4], 2), ("c", 1, [5, 6], 1), ("d", 2, [3, 7], 1))
+    assert stores.failed({2}) == {"a", "b", "d"}
+    stores.ended(2)
+    assert sent(stores) == ["c"]
+    assert not stores.check([1, 2, 8], 2)
+    assert not stores.check([1, 8, 9], 2)
+    assert stores.check([1, 5, 6], 3)
+
+
+def test_a_block_that_is_given_to_be_computed_anew_is_trusted_again() -> None:
+    stores = waiting(("a", 1, [1, 2], 1))
+    stores.failed({1})
+    assert not stores.check([1, 2, 3], 3)
+    stores.overwritten([3])
+    assert stores.check([3], 1), "a load of ours lies there now"
+    assert stores.check([9, 1], 1)  # another request got it
+    assert stores.check([1], 1)
+    assert not stores.check([2], 1)
+    assert stores.has_suspects
+    assert stores.check([1, 2, 3], 0)
+    assert not stores.has_suspects

@@ -1,4 +1,4 @@
-"""What an engine that names a topic has the depot tell routers: the connector's part alone, and a real engine."""
+"""KV events about the depot's chunks: described to the server, or published by the engine itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.transfer import ShardSpec
-from kvdepot.integrations.vllm.events import Descriptions
+from kvdepot.client.transfer import ShardSpec, Transfer
+from kvdepot.integrations.vllm.events import Descriptions, KnownChunks
+from kvdepot.integrations.vllm.groups import EventGroup
+from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT, ChunkChain, derive_root, split_tokens
 from tests.client.answers import Answering
@@ -97,7 +99,6 @@ def test_long_prompts_take_several_messages(monkeypatch: pytest.MonkeyPatch) -> 
     assert desk.told() == [chain.slice(i, i + 1) for i in range(7)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 def test_a_real_engine_is_credited_with_what_it_stored_and_with_what_it_finds(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:
@@ -122,3 +123,94 @@ def test_a_real_engine_is_credited_with_what_it_stored_and_with_what_it_finds(
     finally:
         another.close()
         follower.close()
+
+
+class Hashed:
+    """The attributes of vLLM's request that are read: hashed blocks of 4 tokens, 8 tokens a chunk."""
+
+    lora_request = None
+
+    def __init__(self, seed: int, chunks: int) -> None:
+        self.all_token_ids = prompt(seed, 8 * chunks)
+        self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
+        self.chain = ChunkChain(8, derive_root())
+        self.chain.extend(self.all_token_ids)
+
+    def transfers(self, first: int, end: int) -> list[Transfer]:
+        """The store of these chunks."""
+        return [Transfer("r", self.chain.parent(first), first, self.chain.slice(first, end), b"")]
+
+    def stored(self, first: int, end: int, *ranks: int) -> Any:
+        """The workers' report of these chunks, in one step."""
+        told = WorkerReport()
+        for rank in ranks or [0]:
+            one = WorkerReport()
+            one.add(self.chain.slice(first, end), rank)
+            told.aggregate(one)
+        return told
+
+
+def taken(known: Any) -> list[tuple[str, list[bytes]]]:
+    """Events by their hashes, of which vLLM publishes the last 64 bits."""
+    return [
+        (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
+        for event in known.take()
+    ]
+
+
+def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
+    known, one = KnownChunks(2, 8, EventGroup(4)), Hashed(1, 3)
+    known.ordered(one, one.chain, range(3), one.transfers(0, 3))
+    known.stored(one.stored(0, 2, 0))
+    known.stored(one.stored(0, 2, 0))  # for another request with the same beginning
+    assert taken(known) == []
+    known.stored(one.stored(1, 3, 1))
+    assert taken(known) == [("BlockStored", one.block_hashes[2:4])]
+    known.stored(one.stored(0, 1, 1))
+    assert taken(known) == [("BlockStored", one.block_hashes[:2])]
+    known.ordered(one, one.chain, range(2, 3), one.transfers(2, 3))
+    known.stored(one.stored(2, 3, 1))
+    assert taken(known) == []
+    known.stored(one.stored(2, 3, 0, 1))
+    assert taken(known) == [("BlockStored", one.block_hashes[4:6])]
+
+
+def test_a_lookup_publishes_what_is_there_and_removes_what_is_not() -> None:
+    known, one = KnownChunks(1, 8, EventGroup(4)), Hashed(1, 3)
+    known.found(one, one.chain, 2, len(one.chain))
+    assert taken(known) == [("BlockStored", one.block_hashes[:2]), ("BlockStored", one.block_hashes[2:4])]
+    known.found(one, one.chain, 2, len(one.chain))
+    assert taken(known) == []
+    known.found(one, one.chain, 1, len(one.chain))
+    assert taken(known) == [("BlockRemoved", one.block_hashes[2:4])]
+    known.lost(one.chain.slice(0, 3))
+    assert taken(known) == [("BlockRemoved", one.block_hashes[:2])]
+    known.found(one, one.chain, 3, len(one.chain))
+    taken(known)
+    known.clear()
+    assert [kind for kind, _ in taken(known)] == ["BlockRemoved"] * 3
+
+
+def test_a_lookup_of_a_window_publishes_the_known_parts_and_their_group() -> None:
+    known, one = KnownChunks(1, 8, EventGroup(4, 2, "sliding_window", 16, reach=2)), Hashed(1, 4)
+    known.found(one, one.chain, 3, 3)
+    stored = list(known.take())
+    assert len(stored) == 2
+    assert {(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored} == {
+        (2, "sliding_window", 16)
+    }
+    known.found(one, one.chain, 2, 3)
+    added, removed = known.take()
+    assert (added.group_idx, removed.group_idx) == (2, 2)
+    assert removed.block_hashes == stored[1].block_hashes
+    known.clear()
+    assert taken(known) == [("BlockRemoved", one.block_hashes[:2]), ("BlockRemoved", one.block_hashes[2:4])]
+
+
+def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
+    known, one, two = KnownChunks(1, 8, EventGroup(4), most=3), Hashed(1, 3), Hashed(2, 1)
+    known.found(one, one.chain, 3, len(one.chain))
+    known.found(one, Hashed(1, 1).chain, 1, len(Hashed(1, 1).chain))  # its first chunk again
+    taken(known)
+    known.found(two, two.chain, 1, len(two.chain))
+    assert taken(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]

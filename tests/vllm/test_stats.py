@@ -1,8 +1,89 @@
+"""What an engine measures of itself: metrics, the log line of a minute, the speed of prefill."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
-from kvdepot.integrations.vllm.stats import PrefillSpeed
+from kvdepot.client.operation import Began, Operation
+from kvdepot.errors import DeadlineExceeded
+from kvdepot.integrations.vllm.stats import KVDepotStats, Minute, Moved, PrefillSpeed
+
+
+def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
+    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: Any = None) -> Operation:
+        return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
+
+    one, two = KVDepotStats(), KVDepotStats()
+    assert one.is_empty() and one.reduce() == {}
+    one.count(operation("lookup", 0.001, 4, 3))
+    one.count(operation("lookup", 0.003, 4, 0, error=DeadlineExceeded("late")))
+    one.count(operation("retrieve", 0.2, 3, 2, 2000))
+    two.count(operation("retrieve", 0.4, 3, 3, 3000))
+    two.count(operation("store", 0.5, 2, 0))
+    one.aggregate(two)
+    assert one.data == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookup_seconds": [0.001, 0.003],
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieve_seconds": [0.2, 0.4],
+        "stored_shards": 0, "stored_bytes": 0, "store_failed_shards": 2, "store_seconds": [0.5],
+    }  # fmt: skip
+    assert one.reduce() == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookups": 2, "lookup_seconds (median)": 0.002,
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieves": 2,
+        "retrieve_seconds (median)": 0.3, "store_failed_shards": 2, "stores": 1, "store_seconds (median)": 0.5,
+    }  # fmt: skip
+    one.reset()
+    assert one.is_empty()
+
+
+MIB = 1 << 20
+
+
+def test_a_minute_in_which_something_moved_is_told_once_it_is_over() -> None:
+    minute = Minute(chunk_tokens=256, ranks=2)
+    assert minute.line(1000.0) == ""
+    minute.requested()
+    minute.moved(Moved(stored_chunks=30, stored_bytes=45 * MIB, loaded_bytes=96 * MIB))
+    minute.loaded(8192, 3.21)
+    minute.requested()
+    assert minute.line(1059.9) == ""
+    assert minute.line(1060.0) == (
+        "last 60 s: 2 requests; stored (or found stored) 3,840 tokens (45.0 MiB), loaded 8,192 tokens (96.0 MiB), "
+        "saved about 3.2 s of prefill"
+    )
+    assert minute.line(1200.0) == "", "told twice"
+
+
+def test_nothing_is_told_of_a_minute_whose_requests_moved_nothing() -> None:
+    minute = Minute(256, 1)
+    minute.requested()
+    minute.moved(Moved())
+    assert minute.line(0.0) == minute.line(100.0) == ""
+    minute.requested()
+    minute.moved(Moved(stored_chunks=1, stored_bytes=MIB))
+    assert minute.line(110.0) == ""
+    assert minute.line(500.0) == "last 390 s: 1 request; stored (or found stored) 256 tokens (1.0 MiB)", (
+        "an idle engine has no steps"
+    )
+
+
+def test_what_went_wrong_is_told_and_alone_is_enough() -> None:
+    minute = Minute(256, 1)
+    minute.failed()
+    minute.moved(Moved(dropped_stores=2))
+    minute.refused()
+    assert minute.line(0.0) == ""
+    assert minute.line(60.0) == "last 60 s: 0 requests; 1 load failed, 2 stores dropped, 1 request not cached"
+
+
+def test_a_load_of_unknown_worth_is_logged_and_the_end_of_an_engine_does_not_wait() -> None:
+    minute = Minute(256, 1)
+    minute.loaded(512, 0.0)
+    minute.moved(Moved(loaded_bytes=MIB // 2))
+    assert minute.line(0.0) == ""
+    assert minute.last_line(7.0) == "last 7 s: 0 requests; loaded 512 tokens (0.5 MiB)"
+    assert minute.last_line(8.0) == ""
 
 
 def warmed_up() -> PrefillSpeed:
