@@ -134,6 +134,16 @@ class Tracked:
         self.saved_tokens, self.saved_s, self.asked = 0, 0.0, wire.NOTHING_ASKED
         return report
 
+    def unsaved_chunks(self, end: int) -> range:
+        """The chunks up to `end` that are neither in the depot nor being stored, as far as they have hashes."""
+        chain = self.prompt.chain
+        if end > len(chain) or self.request.streaming_queue is not None:
+            before = chain.parent(self.saved_chunks)
+            chain = self.prompt.hash()
+            if chain.parent(self.saved_chunks) != before:
+                self.saved_chunks = 0  # an update of its session replaced tokens
+        return range(self.saved_chunks, min(end, len(chain)))
+
     def transfer(self, piece: Piece) -> Transfer:
         """Chunks of one KV cache group and their blocks."""
         chain = self.prompt.chain

@@ -152,12 +152,8 @@ class SchedulerHalf:
         reason = type(exc).__name__
         if reason not in self._logged:
             self._logged.add(reason)
-            log.warning(
-                "not caching request %r (%s: %s); further errors of this kind are not logged",
-                request_id[:64],
-                reason,
-                exc,
-            )
+            text = "not caching request %r (%s: %s); further errors of this kind are not logged"
+            log.warning(text, request_id[:64], reason, exc)
 
     def _uncache(self, request_id: str) -> None:
         """Neither look the request up nor store it any more. Stores that workers have begun go on."""
@@ -325,30 +321,24 @@ class SchedulerHalf:
             return
         if tracked.saved_chunks == 0:
             tracked.saved_chunks = self._depot.known_tokens(request.request_id) // size
-        chain = tracked.prompt.chain
-        if end > len(chain) or request.streaming_queue is not None:
-            before = chain.parent(tracked.saved_chunks)
-            chain = tracked.prompt.hash()
-            if chain.parent(tracked.saved_chunks) != before:
-                tracked.saved_chunks = 0  # an update of its session replaced tokens
-        first, end = tracked.saved_chunks, min(end, len(chain))
-        if end <= first:
+        chunks = tracked.unsaved_chunks(end)
+        if not chunks:
             return
         tables = state.resolve_block_ids(request.request_id)
         states = [StateBlock(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
-        chunks, junction = range(first, end), request.shared_prefix_boundary
+        junction = request.shared_prefix_boundary
         pieces = self._plan.to_store(tables, chunks, request.num_prompt_tokens, states, junction)
         stores = [tracked.transfer(piece) for piece in pieces]
-        block_ids, read = self._plan.split(tables, tracked.read_tokens, end)
+        block_ids, read = self._plan.split(tables, tracked.read_tokens, chunks.stop)
         held = self._plan.held(pieces)
         if not self._holds.hold(held):
             stores, held = [store for store in stores if not self._plan.is_held(store.group)], []
-        tracked.saved_chunks = end
+        tracked.saved_chunks = chunks.stop
         if not stores:
             return
         blocks = block_ids[:read], block_ids[read:]
         self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held))
-        self._events.ordered(request, chain, chunks, stores)
+        self._events.ordered(request, tracked.prompt.chain, chunks, stores)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
