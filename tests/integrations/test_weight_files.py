@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, Weights, find_weights, look
+from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, Weights, find_weights, read_state
 from tests.conftest import eventually
 
 COMMITS = ("a" * 40, "b" * 40)
@@ -158,12 +158,12 @@ def test_a_folder_that_was_renamed_into_place_has_changed_then(tmp_path: Path, m
     (folder / "sub").mkdir()
     (folder / "sub" / "more.safetensors").write_bytes(b"1")
     at = place / "outer" / (moved.removeprefix("outer") or ".") if moved else folder
-    before, seen = _found(folder), look(folder)
+    before, seen = _found(folder), read_state(folder)
     _tick(place / "clock", before.changed_at)
     at.rename(tmp_path / "next"), (tmp_path / "next").rename(at)
     renamed_at = at.stat().st_ctime_ns / 1e9
     assert _found(folder) == Weights(before.digest, renamed_at) and renamed_at > before.changed_at
-    assert not look(folder).is_same(seen) and look(folder).changed_at == renamed_at
+    assert not read_state(folder).is_same(seen) and read_state(folder).changed_at == renamed_at
     _tick(place / "clock", renamed_at)
     (at / "README.md").write_bytes(b"")
     assert _found(folder).changed_at >= renamed_at
@@ -171,18 +171,18 @@ def test_a_folder_that_was_renamed_into_place_has_changed_then(tmp_path: Path, m
 
 def test_a_busy_folder_in_a_quiet_one_has_not_moved(tmp_path: Path) -> None:
     folder = _model(tmp_path / "adapters" / "one")
-    before, seen = _found(folder), look(folder)
+    before, seen = _found(folder), read_state(folder)
     _tick(tmp_path / "clock", before.changed_at)
-    quiet = look(folder)
+    quiet = read_state(folder)
     _model(tmp_path / "adapters" / "two")  # changes the folder that it is in, too
-    assert look(folder).is_same(quiet)
+    assert read_state(folder).is_same(quiet)
     busy = _model(tmp_path / "far" / "above" / "model")
-    before, quiet = _found(busy), look(busy)
+    before, quiet = _found(busy), read_state(busy)
     _tick(tmp_path / "far" / "clock", before.changed_at)
     (tmp_path / "more").mkdir()
-    assert _found(busy) == before and look(busy).is_same(quiet), "two busy folders far above"
+    assert _found(busy) == before and read_state(busy).is_same(quiet), "two busy folders far above"
     (folder / "README.md").write_bytes(b"")
-    assert _found(folder).digest == before.digest and seen.files == look(folder).files
+    assert _found(folder).digest == before.digest and seen.files == read_state(folder).files
 
 
 @pytest.mark.parametrize("link", ["sub", "shard.safetensors"])
@@ -194,13 +194,13 @@ def test_a_link_on_the_way_to_any_file_counts(tmp_path: Path, link: str) -> None
     (place / "current").symlink_to("v1")
     folder = _model(place / "model")
     (folder / link).symlink_to("../current" if link == "sub" else "../current/model.safetensors")
-    before, seen = _found(folder), look(folder)
+    before, seen = _found(folder), read_state(folder)
     _tick(tmp_path / "clock", before.changed_at)
     (place / "current").unlink()
     (place / "current").symlink_to("v2")
     turned_at = (place / "current").lstat().st_ctime_ns / 1e9
     assert _found(folder) == Weights(before.digest, turned_at)
-    assert not look(folder).is_same(seen)
+    assert not read_state(folder).is_same(seen)
 
 
 def _hub(cache: Path) -> Path:

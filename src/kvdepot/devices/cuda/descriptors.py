@@ -7,7 +7,7 @@ open files than one message carries.
 
 A request is (secret, number of the offer, first piece); the reply is the sizes of the next pieces with as many
 descriptors, or the text of an error. Only processes of the same user get a reply; the secret, which is sent with the
-registration, proves that they were told of this memory.
+registration, proves that they know of this memory.
 """
 
 from __future__ import annotations
@@ -219,12 +219,12 @@ class _Listener:
 
 def _listen(path: Path) -> socket.socket:
     """A socket that listens under this name, for this user only. Raises OSError."""
-    hidden = path.with_name(f".{path.name}")  # until it listens, so that nobody takes it for a dead process's
+    hidden = path.with_name(f".{path.name}")  # until it listens, so that it is not taken for a dead process's
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(str(hidden))
         try:
-            hidden.chmod(0o600)  # before it listens, because until then nobody can connect
+            hidden.chmod(0o600)  # before it listens, because until then no process can connect
             listening.listen(_CONNECTIONS)
             listening.setblocking(False)  # a client may be gone before it is accepted
             hidden.rename(path)

@@ -8,7 +8,7 @@ image.
 Otherwise, if vLLM publishes KV events (`kv_events_config`), `KnownChunks` are published as vLLM's own (`take_events`).
 Blocks have the engine's own hashes and tokens, so routers treat them like the engine's, with the medium "CPU". The
 scheduler learns of chunks from what its engine stores and looks up, and that one is gone only when a lookup misses it.
-Of a model with several KV cache groups, events tell of the first that is stored, and name it. Invariant: a chunk
+Of a model with several KV cache groups, events are about the first that is stored, and name it. Invariant: a chunk
 published as stored was stored on every rank or found by a lookup.
 """
 

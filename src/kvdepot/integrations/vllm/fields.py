@@ -30,13 +30,13 @@ _SAMPLING = "what is chosen from the logits; chosen tokens are part of a chunk's
 _STATE = "found out while the engine runs"
 _PLACE = "which processes compute, and how they reach each other"
 _MEMORY = "how much memory there is, not what is in it"
-_TELLING = "what is logged, measured or published"
+_LOGGING = "what is logged, measured or published"
 _CAPTURE = "what is captured or cached of the same kernels"
 _FILES = "the description of its files stands for it"
 
 HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
     "VllmConfig": {
-        _TELLING: ("observability_config", "logging_config", "watchdog_config", "profiler_config", "kv_events_config"),
+        _LOGGING: ("observability_config", "logging_config", "watchdog_config", "profiler_config", "kv_events_config"),
         "how KV is moved; connectors beside ours must load what this engine would compute": ("kv_transfer_config",),
         _SAMPLING: ("structured_outputs_config", "reasoning_config", "watermark_config"),
         "a random name": ("instance_id",),
@@ -100,7 +100,7 @@ HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         _SCHEDULING: ("dp_sync_interval",),
         "how replicas agree on a step; set by async_scheduling": ("disable_nccl_for_dp_synchronization",),
-        _TELLING: ("ray_workers_use_nsight",),
+        _LOGGING: ("ray_workers_use_nsight",),
         "the product of parallel sizes that are described themselves": ("world_size",),
     },
     "SchedulerConfig": {
@@ -124,7 +124,7 @@ HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
         "how files are read": (
             "safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size",
         ),
-        _TELLING: ("use_tqdm_on_load",),
+        _LOGGING: ("use_tqdm_on_load",),
     },
     "LoRAConfig": {
         _MEMORY: ("max_loras", "max_cpu_loras"),
@@ -135,7 +135,7 @@ HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
         "names a version of code, which is described by its files or by its commit": ("code_revision",),
     },
     "CompilationConfig": {
-        _TELLING: ("debug_dump_path",),
+        _LOGGING: ("debug_dump_path",),
         _CAPTURE: (
             "cache_dir", "local_cache_dir", "compile_cache_save_format", "cudagraph_mode", "cudagraph_num_of_warmups",
             "cudagraph_capture_sizes", "cudagraph_copy_inputs", "max_cudagraph_capture_size", "cudagraph_mm_encoder",
@@ -281,8 +281,8 @@ def _describe(value: object, path: str, revision: str, depth: int) -> object:
     fields = dict(_fields(value))
     if fields or dataclasses.is_dataclass(value):
         harmless = harmless_fields(type(value))
-        told = {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
-        return _without_neutral(type(value), told)
+        described = {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
+        return _without_neutral(type(value), described)
     if revision:
         return "vouched for"
     raise ConfigError(
@@ -295,7 +295,7 @@ def _describe(value: object, path: str, revision: str, depth: int) -> object:
 def _fields(value: object) -> Iterator[tuple[str, object]]:
     """Names and values of an object's fields and other attributes; none for functions and the like.
 
-    Cached properties are left out: they are made of other attributes, and are there only once somebody has asked.
+    Cached properties are left out: they are made of other attributes, and are there only once they were used.
     """
     if callable(value) and not dataclasses.is_dataclass(value):
         return
@@ -309,19 +309,19 @@ def _fields(value: object) -> Iterator[tuple[str, object]]:
 def _without(names: Set[str], value: object) -> object:
     """A configuration's dictionary without these keys, and so all dictionaries nested in it.
 
-    Nor with keys that are None: releases of transformers differ in which they tell of those that are not set. Who sets
-    one to None by `hf_overrides` is told apart by those.
+    Nor with keys that are None: releases of transformers differ in which unset attributes they list. `hf_overrides`,
+    which may set one to None, are described themselves.
     """
     if isinstance(value, Mapping):
         return {key: _without(names, item) for key, item in value.items() if key not in names and item is not None}
     return value
 
 
-def _without_neutral(cls: type, told: Mapping[str, object]) -> dict[str, object]:
+def _without_neutral(cls: type, described: Mapping[str, object]) -> dict[str, object]:
     neutral = {name: each[0] for base in cls.__mro__ for name, each in NEUTRAL.get(base.__name__, {}).items()}
     return {
         name: value
-        for name, value in told.items()
+        for name, value in described.items()
         if name not in neutral or json.dumps(value) != json.dumps(neutral[name])  # 1 is not True, nor 1.0
     }
 

@@ -175,7 +175,7 @@ def _measure(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> tuple[i
 
 
 def _check_state(number: int, group: KVCacheGroupSpec, spec: MambaSpec) -> None:
-    """Raise ConfigError unless vLLM keeps the state at the end of a block, and tells where it is."""
+    """Raise ConfigError unless vLLM keeps the state at the end of a block, and says where it is."""
     if spec.mamba_cache_mode != "align":
         raise _refused(
             number, group,

@@ -32,7 +32,7 @@ _VERSION = "1"
 _MOST_NAME = 200
 _EXPIRING = "/expire"
 _SALT_HEX = 16
-"""Hexadecimal digits of its salt's tag in a session's name: enough that nobody finds another salt with the same."""
+"""Hexadecimal digits of its salt's tag in a session's name: enough that no other salt with the same can be found."""
 _SALTED = re.compile(rf"@[0-9a-f]{{{_SALT_HEX}}}")
 """The end of the names of sessions with a cache salt."""
 

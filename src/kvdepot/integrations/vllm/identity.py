@@ -33,7 +33,7 @@ from kvdepot.integrations.vllm.versions import (
     corrections,
     installed_release,
     lookahead_tokens,
-    tells_of_sleep,
+    notifies_of_sleep,
 )
 from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
 from kvdepot.protocol.model_names import name_model
@@ -167,7 +167,7 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "kvdepot does not support prefill context parallelism: vLLM does not say which of its ranks hold the KV of "
             "a decoded token. Start with --prefill-context-parallel-size 1"
         )
-    if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
+    if vllm_config.model_config.enable_sleep_mode and not notifies_of_sleep():
         raise ConfigError(
             f"kvdepot does not support sleep mode with vLLM {installed_release()}: a sleeping engine frees its KV's "
             "memory and wakes with other memory, and only vLLM 0.33 or newer notifies connectors. Start without "

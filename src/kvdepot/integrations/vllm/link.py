@@ -1,4 +1,4 @@
-"""The way from the settings to a connected half, however late its server comes. Owned by connector.py.
+"""Connects an engine to its server, however late that comes. Owned by connector.py.
 
 A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered.
 (On the engine's own calls, a handshake would take several of them, and registering would stall all requests.) The

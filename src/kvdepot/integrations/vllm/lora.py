@@ -28,7 +28,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvdepot.integrations.loaded import loaded_since
-from kvdepot.integrations.vllm.weight_files import Look, find_weights, look, uses_modelscope
+from kvdepot.integrations.vllm.weight_files import FolderState, find_weights, read_state, uses_modelscope
 from kvdepot.protocol.keys import derive_root
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ is."""
 @dataclass
 class _Seen:
     request: tuple[tuple[str, str], ...]
-    looked: Look | None  # None: there is no such folder
+    state: FolderState | None  # None: there is no such folder
     parts: tuple[tuple[str, str], ...] | None  # None: no longer cached
 
 
@@ -95,26 +95,26 @@ class Adapters:
         folder, is_sure = _resolve(lora.lora_path)
         if getattr(lora, "tensorizer_config_dict", None):
             is_sure = False  # vLLM 0.30 loads it from the place that is named there
-        looked = _look(folder)
+        state = _state_of(folder)
         name = tuple((f"lora {field}", value) for field, value in _fields(lora))
-        if folder is not None and looked is not None and is_sure:
+        if folder is not None and state is not None and is_sure:
             found = find_weights(str(folder))
-            if found is not None and max(found.changed_at, looked.changed_at) < self._since - _MARGIN_S:
-                return _Seen(_fields(lora), looked, (*name, ("lora files", found.digest)))
+            if found is not None and max(found.changed_at, state.changed_at) < self._since - _MARGIN_S:
+                return _Seen(_fields(lora), state, (*name, ("lora files", found.digest)))
         log.info(
             "LoRA adapter %r is shared with no other engine: its files are newer than this one, or it is a hub name",
             lora.lora_name,
         )
-        return _Seen(_fields(lora), looked, (*name, ("lora private", secrets.token_hex(16))))
+        return _Seen(_fields(lora), state, (*name, ("lora private", secrets.token_hex(16))))
 
     def _compare(self, lora: LoRARequest, seen: _Seen) -> None:
         if seen.parts is None:
             return
-        now, before = _look(_resolve(lora.lora_path)[0]), seen.looked
+        now, before = _state_of(_resolve(lora.lora_path)[0]), seen.state
         # Files that did not exist could not have been loaded.
         is_same = before is None or (now is not None and now.is_same(before))
         if is_same and _fields(lora) == seen.request:
-            seen.looked = now
+            seen.state = now
             return
         seen.parts = None
         log.warning(
@@ -124,8 +124,8 @@ class Adapters:
         )
 
 
-def _look(folder: Path | None) -> Look | None:
-    return look(folder) if folder is not None and folder.is_dir() else None
+def _state_of(folder: Path | None) -> FolderState | None:
+    return read_state(folder) if folder is not None and folder.is_dir() else None
 
 
 def _fields(lora: LoRARequest) -> tuple[tuple[str, str], ...]:

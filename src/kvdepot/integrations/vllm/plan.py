@@ -8,7 +8,7 @@ Of a bounded group, a prompt can be resumed at a boundary only with the parts of
 are stored where hits can end:
 
 - at the end of the prompt, and at the end of the same prompt without its last token, which is always computed;
-- behind it, after every decoded chunk, as nobody knows where decoding ends;
+- behind it, after every decoded chunk, as decoding may end there;
 - at every n-th chunk, for prompts that begin alike and go on differently;
 - where vLLM has seen an earlier prompt part from this one (the **junction**).
 

@@ -5,7 +5,7 @@ Called by start.py before a model is loaded, and by connector.py.
 | `kvdepot.url`, or else `KVDEPOT_URL` | the server | started by |
 |---|---|---|
 | none | this user's, at the default endpoint | the first engine that finds none, unless `kvdepot.start` is `never` |
-| an endpoint | the one there | somebody else |
+| an endpoint | the one there | others |
 | `embedded` (`kvdepot.url` alone) | the engine's own | the engine's first worker, whose child it is |
 
 The engine runs without a server that is not there, and connects when it is (link.py); with `kvdepot.required`, it ends.
@@ -128,7 +128,7 @@ def _suggestion(key: str, value: object, known: list[str]) -> str:
 REQUIRED_S = 8.0
 """An engine that must have a server waits this long for it."""
 PASSING = (Unavailable, DeadlineExceeded, Busy, ArenaError, VersionMismatch, UnknownClient, UnknownInstance)
-"""Errors of a server that is away, or that its next start may cure; all others tell what is wrong with this engine."""
+"""Errors of a server that is away, or that its next start may cure; all others say what is wrong with this engine."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between two starts of a server that crashes: doubled each time, until it has run for twice the longest."""
 

@@ -125,7 +125,7 @@ class WaitingStores:
     """Stores whose steps have not come back, and those that are ready for the workers.
 
     Suspect blocks are those that a load failed to fill, and those computed from them. A block stops being suspect when
-    a request gets it to compute it anew; until then, requests that read it store nothing.
+    a request gets it to compute it again; until then, requests that read it store nothing.
     """
 
     def __init__(self, holds: Holds) -> None:

@@ -2,8 +2,8 @@
 
 | what | since | before |
 |---|---|---|
-| `unregister_kv_caches`, `restore_kv_caches`: sleep is told | 0.33 | not told, so sleep mode is refused |
-| `CacheHitSource`: external hits have a source | 0.32 | not told |
+| `unregister_kv_caches`, `restore_kv_caches`: notices of sleep | 0.33 | none, so sleep mode is refused |
+| `CacheHitSource`: external hits have a source | 0.32 | none |
 | `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
 | `VllmConfig.num_prefill_lookahead_tokens`: tokens after a position that a drafter reads | 0.31 | computed here |
@@ -38,8 +38,8 @@ __all__ = [
     "hash_block_tokens",
     "installed_release",
     "lookahead_tokens",
+    "notifies_of_sleep",
     "refuse_other_versions",
-    "tells_of_sleep",
     "tensor_replicas",
 ]
 
@@ -112,8 +112,8 @@ def _rope(model: ModelConfig) -> Mapping[str, Any]:
     return rope
 
 
-def tells_of_sleep() -> bool:
-    """Whether vLLM tells connectors before it frees the KV's memory, and when it has other memory."""
+def notifies_of_sleep() -> bool:
+    """Whether vLLM notifies connectors before it frees the KV's memory, and when it has other memory."""
     return installed_release() not in ("0.30", "0.31", "0.32")
 
 

@@ -2,7 +2,8 @@
 
 Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by the contents of its
 files (samples of them: samples.py), so the same model is the same on every host, through a link, in a copy, and in the
-cache of a hub. `look` detects changes within one process by file metadata that no copy, rename or `touch` can restore.
+cache of a hub. `read_state` detects changes within one process by file metadata that no copy, rename or `touch` can
+restore.
 
 Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
 folder counts from when it was put where it is: a rename sets its `ctime` and that of the folder it is in, and neither
@@ -35,7 +36,7 @@ from kvdepot.integrations.vllm.samples import hash_file
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-__all__ = ["ALL_KINDS", "Kind", "Look", "Weights", "find_weights", "kinds_read", "look", "uses_modelscope"]
+__all__ = ["ALL_KINDS", "FolderState", "Kind", "Weights", "find_weights", "kinds_read", "read_state", "uses_modelscope"]
 
 _MAX_FILES = 20_000
 _MAX_LINKS = 40
@@ -54,7 +55,7 @@ class Kind(enum.Enum):
     )  # fmt: skip
     """Nothing that an engine computes depends on it."""
     DUPLICATE = ("pytorch_model*",)
-    """Weights that no loader reads where safetensors lie beside them, unless it is told to read this format."""
+    """Weights that no loader reads where safetensors lie beside them, unless it must read this format."""
     WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors", "*.index.json")
     CODE = ("*.py",)
     TOKENIZER = (
@@ -104,7 +105,7 @@ class _Folder(NamedTuple):
         return is_other or (self.own_ns not in (0, before.own_ns) and self.outer_ns != before.outer_ns)
 
 
-class Look(NamedTuple):
+class FolderState(NamedTuple):
     """The files, links and folders that a path leads to at one moment."""
 
     files: tuple[tuple[str | int, ...], ...]
@@ -115,7 +116,7 @@ class Look(NamedTuple):
     changed_at: float
     """Unix time of the last change to any of them."""
 
-    def is_same(self, before: Look) -> bool:
+    def is_same(self, before: FolderState) -> bool:
         """Whether no weights were written, replaced, moved or relinked since `before`. Other files may change."""
         if (self.files, self.links, len(self.folders)) != (before.files, before.links, len(before.folders)):
             return False
@@ -160,15 +161,15 @@ def kinds_read(model: ModelConfig) -> frozenset[Kind]:
     return frozenset(kinds)
 
 
-def look(folder: Path) -> Look:
+def read_state(folder: Path) -> FolderState:
     """The current state of a folder of weights. Raises OSError if it cannot be read."""
-    way = _Way()
-    files = _scan(folder, ALL_KINDS | {Kind.DUPLICATE}, way)
+    trace = _Trace()
+    files = _scan(folder, ALL_KINDS | {Kind.DUPLICATE}, trace)
     state: tuple[tuple[str | int, ...], ...] = tuple(
         (file.name, *_stat(file.path.lstat()), *_stat(file.state)) for file in files
     )
-    changed_ns = max([way.changed_ns, *(file.changed_ns for file in files)])
-    return Look(state, way.links, way.folders, changed_ns / 1e9)
+    changed_ns = max([trace.changed_ns, *(file.changed_ns for file in files)])
+    return FolderState(state, trace.links, trace.folders, changed_ns / 1e9)
 
 
 def uses_modelscope() -> bool:
@@ -215,12 +216,12 @@ def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
     Raises OSError for unreadable files, and for too many.
     """
     hasher = blake3()
-    for file in _merge(_scan(path, kinds, _Way()) for path in paths):
+    for file in _merge(_scan(path, kinds, _Trace()) for path in paths):
         hasher.update(f"{file.name}\0".encode("utf-8", "surrogateescape"))
         hasher.update(hash_file(file.path, file.state.st_size))
-    way = _Way()  # after the contents were read, or a change meanwhile would not be dated
-    files = _merge(_scan(path, kinds, way) for path in paths)
-    return Weights(hasher.hexdigest(), max([way.changed_ns, *(file.changed_ns for file in files)]) / 1e9)
+    trace = _Trace()  # after the contents were read, or a change meanwhile would not be dated
+    files = _merge(_scan(path, kinds, trace) for path in paths)
+    return Weights(hasher.hexdigest(), max([trace.changed_ns, *(file.changed_ns for file in files)]) / 1e9)
 
 
 def _merge(folders: Iterable[list[_File]]) -> list[_File]:
@@ -230,19 +231,19 @@ def _merge(folders: Iterable[list[_File]]) -> list[_File]:
     return [merged[name] for name in sorted(merged)]
 
 
-def _scan(path: Path, kinds: Collection[Kind], way: _Way) -> list[_File]:
-    """The files of these kinds at a path. Notes in `way` what leads to them."""
-    resolved = way.follow(path)
+def _scan(path: Path, kinds: Collection[Kind], trace: _Trace) -> list[_File]:
+    """The files of these kinds at a path. Notes in `trace` what leads to them."""
+    resolved = trace.follow(path)
     if resolved.is_file():
         state = resolved.stat()
         return [_File("", resolved, state, state.st_ctime_ns)]
     blobs = _blobs(resolved)
-    way.has_moving_folders = blobs is None
-    way.near = resolved.parent
+    trace.has_moving_folders = blobs is None
+    trace.near = resolved.parent
     files: list[_File] = []
     for file in _walk(resolved, kinds):
         try:
-            state, changed_ns = _date(file, blobs, way)
+            state, changed_ns = _date(file, blobs, trace)
         except FileNotFoundError:
             continue  # a dangling link: it cannot have been loaded
         if stat.S_ISREG(state.st_mode):
@@ -279,12 +280,12 @@ def _kind(name: str) -> Kind:
 _PATTERNS = {kind: re.compile("|".join(map(translate, kind.value))) for kind in Kind}
 
 
-def _date(file: Path, blobs: Path | None, way: _Way) -> tuple[os.stat_result, int]:
-    """A file's state, and the time of its last change in ns; 0 if a hub's download made it, and nobody changed it.
+def _date(file: Path, blobs: Path | None, trace: _Trace) -> tuple[os.stat_result, int]:
+    """A file's state, and the time of its last change in ns; 0 if a hub's download made it and it is as it was.
 
     blobs: the folder of a hub's cache with the contents that a snapshot's links lead to.
     """
-    entry, folder = file.lstat(), way.follow(file.parent)
+    entry, folder = file.lstat(), trace.follow(file.parent)
     if not stat.S_ISLNK(entry.st_mode):
         return entry, entry.st_ctime_ns
     blob = Path(os.path.normpath(folder / file.readlink()))
@@ -292,7 +293,7 @@ def _date(file: Path, blobs: Path | None, way: _Way) -> tuple[os.stat_result, in
         state = blob.stat()
         changed_ns = max(state.st_ctime_ns, blob.lstat().st_ctime_ns)
         return state, changed_ns if changed_ns > entry.st_ctime_ns else 0
-    state = way.follow(file).stat()
+    state = trace.follow(file).stat()
     return state, state.st_ctime_ns
 
 
@@ -302,7 +303,7 @@ def _blobs(folder: Path) -> Path | None:
     return folder.parent.parent / "blobs" if is_snapshot else None
 
 
-class _Way:
+class _Trace:
     """The links and folders on the way to files."""
 
     def __init__(self) -> None:
@@ -314,7 +315,7 @@ class _Way:
         self._folders = {Path("/"): os.lstat("/")}
 
     def __repr__(self) -> str:
-        return f"<_Way {len(self._links)} links, {len(self._folders)} folders>"
+        return f"<_Trace {len(self._links)} links, {len(self._folders)} folders>"
 
     def follow(self, path: Path) -> Path:
         """The path without links. Raises OSError if it leads nowhere."""

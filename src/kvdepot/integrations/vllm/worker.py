@@ -82,7 +82,7 @@ class WorkerHalf:
         """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
 
         If the server does not confirm it, the memory behind the KV stays allocated until the server releases it or
-        ends: vLLM frees addresses, and memory only once nobody maps it.
+        ends: vLLM frees addresses, and memory only once no process maps it.
         """
         try:
             self._depot.unregister(_SLEEP_S)
