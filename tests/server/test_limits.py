@@ -79,25 +79,6 @@ def start(start_depot: StartDepot, *flags: str) -> tuple[Depot, Raw]:
     return server, Raw(server).hello()
 
 
-def test_chunks_that_a_clients_requests_pin_are_bounded(start_depot: StartDepot, tensors: Tensors) -> None:
-    server, raw = start(start_depot, "--max-pins", "10")
-    raw.ask(tensors.register(1))
-    names = hashes(8)
-    assert raw.ask(wire.Store(1, 1, [shards(names)])) is True
-    assert raw.ask(lookup(names, "a")) == 8
-    refused = raw.ask(lookup(names, "b"))
-    assert type(refused) is Busy
-    assert "max_pins" in str(refused)
-    assert raw.ask(lookup(names, "a")) == 8  # the same request again pins no more
-    assert raw.ask(lookup(names[:64], "b")) == 2
-    assert raw.ask(wire.EndSession("a")) is None
-    assert raw.ask(lookup(names, "c")) == 8
-    status = server.status()
-    assert status["sessions"] == 2
-    assert status["counters"]["pins_refused"] == 1
-    raw.close()
-
-
 def test_registrations_of_a_client_are_bounded_and_one_can_still_be_replaced(
     start_depot: StartDepot, tensors: Tensors
 ) -> None:
@@ -114,23 +95,6 @@ def test_registrations_of_a_client_are_bounded_and_one_can_still_be_replaced(
     eventually(lambda: raw.ask(tensors.register(3)) is None)
     assert server.status()["instances"] == 3
     assert counters(server)["registrations_refused"] >= 1
-    raw.close()
-
-
-def test_namespaces_are_bounded_and_those_that_are_known_go_on(start_depot: StartDepot, tensors: Tensors) -> None:
-    server, raw = start(start_depot, "--max-namespaces", "2")
-    raw.ask(tensors.register(1))
-    for model in ("a", "b"):
-        assert raw.ask(wire.Store(1, 1, [shards(hashes(1), model)])) is True
-    for _ in range(3):
-        refused = raw.ask(wire.Store(1, 1, [shards(hashes(1), "c")]))
-        assert type(refused) is Busy
-        assert "max_namespaces" in str(refused)
-    assert raw.ask(wire.Store(1, 2, [shards(hashes(1, 7), "a")])) is True
-    assert raw.ask(lookup(hashes(1), model="c")) == 0
-    status = server.status()
-    assert sorted(namespace["model"] for namespace in status["namespaces"]) == ["a", "b"]
-    assert status["counters"]["namespaces_refused"] == 3
     raw.close()
 
 
@@ -169,62 +133,12 @@ def test_a_request_that_names_too_many_chunks_is_refused(start_depot: StartDepot
     raw.close()
 
 
-@pytest.mark.parametrize("size", [5000, 3 * MIB, 10 * MIB])
-def test_a_request_id_of_megabytes_is_an_error_and_nothing_is_done(
-    start_depot: StartDepot, tensors: Tensors, size: int
-) -> None:
-    server, raw = start(start_depot)
-    raw.ask(tensors.register(1))
-    name = "x" * size
-    part = wire.Shards(name, "m", 1, 0, ROOT, 0, hashes(1), bytes(4))
-    for request in (lookup(hashes(1), name), lookup(hashes(1), model=name), wire.Store(1, 1, [part])):
-        error = raw.ask(request)
-        assert isinstance(error, KVDepotError)
-        assert isinstance(error, ProtocolError) or size < 4 * MIB
-        assert len(str(error)) <= wire.MAX_ERROR
-    status = server.status()
-    assert (status["chunks"], status["sessions"], status["operations"]) == (0, 0, 0)
-    assert raw.ask(wire.Noop()) == "ok"
-    raw.close()
-
-
 def test_an_error_that_quotes_what_was_sent_stays_short(start_depot: StartDepot) -> None:
     _, raw = start(start_depot)
     body = b"\x91\xdb" + (2 * MIB).to_bytes(4, "big") + b"x" * (2 * MIB)  # a message of an unknown, very long, kind
     error = raw.ask_bytes(body)
     assert type(error) is ProtocolError
     assert len(str(error)) <= wire.MAX_ERROR
-    raw.close()
-
-
-def test_requests_beyond_the_rate_are_refused_until_the_next_second(
-    start_depot: StartDepot,
-) -> None:
-    server, raw = start(start_depot, "--max-rate", "100")
-    other = Raw(server).hello()
-    numbers = range(1, 301)
-    for number in numbers:
-        raw.send(wire.encode_request(number, wire.Noop()))
-    answers = dict(raw.receive() for _ in numbers)
-    assert set(answers) == set(numbers)
-    kinds = [type(answer) for answer in answers.values()]
-    assert kinds.count(str) + kinds.count(Busy) == 300
-    assert kinds.count(Busy) > 0
-    assert other.ask(wire.Noop()) == "ok"
-    eventually(lambda: raw.ask(wire.Noop()) == "ok")
-    assert counters(server)["requests_refused"] >= kinds.count(Busy)
-    raw.close()
-    other.close()
-
-
-def test_a_status_counts_as_four_requests(start_depot: StartDepot) -> None:
-    server, raw = start(start_depot, "--max-rate", "100")
-    for number in range(1, 61):
-        raw.send(wire.encode_request(number, wire.Status()))
-    answers = [raw.receive()[1] for _ in range(60)]
-    assert sum(isinstance(answer, Busy) for answer in answers) >= 10, "two seconds have room for fifty"
-    eventually(lambda: raw.ask(wire.Noop()) == "ok")
-    assert counters(server)["requests_refused"] >= 10
     raw.close()
 
 

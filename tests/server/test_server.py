@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import re
 import shutil
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import zmq
@@ -28,14 +26,12 @@ from kvdepot.adapters import (
     LMCacheMPWorkerAdapter,
     LoadStoreOp,
     MessageQueueClient,
-    RequestType,
 )
 from kvdepot.config import Config
-from kvdepot.errors import ArenaError, Busy
+from kvdepot.errors import ArenaError
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, Memory
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.server.loop import Server
 from tests.client.engine import CHUNK, Engine, works
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -147,17 +143,6 @@ def test_the_log_has_one_line_when_an_engine_comes_and_one_when_it_is_gone(start
     (came, gone) = re.findall(r"INFO engine (\S+) (.+)", depot.logged())
     assert came[0] == gone[0] and (came[1], gone[1]) == ("connected: m", "is gone")
     assert "INFO client" not in depot.logged()
-
-
-def test_settings_of_file_environment_and_flags_reach_the_server(
-    start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "depot.toml"
-    file.write_text('chunk_size = 64\nlog_level = "debug"\ncopy_threads = 1\n')
-    monkeypatch.setenv("KVDEPOT_COPY_THREADS", "3")
-    server = start_depot("--config", str(file), chunk_size=128, arena_mib=8)
-    assert server.status()["chunk_size_tokens"] == 128
-    eventually(lambda: "3 copy threads" in server.logged())
 
 
 # -- status
@@ -442,30 +427,6 @@ def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> Non
     assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
 
 
-def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot: StartDepot) -> None:
-    first = start_depot(arena_mib=8)
-    engine = Engine(first, block_bytes=16384, blocks=24)  # 64 KiB a chunk
-    prompts = [[number] * (2 * CHUNK) for number in range(10)]
-    stored = {}
-    for number, tokens in enumerate(prompts):
-        engine.cache[:8] = torch.randint(0, 256, engine.cache[:8].shape, dtype=torch.uint8)
-        engine.store(tokens, list(range(8)))
-        stored[number] = engine.cache[:8].clone()
-    kill(first)
-    second = start_depot(url=first.url, name=first.name, arena_mib=8)
-    eventually(lambda: "with 20 chunks" in second.logged())
-    assert second.status()["chunks"] == 20
-    engine.wait_connected()
-    for number, tokens in enumerate(prompts):
-        assert engine.lookup(tokens) == 2 * CHUNK
-        assert engine.retrieve(tokens, list(range(8, 16))) == set()
-        assert torch.equal(engine.cache[8:16], stored[number])
-    assert engine.lookup([77] * CHUNK) == 0
-    engine.close()
-    assert second.stop() == 0
-    assert not any(path.exists() for path in files(first))
-
-
 def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first, block_bytes=MIB // 16)  # 256 KiB a chunk
@@ -505,120 +466,6 @@ def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: St
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
     assert second.status()["chunks"] == 1
     engine.close()
-
-
-def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot) -> None:
-    first = start_depot("--on-stop", "keep", arena_mib=8)
-    engine, tokens = Engine(first), list(range(CHUNK))
-    engine.store(tokens, [0, 1, 2, 3])
-    assert first.stop() == 0
-    assert [path.exists() for path in files(first)] == [False, False, True]
-    second = start_depot(url=first.url, name=first.name, arena_mib=8)
-    assert second.status()["chunks"] == 1
-    engine.wait_connected()
-    assert engine.lookup(tokens) == CHUNK
-    assert engine.retrieve(tokens, [4, 5, 6, 7]) == set()
-    assert torch.equal(engine.cache[4:8], engine.cache[:4])
-    engine.close()
-    assert second.stop() == 0
-    assert not (SHM / first.name).exists()
-
-
-# -- clients that die
-
-_CHILD = """
-import sys, time
-import torch, zmq
-from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-
-context = zmq.Context()
-shape = (sys.argv[1], context, "dying", 1, 0, 64)
-scheduler, worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
-worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
-worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(256))), None)
-while not worker.get_finished({"r"})[0]:
-    pass
-scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
-assert scheduler.wait_lookup_result("r", 10.0) == 256
-print(scheduler.mq_client.liveness.name, worker.mq_client.liveness.name, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot: StartDepot) -> None:
-    server = start_depot()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        assert child.stdout is not None
-        liveness_files = child.stdout.readline().split()
-        assert len(liveness_files) == 2
-        assert all((SHM / liveness).exists() for liveness in liveness_files)
-        status = server.status()
-        assert (status["sessions"], status["instances"]) == (1, 1)
-        assert status["holds"] > 0
-        child.kill()
-        child.wait(HANG_S)
-
-    def released() -> bool:
-        status = server.status()
-        counts = status["sessions"], status["instances"], status["holds"]
-        return counts == (0, 0, 0) and not any((SHM / liveness).exists() for liveness in liveness_files)
-
-    eventually(released)
-    assert server.status()["counters"]["clients_died"] >= 2
-    maps = Path(f"/proc/{server.process.pid}/maps")
-    eventually(lambda: "torch_" not in maps.read_text())
-    assert works(server)
-
-
-def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:
-    server = start_depot(arena_mib=8)
-    file = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    file.write_bytes(bytes(MIB))
-    file.chmod(0o600)
-    client = MessageQueueClient(server.url, server.context)
-    layout = Layout([Mapping(file.name, MIB)], [Segment(0, 0, 4096, 4096)], 256, bytes(32))
-    try:
-        assert client.ask(wire.Register(1, layout)).result(HANG_S) is None
-        blocks = np.array([254, 255], "<u4").tobytes()
-        parts = [wire.Shards("r", "cut", 1, 0, b"", 0, bytes([n]) * 32, blocks) for n in (1, 2)]
-        assert client.ask(wire.Store(1, 1, parts[:1])).result(HANG_S) is True
-        os.truncate(file, MIB // 2)
-        assert client.ask(wire.Store(1, 2, parts[1:])).result(HANG_S) is False
-        assert client.ask(wire.Retrieve(1, parts[:1])).result(HANG_S) == [False]
-        os.truncate(file, MIB)
-        assert client.ask(wire.Retrieve(1, parts[:1])).result(HANG_S) == [True]
-        assert works(server)
-    finally:
-        file.unlink()
-        client.close()
-
-
-# -- limits
-
-
-def connect(server: Depot) -> MessageQueueClient | None:
-    """A connected client; None if the server refuses it."""
-    client = MessageQueueClient(server.url, server.context)
-    try:
-        client.submit_request(RequestType.NOOP, []).result(HANG_S)
-    except Busy:
-        client.close()
-        return None
-    return client
-
-
-def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_left(start_depot: StartDepot) -> None:
-    server = start_depot("--max-clients", "2", arena_mib=4)
-    first, second = eventually(lambda: connect(server)), eventually(lambda: connect(server))
-    assert connect(server) is None
-    first.close()
-    third = eventually(lambda: connect(server))
-    assert second.submit_request(RequestType.NOOP, []).result(HANG_S) == "ok"
-    second.close()
-    third.close()
 
 
 # -- tcp
