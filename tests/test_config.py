@@ -13,6 +13,7 @@ import pytest
 from kvdepot import config
 from kvdepot.config import REMOVED, Config, home_url, load, stray_variables
 from kvdepot.errors import ConfigError
+from kvdepot.eviction import POLICIES
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.format import tenant_prefix
@@ -142,6 +143,12 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_source(name: str, value: 
         load(flags=flags, environ=environ)
     told = f"--{name.replace('_', '-')}" if source == "flag" else f"KVDEPOT_{name.upper()}"
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("name", [name for name in ("adaptive", "s3fifo") if name not in POLICIES])
+def test_a_removed_policy_is_refused_with_the_one_to_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--policy: {name} was removed: use {Config().policy}$"):
+        load(flags={"policy": name}, environ={})
 
 
 def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: Path) -> None:

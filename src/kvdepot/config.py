@@ -104,6 +104,7 @@ REMOVED = {
     "kv_events_topics": "was removed: KV events always go under the topics that engines name (kvdepot.events_topic)",
 }
 """Settings of earlier versions, and what to use instead."""
+_REMOVED_POLICIES = ("adaptive", "s3fifo")
 ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
 
@@ -414,6 +415,8 @@ def load_with_sources(
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
         name, said = explain(exc, merged)
+        if name == "policy" and merged[name] in _REMOVED_POLICIES:
+            said = f"{merged[name]} was removed: use {Config().policy}"
         if file is not None and source.get(name) == file:
             name = f"{file}: {name}"  # the name of a flag or variable identifies the setting already
         raise ConfigError(f"{source.get(name, name)}: {said}" if name else said) from exc
