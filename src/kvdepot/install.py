@@ -7,12 +7,12 @@ anybody who registers the name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 __all__ = ["advice", "again", "requirements"]
@@ -29,28 +29,30 @@ def advice(extra: str = "") -> str:
     needed = requirements(extra)
     if not needed:  # not installed (a source tree), or installed before the extra was declared
         return again(extra)
-    missing = [each for each in needed if not _is_installed(each)] or needed
-    return f"{_PIP} {shlex.join(missing)}"
+    return f"{_PIP} {shlex.join([each for each in needed if not _is_installed(each)] or needed)}"
 
 
 def again(extra: str = "") -> str:
     """The command that installs this kvdepot again, in this environment, from where it came: a source tree, a wheel, a
     repository. If it came from a package index, it is for the reader to know which."""
-    extras = f"[{extra}]" if extra else ""
-    record = _direct_url()
-    if record is None:
+    from importlib import metadata  # slow to import, and rarely needed
+
+    extras, text = f"[{extra}]" if extra else "", None
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        text = metadata.distribution("kvdepot").read_text("direct_url.json")  # of the packaging specifications
+    if not text:
         tree = Path(__file__).resolve().parents[2]
         if (tree / "pyproject.toml").is_file():
             return f"{_PIP} {shlex.quote(f'{tree}{extras}')}"
         return f"install kvdepot{extras} again from the index or file that it came from"
-    url, folder, vcs = record["url"], record.get("dir_info"), record.get("vcs_info")
+    record = json.loads(text)
+    url, vcs = record["url"], record.get("vcs_info")
     if vcs is not None:
         place = f"kvdepot{extras} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
-    elif url.startswith("file:"):
-        place = unquote(urlsplit(url).path) + extras
     else:
-        place = f"kvdepot{extras} @ {url}"
-    options = "--editable " if folder and folder.get("editable") else ""
+        is_here = url.startswith("file:")
+        place = unquote(urlsplit(url).path) + extras if is_here else f"kvdepot{extras} @ {url}"
+    options = "--editable " if record.get("dir_info", {}).get("editable") else ""
     return f"{_PIP} {options}{shlex.quote(place)}"
 
 
@@ -59,7 +61,7 @@ def requirements(extra: str = "") -> list[str]:
 
     Empty if it is not installed.
     """
-    from importlib import metadata  # slow to import, and rarely needed
+    from importlib import metadata
 
     try:
         declared = metadata.requires("kvdepot") or []
@@ -74,28 +76,11 @@ def requirements(extra: str = "") -> list[str]:
     return needed
 
 
-def _direct_url() -> dict[str, Any] | None:
-    """Where the installed kvdepot came from (direct_url.json of the packaging specifications).
-
-    None if it is not installed, or came from an index.
-    """
-    from importlib import metadata
-
-    try:
-        text = metadata.distribution("kvdepot").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    found: dict[str, Any] | None = json.loads(text) if text else None
-    return found
-
-
 def _is_installed(requirement: str) -> bool:
     from importlib import metadata
 
-    name = re.match(r"[\w.-]+", requirement)
-    assert name, f"{requirement!r} names no package"
     try:
-        metadata.version(name[0])
+        metadata.version(re.split(r"[^\w.-]", requirement)[0])
     except metadata.PackageNotFoundError:
         return False
     return True
