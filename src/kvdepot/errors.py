@@ -46,107 +46,78 @@ __all__ = [
 ]
 
 
+_BY_CODE: dict[str, type[KVDepotError]] = {}
+
+
 class KVDepotError(Exception):
     """The base class of all errors that kvdepot raises."""
 
     code: ClassVar[str] = "error"
 
+    def __init_subclass__(cls, code: str = "") -> None:
+        if code:  # else it has its parent's
+            cls.code = code
+            _BY_CODE[code] = cls
 
-class ConfigError(KVDepotError):
+
+class ConfigError(KVDepotError, code="config"):
     """A setting is unknown, has the wrong type or is out of range."""
 
-    code = "config"
 
-
-class BadRequest(KVDepotError):
+class BadRequest(KVDepotError, code="bad_request"):
     """An argument of a call is invalid; the message says which and why."""
 
-    code = "bad_request"
 
-
-class LayoutError(BadRequest):
+class LayoutError(BadRequest, code="layout"):
     """KV tensors whose layout cannot be determined, or that lie outside their memory."""
 
-    code = "layout"
 
-
-class UnknownRequest(BadRequest):
+class UnknownRequest(BadRequest, code="unknown_request"):
     """No lookup was submitted for this request id."""
 
-    code = "unknown_request"
 
-
-class ProtocolError(KVDepotError):
+class ProtocolError(KVDepotError, code="protocol"):
     """Bytes that are not a kvdepot message, or too many of them."""
 
-    code = "protocol"
 
-
-class VersionMismatch(ProtocolError):
+class VersionMismatch(ProtocolError, code="version"):
     """Client and server speak different protocol versions."""
 
-    code = "version"
 
-
-class UnknownClient(KVDepotError):
+class UnknownClient(KVDepotError, code="unknown_client"):
     """The server does not know this client, which reconnects by itself."""
 
-    code = "unknown_client"
 
-
-class UnknownInstance(KVDepotError):
+class UnknownInstance(KVDepotError, code="unknown_instance"):
     """No KV tensors are registered under this instance id."""
 
-    code = "unknown_instance"
 
-
-class Busy(KVDepotError):
+class Busy(KVDepotError, code="busy"):
     """A bounded queue is full; nothing was done."""
 
-    code = "busy"
 
-
-class Unavailable(KVDepotError):
+class Unavailable(KVDepotError, code="unavailable"):
     """No server answers at this address, or the one that did has gone."""
 
-    code = "unavailable"
 
-
-class DeadlineExceeded(KVDepotError, TimeoutError):
+class DeadlineExceeded(KVDepotError, TimeoutError, code="deadline"):
     """No answer in time."""
 
-    code = "deadline"
 
-
-class ArenaError(KVDepotError):
+class ArenaError(KVDepotError, code="arena"):
     """The shared memory is not available: in use, too large, or not an arena."""
 
-    code = "arena"
 
-
-class DeviceError(KVDepotError):
+class DeviceError(KVDepotError, code="device"):
     """A GPU or its driver failed: missing, too old, out of memory, or another error."""
 
-    code = "device"
 
-
-class TierError(KVDepotError):
+class TierError(KVDepotError, code="tier"):
     """A whole tier is unavailable: not reachable, or access refused."""
 
-    code = "tier"
 
-
-class InternalError(KVDepotError):
+class InternalError(KVDepotError, code="internal"):
     """Internal error; see the server log."""
-
-    code = "internal"
-
-
-def _leaves(root: type[KVDepotError]) -> list[type[KVDepotError]]:
-    return [root, *(leaf for child in root.__subclasses__() for leaf in _leaves(child))]
-
-
-_BY_CODE = {leaf.code: leaf for leaf in _leaves(KVDepotError)}
 
 
 def from_code(code: str, message: str) -> KVDepotError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -120,7 +119,8 @@ def _end(server: options.Address, name: str, consent: options.Consent, keep: boo
             value = {"lease": name, "chunks": known.chunks if known else None}
             show(as_json, value, *(removed or [f"{about}; its chunks stay"]), NOTHING_REMOVED)
             return 0
-        if removed and not _may_remove(consent, "End this lease and permanently remove its chunks?", lambda: removed):
+        question = "End this lease and permanently remove its chunks?"
+        if removed and not agreed(consent, REMOVES.format("chunks"), question, lambda: removed):
             return 1
         admin.end_lease(client, name, drops=not keep)
     show(as_json, {"released": name}, f"lease {clean(name)} has ended{'; its chunks stay' * keep}")
@@ -139,16 +139,13 @@ def _remove(
         if consent.dry_run:
             show(as_json, {"chunks": len(prompt), "removed_at_most": most}, *lines, NOTHING_REMOVED)
             return 0
-        if not _may_remove(consent, "Permanently remove these chunks?", lambda: lines):
+        question = "Permanently remove these chunks?"
+        if not agreed(consent, REMOVES.format("chunks"), question, lambda: lines):
             return 1
         removed = admin.drop(client, prompt, keep_first)
     value = {"chunks": len(prompt), "removed": removed}
     show(as_json, value, f"removed from memory: {count(removed)} of {plural(len(prompt), 'chunk')}")
     return 0
-
-
-def _may_remove(consent: options.Consent, question: str, preview: Callable[[], Sequence[str]]) -> bool:
-    return agreed(consent, REMOVES.format("chunks"), question, preview)
 
 
 def _tier_lines(client: Client) -> list[str]:

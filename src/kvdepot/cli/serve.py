@@ -61,12 +61,8 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     for name, advice in stray_variables(os.environ):
         log.warning("environment variable %s is not a setting; %s", name, advice)
     check_memory(config)
-    if odd_chunk_size(config.chunk_size):
-        log.warning(
-            "chunk size %d is not a multiple of 16, vLLM's smallest block: kvdepot's vLLM connector uses whole blocks "
-            "instead, and clients of the LMCache contract whose block does not divide it are refused",
-            config.chunk_size,
-        )
+    if warning := odd_chunk_size(config.chunk_size):
+        log.warning("%s", warning)
     from kvdepot.server.loop import Server
 
     with explain_limits():
