@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from common import Scale, say
 from report import Figure, at_most
 
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reserved
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
@@ -66,10 +66,11 @@ class _Full:
         keys = [next(self._keys) for _ in range(count)]
         begun = time.perf_counter()
         for number, key in enumerate(keys):
-            (outcome,) = index.reserve_missing(namespaces[number % _TENANTS], 0, key, ROOT, 1, PAGE)
-            if not isinstance(outcome, Reserved):
-                raise RuntimeError(f"{outcome} where a chunk can be evicted")
-            index.seal(outcome.chunk, 0)
+            made = index.reserve(namespaces[number % _TENANTS], 0, Run(key, PAGE, ROOT, 1), 0)
+            if not made.chunks:
+                raise RuntimeError(f"{made.refusal} where a chunk can be evicted")
+            index.seal(made.chunks[0], 0)
+            index.take_events()
         return time.perf_counter() - begun
 
 

@@ -12,6 +12,7 @@ from common import Scale, say
 from report import Figure, at_least
 
 from kvdepot.config import Config
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.eviction import POLICIES
@@ -63,8 +64,8 @@ class _Core:
     def _store(self, number: int, chunks: int) -> bytes:
         index = self.harness.index
         hashes = b"".join((number << 32 | i).to_bytes(32, "little") for i in range(1, chunks + 1))
-        for outcome in index.reserve_missing(self._namespace, 0, hashes, ROOT, 1, PAGE):
-            index.seal(getattr(outcome, "chunk"), 0)  # noqa: B009 - they are all reserved
+        for chunk in index.reserve(self._namespace, 0, Run(hashes, PAGE, ROOT, 1), 0).chunks:
+            index.seal(chunk, 0)
         return hashes
 
     def _ask(self, request: wire.Request) -> None:

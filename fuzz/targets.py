@@ -22,8 +22,9 @@ from fuzz.choices import Choices, Script
 
 from kvdepot import config as settings
 from kvdepot.core.forgetting import Removals
+from kvdepot.core.index import matching
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason, Reserved
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.eviction import Lru
@@ -247,15 +248,16 @@ def _check_usable(index: Index) -> None:
     namespace = index.namespaces.find("fuzz", 1, 0, bytes(32), 1)
     namespace.live += 1
     for number in range(index.allocator.capacity // PAGE + 1):
-        (outcome,) = index.reserve_missing(namespace, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
-        assert isinstance(outcome, Reserved), f"no room for page {number} although nothing is held"
-        index.seal(outcome.chunk, 0)
+        made = index.reserve(namespace, 0, Run(number.to_bytes(HASH_BYTES, "big"), PAGE), 0)
+        assert made.chunks, f"no room for page {number} although nothing is held"
+        index.seal(made.chunks[0], 0)
     index.validate()
     namespace.live -= 1
     removals = Removals(index)
     removals.begin(index.namespaces.all(), None, hides=False)
     while removals:
         removals.step()
+    index.take_events()
     index.validate()
     assert index.allocator.free_bytes == index.allocator.capacity and not index.namespaces.all()
     assert not index.records.used, index.records
@@ -389,16 +391,16 @@ def _stored(pick: Choices) -> tuple[Index, bytearray]:
         for i in range(first, first + 1 + pick.below(3)):
             key = bytes([prompt, i]) * 16
             for rank in range(ranks):
-                if not index.is_missing(namespace, rank, key):
+                if not matching.is_missing(namespace, rank, key):
                     continue
-                (outcome,) = index.reserve_missing(namespace, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
-                if not isinstance(outcome, Reserved):
+                made = index.reserve(namespace, rank, Run(key, 1 + pick.below(3 * PAGE), parent, i + 1), 0)
+                if not made.chunks:
                     continue
-                chunk = outcome.chunk
+                (chunk,) = made.chunks
                 if pick.below(8):
                     index.seal(chunk, rank, pick.below(1 << 32))
                 else:
-                    index.remove(chunk, Reason.FAILED, rank)
+                    index.discard(chunk, rank)
             parent = key
     return index, table
 

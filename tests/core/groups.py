@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import NoRoom, Reason, Replaced, Reserved
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.wire import Group
+from tests.core.shelf import Told, reserve_one
 
 CHUNK_TOKENS = 16
 BLOCKS = 2  # a chunk
@@ -73,10 +75,13 @@ class Rack:
         policy: str = "lru",
         model: str = "m",
         index: Index | None = None,
+        listener: Any = None,
         **options: Any,
     ) -> None:
         """index: one that exists already."""
         self.index = index or Index(Allocator(0, pages * PAGE), POLICIES[policy], chunk_tokens=CHUNK_TOKENS, **options)
+        if listener is not None:
+            self.index.events = Told(listener)
         self.reaches = reaches
         self.world_size = world_size
         self.namespaces = register(self.index, reaches, world_size, model)
@@ -84,11 +89,9 @@ class Rack:
     def reserve(self, group: int, chain: Sequence[bytes], number: int, rank: int = 0, **more: Any) -> Chunk | None:
         """Reserve one rank's shard of the part of chunk `number`, counted from 0; None if it is not missing."""
         parent = chain[number - 1] if number else b"root"
-        (outcome,) = self.index.reserve_missing(
-            self.namespaces[group], rank, chain[number], parent, number + 1, PAGE, **more
-        )
-        assert not isinstance(outcome, NoRoom)
-        return outcome.chunk if isinstance(outcome, Reserved | Replaced) else None
+        made = reserve_one(self.index, self.namespaces[group], rank, chain[number], parent, number + 1, **more)
+        assert made.refusal is None
+        return made.chunks[0] if made.chunks else None
 
     def store(self, group: int, chain: Sequence[bytes], numbers: Iterable[int] | None = None, born: int = 0) -> None:
         """Store a group's parts of these chunks on every rank; of all if none are named."""
@@ -119,7 +122,7 @@ class Rack:
         self.index.remove(self.part(group, key), Reason.EVICTED)
 
     def match(self, chain: Sequence[bytes]) -> Pin:
-        return self.index.match(self.namespaces[0], b"".join(chain))
+        return matching.match(self.namespaces[0], b"".join(chain))
 
     def boundary(self, chain: Sequence[bytes]) -> int:
         return self.match(chain).matched
@@ -127,6 +130,7 @@ class Rack:
     def pin(self, chain: Sequence[bytes]) -> list[Chunk]:
         found = self.match(chain).chunks
         self.index.hold(found)
+        self.index.use(found)
         return found
 
     def there(self, chain: Sequence[bytes]) -> list[list[int]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.events import IndexEvent, Listener, Reservation, Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Found, NoRoom, Replaced, Reserved
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 
@@ -27,34 +28,62 @@ def keys(name: str, count: int) -> list[bytes]:
     return prompt(tuple(f"{name}{i}" for i in range(count)))  # type: ignore[arg-type]
 
 
+def reserve_one(
+    index: Index,
+    namespace: Namespace,
+    rank: int,
+    key: bytes,
+    parent: bytes = b"root",
+    position: int = 1,
+    size: int = PAGE,
+    salt: bytes = b"",
+    wall: int | None = 0,
+) -> Reservation:
+    """Reserve one shard. wall: None if it is to be loaded."""
+    return index.reserve(namespace, rank, Run(key, size, parent, position, salt), wall)
+
+
 def reserve(
     index: Index,
     namespace: Namespace,
     rank: int,
     key: bytes,
-    parent: bytes,
-    position: int,
-    size: int,
+    parent: bytes = b"root",
+    position: int = 1,
+    size: int = PAGE,
     salt: bytes = b"",
+    wall: int | None = 0,
 ) -> Chunk | None:
     """Reserve one shard, which must be missing; None where there is no room."""
-    (outcome,) = index.reserve_missing(namespace, rank, key, parent, position, size, salt)
-    assert isinstance(outcome, Reserved | Replaced | NoRoom), outcome
-    return None if isinstance(outcome, NoRoom) else outcome.chunk
+    made = reserve_one(index, namespace, rank, key, parent, position, size, salt, wall)
+    assert made.chunks or made.refusal is not None, made
+    return made.chunks[0] if made.chunks else None
 
 
 def sealed(index: Index, namespace: Namespace, rank: int, key: bytes) -> Chunk | None:
     """The chunk of a sealed shard that may be given out."""
-    (found,) = index.find(namespace, rank, key)
-    return found.chunk if isinstance(found, Found) else None
+    return matching.find(namespace, rank, key)[0]
+
+
+class Told(list[IndexEvent]):
+    """Events that a listener gets one by one, as they happen."""
+
+    def __init__(self, listener: Listener[Any]) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def append(self, event: IndexEvent) -> None:
+        self._listener.notice([event], 0.0)
 
 
 class Shelf:
     """An index of `pages` pages with one namespace, whose chunks take one page a shard."""
 
-    def __init__(self, pages: int, world_size: int = 1, policy: str = "lru", watch: Any = None) -> None:
+    def __init__(self, pages: int, world_size: int = 1, policy: str = "lru", listener: Any = None) -> None:
         self.policy = POLICIES[policy]()
-        self.index = Index(Allocator(0, pages * PAGE), lambda: self.policy, watch=watch, chunk_tokens=256)
+        self.index = Index(Allocator(0, pages * PAGE), lambda: self.policy, chunk_tokens=256)
+        if listener is not None:
+            self.index.events = Told(listener)
         self.world_size = world_size
         for rank in range(world_size):
             self.namespace = self.index.namespaces.find("m", world_size, rank, bytes(32), 4)
@@ -73,11 +102,12 @@ class Shelf:
                 self.index.seal(chunk, rank)
 
     def matched(self, chain: list[bytes]) -> int:
-        return self.index.match(self.namespace, b"".join(chain)).matched
+        return matching.match(self.namespace, b"".join(chain)).matched
 
     def pin(self, chain: list[bytes]) -> list[Chunk]:
-        found = self.index.match(self.namespace, b"".join(chain)).chunks
+        found = matching.match(self.namespace, b"".join(chain)).chunks
         self.index.hold(found)
+        self.index.use(found)
         return found
 
     def there(self, chain: list[bytes]) -> list[bool]:

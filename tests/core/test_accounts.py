@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvdepot.core.index import matching
 from kvdepot.core.index import quotas as quotas_module
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.events import Refusal, Reservation, Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import NoRoom, Reason, Replaced, Reserved
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import POLICIES, Lru
@@ -52,22 +53,22 @@ class House:
         namespace.live = 1
         return namespace
 
-    def reserve(self, tenant: str, path: tuple[int, ...], size: int, is_load: bool = False, tag: bytes = b"") -> Any:
+    def reserve(
+        self, tenant: str, path: tuple[int, ...], size: int, is_load: bool = False, tag: bytes = b""
+    ) -> Reservation:
         parent = key_of(path[:-1]) if len(path) > 1 else b"root"
         namespace = self.namespaces[tenant]
-        (outcome,) = self.index.reserve_missing(
-            namespace, 0, key_of(path), parent, len(path), size, tenant_salt(tenant, tag), wall=0, is_load=is_load
-        )
-        return outcome
+        run = Run(key_of(path), size, parent, len(path), tenant_salt(tenant, tag))
+        return self.index.reserve(namespace, 0, run, None if is_load else 0)
 
     def store(
         self, tenant: str, path: tuple[int, ...] | None = None, size: int = PAGE, tag: bytes = b"", born: int = 0
     ) -> Chunk | None:
         """Store a chunk, by default one of a new prompt; None where there is no room."""
-        outcome = self.reserve(tenant, path or (1_000_000 + next(self._names),), size, tag=tag)
-        if isinstance(outcome, NoRoom):
+        made = self.reserve(tenant, path or (1_000_000 + next(self._names),), size, tag=tag)
+        if not made.chunks:
             return None
-        chunk: Chunk = outcome.chunk
+        (chunk,) = made.chunks
         self.index.seal(chunk, 0, born=born)
         return chunk
 
@@ -125,21 +126,19 @@ class QuotaMachine(RuleBasedStateMachine):
         old = self.house.namespaces[tenant].chunks.get(key_of(path))
         loading = old.shards[0] if old is not None else None
         owner = owner if old is None else self.owner_of(old)
-        outcome = self.house.reserve(tenant, path, size, is_load, tag)
+        made = self.house.reserve(tenant, path, size, is_load, tag)
+        if made.chunks and loading is not None and loading.state is State.REPLACED:
+            self.late.append((owner, made.chunks[0], loading))
+            made.chunks.clear()
         after = self.used()
-        if isinstance(outcome, Replaced):
-            assert loading is not None and loading.state is State.REPLACED
-            self.late.append((owner, outcome.chunk, loading))
-            after = self.used()
         for other in self.quotas.keys() - {self.account(owner)}:
             floor = self.quotas[other].floor_bytes / PAGE
             assert after[other] == before[other] or after[other] >= floor, f"{owner} took {other} below its floor"
-        if isinstance(outcome, NoRoom):
-            self.check_refusal(owner, path, -(-size // PAGE), outcome.is_capped)
-        if isinstance(outcome, Reserved):
-            self.open.append(outcome.chunk)
-            if seals:
-                self.seal(self.open.pop())
+        if made.refusal is not None:
+            self.check_refusal(owner, path, -(-size // PAGE), made.refusal is Refusal.OVER_CAP)
+        self.open += made.chunks
+        if made.chunks and seals:
+            self.seal(self.open.pop())
 
     def check_refusal(self, owner: Owner, path: tuple[int, ...], size: int, is_capped: bool) -> None:
         """A store is refused only if nothing may be evicted for it."""
@@ -169,7 +168,7 @@ class QuotaMachine(RuleBasedStateMachine):
     def end_a_store(self, data: st.DataObject, fails: bool) -> None:
         chunk = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         if fails:
-            self.index.remove(chunk, Reason.FAILED, 0)
+            self.index.discard(chunk, 0)
         else:
             self.seal(chunk)
 
@@ -182,7 +181,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), path=OF_PATHS)
     def pin(self, tenant: str, path: tuple[int, ...]) -> None:
         hashes = b"".join(key_of(path[: i + 1]) for i in range(len(path)))
-        chunks = self.index.match(self.house.namespaces[tenant], hashes).chunks
+        chunks = matching.match(self.house.namespaces[tenant], hashes).chunks
         self.index.hold(chunks)
         self.pins.append(chunks)
 
@@ -247,7 +246,7 @@ class QuotaMachine(RuleBasedStateMachine):
         for pins in getattr(self, "pins", []):
             self.index.release(pins)
         for chunk in getattr(self, "open", []):
-            self.index.remove(chunk, Reason.FAILED, 0)
+            self.index.discard(chunk, 0)
         for _, chunk, shard in getattr(self, "late", []):
             self.index.give_back(chunk, shard)
         if hasattr(self, "index"):
@@ -272,6 +271,7 @@ def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_lose
     first = chunks[0]
     assert first is not None
     house.index.hold([first])
+    house.index.use([first])
     house.index.release([first])  # the first is now the one used last
     house.index.set_quota("a", pages(2))
     house.index.validate()
@@ -289,8 +289,7 @@ def test_what_is_above_a_lowered_cap_goes_some_chunks_at_a_time_and_nothing_is_a
     house.index.set_quota("a", pages(cap=40))
     house.fill("a", chunks=40)
     house.index.set_quota("a", pages(cap=10))
-    outcome = house.reserve("a", (7,), PAGE)
-    assert isinstance(outcome, NoRoom) and outcome.is_capped
+    assert house.reserve("a", (7,), PAGE).refusal is Refusal.OVER_CAP
     assert house.used("a") == 40, "a store does not evict the excess at once"
     assert house.index.trim(16) and house.used("a") == 24
     assert not house.index.trim(16) and house.used("a") == 10
@@ -395,7 +394,7 @@ def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
     assert [house.index.expire(wall) for wall in (19, 20, 49, 50)] == [0, 1, 0, 2]
     chunk = house.store("a", tag=y, born=50)
     assert chunk is not None
-    assert not house.index.is_too_old(chunk, 1) and house.index.is_too_old(chunk, 0)
+    assert house.index.accounts.ttl_of(chunk) == 50
     assert [house.index.expire(wall) for wall in (99, 100)] == [0, 1]
     house.store("a", tag=y, born=100)
     house.index.set_quota("a", None)
@@ -407,7 +406,7 @@ def test_a_chunk_that_is_being_stored_does_not_expire_because_its_tenant_gets_a_
     house = House(16)
     if first is not None:
         house.index.set_quota("a", first)
-    chunk = house.reserve("a", (1,), PAGE).chunk
+    (chunk,) = house.reserve("a", (1,), PAGE).chunks
     house.index.set_quota("a", pages(ttl_s=10))
     assert house.index.expire(1000) == 0
     house.index.seal(chunk, 0, born=1000)

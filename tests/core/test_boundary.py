@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.core.index.boundary import deepest_boundary, needed_parts
+from kvdepot.core.index.matching import deepest_boundary, needed_parts
 
 CHUNKS = 12
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, IllegalTransition, Shard, State
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import NoRoom, Present, Reason, Replaced
 from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
-from tests.core.shelf import Shelf, key_of, keys
+from tests.core.shelf import Shelf, key_of, keys, reserve, reserve_one
 
 FIRST = {State.RESERVED, State.LOADING, State.FILLING}
 LAST = {State.FREED, State.GONE}
@@ -91,8 +92,8 @@ def facts(index: Index) -> Any:
             for namespace in index.namespaces.all()
             for c in namespace.chunks.values()
         ],
-        (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes, index._chains.broken),
-        len(index.hiding), index._serial, index.records.used,
+        (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes),
+        [len(each.hiding) for each in index.namespaces.all()], index._serial, index.records.used,
     )  # fmt: skip
 
 
@@ -123,31 +124,27 @@ class States(RuleBasedStateMachine):
         assert facts(self.index) == before
         return False
 
-    @rule(number=st.integers(0, 2), rank=st.integers(0, 1), is_load=st.booleans(), wall=st.sampled_from([None, 9]))
-    def reserve(self, number: int, rank: int, is_load: bool, wall: int | None) -> None:
+    @rule(number=st.integers(0, 2), rank=st.integers(0, 1), wall=st.sampled_from([None, 0, 9]))
+    def reserve(self, number: int, rank: int, wall: int | None) -> None:
         old = self.chunk(number)
         shard = None if old is None else old.shards.get(rank)
         parent = self.chain[number - 1] if number else b"root"
-        (outcome,) = self.index.reserve_missing(
-            self.shelf.namespace, rank, self.chain[number], parent, number + 1, PAGE, b"", wall, is_load
-        )
-        assert not isinstance(outcome, NoRoom)
-        if isinstance(outcome, Present):
+        made = reserve_one(self.index, self.shelf.namespace, rank, self.chain[number], parent, number + 1, wall=wall)
+        assert made.refusal is None
+        if made.known:
             assert shard is not None
             return
-        if isinstance(outcome, Replaced):
-            assert shard is not None and shard.state is State.REPLACED
-            self.replaced.append((outcome.chunk, shard))
-        assert outcome.chunk.shards[rank].state is (State.LOADING if is_load else State.RESERVED)
-        self.open[number, rank] = outcome.chunk
+        (chunk,) = made.chunks
+        if shard is not None and shard.state is State.REPLACED:
+            self.replaced.append((chunk, shard))
+        assert chunk.shards[rank].state is (State.LOADING if wall is None else State.RESERVED)
+        self.open[number, rank] = chunk
 
     @rule(number=st.integers(0, 2))
     def store(self, number: int) -> None:
         for rank in range(2):
-            if (number, rank) not in self.open and self.index.is_missing(
-                self.shelf.namespace, rank, self.chain[number]
-            ):
-                self.reserve(number, rank, False, None)
+            if (number, rank) not in self.open and matching.is_missing(self.shelf.namespace, rank, self.chain[number]):
+                self.reserve(number, rank, 0)
             self.seal(number, rank)
 
     @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
@@ -165,7 +162,7 @@ class States(RuleBasedStateMachine):
             is_open = (number, rank) in self.open
             if is_open and len(chunk.shards) == 1 and chunk.holds > 1:
                 return  # whoever holds a chunk without a sealed shard lets go of it before that
-            if self.attempt(lambda: self.index.remove(chunk, Reason.FAILED, rank), is_open):
+            if self.attempt(lambda: self.index.discard(chunk, rank), is_open):
                 del self.open[number, rank]
 
     @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
@@ -194,7 +191,7 @@ class States(RuleBasedStateMachine):
     @rule()
     def begin_removal(self) -> None:
         if len(self.scopes) < 3:
-            self.scopes.append(self.index.begin_removal([self.shelf.namespace], None, hides=True))
+            self.scopes.append(self.index.namespaces.begin_removal([self.shelf.namespace], None, hides=True))
 
     @precondition(lambda self: self.scopes)
     @rule()
@@ -202,7 +199,7 @@ class States(RuleBasedStateMachine):
         for chunk in list(self.shelf.namespace.chunks.values()):
             if not chunk.gone:
                 self.index.remove_forgotten(chunk)
-        self.index.end_removal(self.scopes.pop(0))
+        self.index.namespaces.end_removal(self.scopes.pop(0))
 
     @rule(number=st.integers(0, 2))
     def hold(self, number: int) -> None:
@@ -228,19 +225,19 @@ class States(RuleBasedStateMachine):
     def queries_change_nothing(self, end: int) -> None:
         before = facts(self.index)
         hashes = b"".join(self.chain[:end])
-        pin = self.index.match(self.shelf.namespace, hashes)
+        pin = matching.match(self.shelf.namespace, hashes)
         assert pin.matched <= end
         for rank in range(2):
-            self.index.find(self.shelf.namespace, rank, hashes)
+            matching.find(self.shelf.namespace, rank, hashes)
             for key in self.chain:
-                self.index.is_missing(self.shelf.namespace, rank, key)
+                matching.is_missing(self.shelf.namespace, rank, key)
         assert facts(self.index) == before
 
     @rule(rank=st.integers(0, 1), number=st.integers(0, 2), is_load=st.booleans())
     def what_is_missing_can_be_reserved(self, rank: int, number: int, is_load: bool) -> None:
-        if self.index.is_missing(self.shelf.namespace, rank, self.chain[number]):
+        if matching.is_missing(self.shelf.namespace, rank, self.chain[number]):
             before = set(self.open)
-            self.reserve(number, rank, is_load, None)
+            self.reserve(number, rank, None if is_load else 0)
             assert set(self.open) == before | {(number, rank)}
 
     @invariant()
@@ -253,16 +250,16 @@ class States(RuleBasedStateMachine):
             return
         self.index.release(self.held)
         for (_, rank), chunk in self.open.items():
-            self.index.remove(chunk, Reason.FAILED, rank)
+            self.index.discard(chunk, rank)
         for chunk, shard in self.replaced:
             self.index.give_back(chunk, shard)
         for scope in self.scopes:
-            self.index.end_removal(scope)
+            self.index.namespaces.end_removal(scope)
         while self.shelf.namespace.chunks:
             self.index.hide(next(reversed(self.shelf.namespace.chunks.values())))
         self.index.validate()
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains._waiting and not self.index._chains.broken
+        assert not self.index._chains._waiting and not self.shelf.namespace.broken
 
 
 TestStates = States.TestCase
@@ -278,37 +275,36 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
     index, namespace = shelf.index, shelf.namespace
 
     def reserve(key: bytes, rank: int, parent: bytes = b"root", position: int = 1, **more: Any) -> Chunk:
-        (outcome,) = index.reserve_missing(namespace, rank, key, parent, position, PAGE, **more)
-        assert not isinstance(outcome, Present | NoRoom)
-        return outcome.chunk
+        (chunk,) = reserve_one(index, namespace, rank, key, parent, position, **more).chunks
+        return chunk
 
     # A chunk behind one that comes later, and both lost again to what a removal is and a bad byte.
     first, second = keys("c", 2)
     reserve(first, 0)
     chunk = reserve(second, 0, first, 2)
-    reserve(second, 1, first, 2, is_load=True)
+    reserve(second, 1, first, 2, wall=None)
     index.seal(chunk, 0)
     index.seal(chunk, 1)
     assert chunk.state is State.WHOLE
     index.hide(chunk)
-    index.hold([head := reserve(first, 1, is_load=True)])
+    index.hold([head := reserve(first, 1, wall=None)])
     assert chunk.gone and not head.gone
-    index.remove(head, Reason.FAILED, 0)
-    index.remove(head, Reason.FAILED, 1) if head.holds < 2 else index.seal(head, 1)
+    index.discard(head, 0)
+    index.discard(head, 1) if head.holds < 2 else index.seal(head, 1)
     index.mark_corrupt(head, 1)
     index.release([head])
     assert head.state is State.FILLING
-    reserve(first, 1, is_load=True)
+    reserve(first, 1, wall=None)
     loading = head.shards[1]
     reserve(first, 1)
     assert loading.state is State.REPLACED
     index.give_back(head, loading)
     index.seal(head, 1)
-    index.remove(reserve(first, 0, is_load=True), Reason.FAILED, 0)
+    index.discard(reserve(first, 0, wall=None), 0)
     index.hold([head])
     index.hide(head, at_once=False)
     reserve(first, 0)
-    index.remove(head, Reason.FAILED, 0)
+    index.discard(head, 0)
     index.hide(head)
     index.release([head])
     assert head.gone
@@ -327,7 +323,7 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
             else:
                 index.hide(chunk, at_once=end != "hidden")
             if end == "hidden":
-                index.reserve_missing(namespace, 0, key, b"root", 1, PAGE, wall=9)
+                reserve_one(index, namespace, 0, key, wall=9)
                 assert chunk.state is (State.CHAINED if chained else State.WHOLE)
             index.release([chunk])
             assert chunk.gone == (end == "hidden at once")
@@ -360,7 +356,7 @@ def test_a_chunk_that_was_sealed_before_its_parents_is_chained_with_them() -> No
     assert chunks[0] is not None
     shelf.index.seal(chunks[0], 0)
     assert [chunk.depth for chunk in chunks if chunk] == [1, 2, 3, 4]
-    assert shelf.index.match(shelf.namespace, b"".join(chain)).chunks == [chunks[3]]
+    assert matching.match(shelf.namespace, b"".join(chain)).chunks == [chunks[3]]
 
 
 def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -> None:
@@ -369,7 +365,7 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
     first, second = (shelf.reserve(chain, number) for number in (1, 2))
     assert first is not None and second is not None
     shelf.index.seal(second, 0)
-    shelf.index.remove(first, Reason.FAILED, 0)
+    shelf.index.discard(first, 0)
     assert not shelf.index._chains._waiting
     again = shelf.reserve(chain, 1)
     assert again is not None
@@ -381,9 +377,9 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
 def test_a_refused_step_leaves_a_plain_index_as_it_was() -> None:
     index = Index(Allocator(0, 8 * PAGE), Lru)
     namespace = index.namespaces.find("m", 1, 0, bytes(32), 4)
-    (outcome,) = index.reserve_missing(namespace, 0, keys("c", 1)[0], b"root", 1, PAGE)
-    assert not isinstance(outcome, Present | NoRoom)
-    index.seal(outcome.chunk, 0)
+    chunk = reserve(index, namespace, 0, keys("c", 1)[0])
+    assert chunk is not None
+    index.seal(chunk, 0)
     with pytest.raises(IllegalTransition, match=r"SEAL .* SEALED"):
-        index.seal(outcome.chunk, 0)
+        index.seal(chunk, 0)
     index.validate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.core.index.coming import coming_part
+from kvdepot.core.index.matching import coming_part
 from tests.core.groups import SHAPES, Rack, Reaches, deepest, needed
 from tests.core.shelf import keys
 
@@ -34,7 +34,7 @@ def test_a_part_is_waited_for_exactly_if_stores_in_progress_make_the_prefix_long
     now = deepest(reaches, chain, lambda group, key: state[group, key] == THERE)
     then = deepest(reaches, chain, lambda group, key: state[group, key] != ABSENT)
     assert rack.boundary(chain) == now
-    part = coming_part(rack.index, rack.namespaces[0], b"".join(chain), now)
+    part = coming_part(rack.namespaces[0], b"".join(chain), now)
     assert (part is not None) == (then > now)
     if part is not None:
         assert state[part.namespace.group, part.key] == COMING

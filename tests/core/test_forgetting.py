@@ -15,9 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.core.forgetting import Removal, Removals
-from kvdepot.core.index.chunk import Chunk, Namespace, State
+from kvdepot.core.index import matching
+from kvdepot.core.index.check import Heard
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_hidden
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
 from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import HASH_BYTES, ROOT
@@ -43,7 +45,7 @@ def finish(removals: Removals) -> None:
 
 def store_anew(shelf: Shelf, chain: list[bytes], number: int) -> None:
     """Chunk `number` of a chain, as the depot does it."""
-    assert shelf.index.is_missing(shelf.namespace, 0, chain[number - 1])
+    assert matching.is_missing(shelf.namespace, 0, chain[number - 1])
     chunk = shelf.reserve(chain, number)
     assert chunk is not None
     shelf.index.seal(chunk, 0)
@@ -129,7 +131,7 @@ def test_only_what_is_of_the_salt_and_the_namespaces_goes(shelf: Shelf) -> None:
     begin(removals, shelf.namespace, salt=b"s" * 16)
     for _ in range(2):
         assert (shelf.matched(mine), shelf.matched(plain)) == (0, 2)
-        assert [shelf.index.match(other, b"".join(chain)).matched for chain in (mine, plain)] == [2, 2]
+        assert [matching.match(other, b"".join(chain)).matched for chain in (mine, plain)] == [2, 2]
         finish(removals)
 
 
@@ -169,9 +171,9 @@ def test_a_store_of_one_rank_from_before_ends_in_nothing_where_another_is_stored
     shelf.index.seal(late, 0)
     begin(removals, shelf.namespace)
     finish(removals)
-    assert not shelf.index.is_missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
-    assert shelf.index.is_hidden(late)
-    shelf.index.remove(late, Reason.FAILED, 1)
+    assert not matching.is_missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
+    assert is_hidden(late)
+    shelf.index.discard(late, 1)
     for rank in (0, 1):
         chunk = shelf.reserve(chain, 1, rank)
         assert chunk is not None
@@ -189,7 +191,7 @@ def test_no_more_than_sixteen_are_under_way(shelf: Shelf) -> None:
     finish(removals)
     begin(removals, shelf.namespace)
     finish(removals)
-    assert not shelf.index.hiding
+    assert not shelf.namespace.hiding
 
 
 # -- clearing
@@ -340,7 +342,7 @@ def test_a_lease_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Des
     pin = wire.Lease("kept", "retain", "m", 1, 2, bytes(chain.hashes))
     assert desk.ask(b"one", pin) == 4
     desk.send(b"one", wire.Forget())
-    assert not desk.depot.status().leases
+    assert desk.depot.status().lease_count == 0
     desk.settle()
     assert desk.index.chunks == 0
 
@@ -448,9 +450,9 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
-        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy], watch=self.hear)
+        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy])
         self.removals = Removals(self.index, step)
-        self.told: set[tuple[int, bytes]] = set()
+        self.heard = Heard()
         self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
             for rank in range(world):
@@ -462,14 +464,11 @@ class RemovalMachine(RuleBasedStateMachine):
         self.pinned: list[list[Chunk]] = []
         self.clearing: list[tuple[Removal, set[int]]] = []  # and what it may take
 
-    def hear(self, chunk: Chunk, there: bool) -> None:
-        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
-
     # -- storing
 
     def reserve(self, place: int, path: Path, rank: int, salt: bytes) -> Kept | None:
         namespace, key = self.namespaces[place], key_of(path)
-        if not self.index.is_missing(namespace, rank, key):
+        if not matching.is_missing(namespace, rank, key):
             return None
         handle = reserve(self.index, namespace, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
         assert handle is not None
@@ -480,8 +479,8 @@ class RemovalMachine(RuleBasedStateMachine):
 
     def seal(self, kept: Kept, rank: int) -> None:
         """As the depot does when the bytes have arrived."""
-        if self.index.is_hidden(kept.handle):
-            self.index.remove(kept.handle, Reason.FAILED, rank)
+        if is_hidden(kept.handle):
+            self.index.discard(kept.handle, rank)
         else:
             assert not kept.forgotten, "what is forgotten on its way must not be sealed"
             self.index.seal(kept.handle, rank)
@@ -521,10 +520,11 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
           pin=st.booleans())  # fmt: skip
     def lookup(self, place: int, path: Path, pin: bool) -> None:
-        found = self.index.match(self.namespaces[place], b"".join(keys_of(path)))
+        found = matching.match(self.namespaces[place], b"".join(keys_of(path)))
         assert found.matched == self.prefix(place, path)
         if pin:
             self.index.hold(found.chunks)
+            self.index.use(found.chunks)
             self.pinned.append(found.chunks)
 
     @precondition(lambda self: self.pinned)
@@ -593,9 +593,11 @@ class RemovalMachine(RuleBasedStateMachine):
         self.forget_what_is_gone()
         for (place, key), kept in self.kept.items():
             if not kept.forgotten and kept.ranks == place + 1:
-                assert (self.namespaces[place].number, key) in self.told, "it is there, and nobody was told"
+                assert self.namespaces[place].chunks[key].state in (State.WHOLE, State.CHAINED)
+        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.check(self.namespaces)
         if not self.removals:
-            assert not self.index.hiding
+            assert not any(each.hiding for each in self.namespaces)
             forgotten = {id(kept.handle) for kept in self.kept.values() if kept.forgotten}
             for namespace in self.namespaces:
                 for chunk in namespace.chunks.values():
@@ -615,8 +617,9 @@ class RemovalMachine(RuleBasedStateMachine):
         begin(self.removals, *self.namespaces, hides=False)
         finish(self.removals)
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
+        self.heard.notice(self.index.take_events(), 0.0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
-        assert not self.told
+        assert not self.heard.found
 
 
 TestRemovalMachine = RemovalMachine.TestCase

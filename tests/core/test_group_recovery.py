@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reserved
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -41,7 +42,7 @@ def restarted(index: Index, data: bytes | None = None, chunk_tokens: int = CHUNK
 
 def boundary(index: Index, chain: Sequence[bytes], model: str = "m", world_size: int = 1) -> int:
     found = [
-        index.match(namespace, b"".join(chain)).matched
+        matching.match(namespace, b"".join(chain)).matched
         for namespace in index.namespaces.for_lookup(model, world_size, 0)
     ]
     return max(found, default=0)
@@ -149,7 +150,7 @@ def test_a_model_with_other_groups_does_not_see_the_old_parts() -> None:
     after, _ = restarted(rack.index)
     other = register(after, (0, 3))
     assert [len(each.chunks) for each in other] == [0, 0]
-    assert after.match(other[0], b"".join(chain)).matched == 0
+    assert matching.match(other[0], b"".join(chain)).matched == 0
     assert boundary(after, chain) == 0, "lookups are asked of the registered engine's"
     assert Rack((0, 2), index=after).boundary(chain) == 6
 
@@ -285,11 +286,9 @@ def _store_some(rng: random.Random, rack: Rack, group: int, chain: Sequence[byte
     for number in numbers:
         for rank in range(rack.world_size if rng.random() < 0.9 else 1):
             parent = chain[number - 1] if number else b"root"
-            (outcome,) = rack.index.reserve_missing(
-                rack.namespaces[group], rank, chain[number], parent, number + 1, PAGE
-            )
-            if isinstance(outcome, Reserved):
-                rack.index.seal(outcome.chunk, rank, checksum=1 + step)
+            run = Run(chain[number], PAGE, parent, number + 1)
+            for chunk in rack.index.reserve(rack.namespaces[group], rank, run, 0).chunks:
+                rack.index.seal(chunk, rank, checksum=1 + step)
 
 
 def _check_boundaries(index: Index, racks: dict[str, Rack]) -> None:
@@ -367,9 +366,8 @@ def store_everywhere(index: Index, chain: Sequence[bytes]) -> None:
             namespace.layouts.setdefault(rank, fingerprint(0, rank))
             for number, key in enumerate(chain):
                 parent = chain[number - 1] if number else b"root"
-                (outcome,) = index.reserve_missing(namespace, rank, key, parent, number + 1, PAGE)
-                if isinstance(outcome, Reserved):
-                    index.seal(outcome.chunk, rank)
+                for chunk in index.reserve(namespace, rank, Run(key, PAGE, parent, number + 1), 0).chunks:
+                    index.seal(chunk, rank)
 
 
 def owners(index: Index) -> dict[Any, tuple[object, ...]]:
@@ -453,7 +451,7 @@ def check_contradiction(lost: set[int], changes: list[tuple[int, tuple[str, Any]
         assert owner[1:] == before[extents][1:]
     for first in after.namespaces.all():
         if first.groups[0] is first:
-            pin = after.match(first, b"".join(chain))
+            pin = matching.match(first, b"".join(chain))
             models = {before[shard.extents][0] for chunk in pin.chunks for shard in chunk.shards.values()}
             assert len(models) <= 1, "a boundary of parts of several models"
 

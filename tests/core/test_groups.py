@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.forgetting import Removals
-from kvdepot.core.index.chunk import Chunk
-from kvdepot.core.index.outcomes import Found, NoRoom, Present, Reason, Reserved
+from kvdepot.core.index import matching
+from kvdepot.core.index.check import Heard
+from kvdepot.core.index.chunk import Chunk, is_hidden
+from kvdepot.core.index.events import Reason
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
-from tests.core.shelf import Path, Shelf, keys, prompt
+from tests.core.shelf import Path, Shelf, keys, prompt, reserve, reserve_one
 
 # -- the model
 
@@ -91,15 +93,12 @@ class GroupsMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
     )
     def begin(self, reaches: Reaches, world_size: int, pages: int, policy: str) -> None:
-        self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
-        self.rack = Rack(reaches, pages, world_size, policy, watch=self.hear)
+        self.heard = Heard()
+        self.rack = Rack(reaches, pages, world_size, policy)
         self.index = self.rack.index
         self.model = Model(reaches, world_size)
         self.removals = Removals(self.index, step_chunks=2)
         self.pinned: list[tuple[list[Part], list[Chunk]]] = []
-
-    def hear(self, chunk: Chunk, there: bool) -> None:
-        (self.told.add if there else self.told.discard)((chunk.namespace.group, chunk.key))
 
     def drop_gone(self, protected: set[Part]) -> list[Part]:
         """Parts that the index has removed: none of them was protected, nor has one that it must outlive stayed."""
@@ -150,26 +149,26 @@ class GroupsMachine(RuleBasedStateMachine):
         spared = [model.parts.get((group, key)), model.before(group, chain, number)]
         protected = model.protected(*(part for part in spared if part is not None and not part.hidden))
         has_room = self.index.allocator.free_bytes >= PAGE
-        (outcome,) = self.index.reserve_missing(
-            self.rack.namespaces[group], rank, key, chain[number - 1] if number else b"root", number + 1, PAGE
+        made = reserve_one(
+            self.index, self.rack.namespaces[group], rank, key, chain[number - 1] if number else b"root", number + 1
         )
         gone = self.drop_gone(protected)
         assert not has_room or all(part.hidden for part in gone), "evicted without need"
         part, before = model.parts.get((group, key)), model.before(group, chain, number)
-        if isinstance(outcome, NoRoom):
+        if made.refusal is not None:
             kept = model.protected(part, before)
             assert all(each in kept for each in model.parts.values()), "something could have been evicted"
             return False
-        if isinstance(outcome, Present):
+        if made.known:
             assert part is not None and (part.ranks[rank] != "corrupt" or part.pins or "open" in part.ranks.values())
             return True
-        assert isinstance(outcome, Reserved)
+        (chunk,) = made.chunks
         if part is None:
             is_known = bool(model.reaches[group] or not number or before is not None)
-            part = Part(group, key, outcome.chunk, before, is_known)
+            part = Part(group, key, chunk, before, is_known)
             model.parts[group, key] = part
             assert part.chunk.parent is (None if part.before is None else part.before.chunk)
-        assert outcome.chunk is part.chunk and part.ranks.get(rank) not in ("open", "sealed")
+        assert chunk is part.chunk and part.ranks.get(rank) not in ("open", "sealed")
         if part.hidden and rank in part.ranks:
             part.hidden = False  # all of it is being stored anew
         part.ranks[rank] = "open"
@@ -178,14 +177,14 @@ class GroupsMachine(RuleBasedStateMachine):
     def end(self, part: Part, rank: int, fails: bool) -> None:
         """End a copy, as the depot does."""
         model = self.model
-        assert self.index.is_hidden(part.chunk) == part.hidden
+        assert is_hidden(part.chunk) == part.hidden
         if fails or part.hidden:
             del part.ranks[rank]
             if not part.ranks:  # it goes, and what is behind it is evicted by itself from now on
                 del model.parts[part.group, part.key]
                 for each in model.parts.values():
                     each.before = None if each.before is part else each.before
-            self.index.remove(part.chunk, Reason.FAILED, rank)
+            self.index.discard(part.chunk, rank)
             assert part.chunk.gone or part.ranks
         else:
             part.ranks[rank] = "sealed"
@@ -228,9 +227,9 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule(path=PATHS, group=GROUPS, rank=RANKS)
     def find(self, path: Path, group: int, rank: int) -> None:
         chain, group, rank = prompt(path), group % len(self.model.reaches), rank % self.model.world_size
-        found = self.index.find(self.rack.namespaces[group], rank, b"".join(chain))
+        found = matching.find(self.rack.namespaces[group], rank, b"".join(chain))
         parts = [self.model.parts.get((group, key)) for key in chain]
-        assert [isinstance(each, Found) for each in found] == [
+        assert [each is not None for each in found] == [
             part is not None and not part.hidden and part.ranks.get(rank) == "sealed" for part in parts
         ]
 
@@ -290,8 +289,11 @@ class GroupsMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         whole = {place for place in self.model.parts if self.model.is_usable(*place)}
-        assert whole <= self.told
-        assert self.told == whole or self.removals, "told of what is gone, long after"
+        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.check(self.rack.namespaces)
+        told = {(chunk.namespace.group, chunk.key) for chunk in self.heard.found.values()}
+        assert whole <= told
+        assert told == whole or self.removals, "what is gone can be found, long after"
         pages = sum(len(part.ranks) for part in self.model.parts.values())
         assert self.index.allocator.capacity - self.index.allocator.free_bytes == pages * PAGE
 
@@ -309,7 +311,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains._waiting and not self.index._chains.broken and not self.told
+        assert not self.index._chains._waiting and not any(each.broken for each in self.rack.namespaces)
         for namespace in self.rack.namespaces:
             assert not namespace.gone
             namespace.live = 0
@@ -421,9 +423,9 @@ def test_parts_in_the_middle_are_evicted_while_both_ends_of_the_prompt_stay() ->
     assert [rack.boundary(chain[:end]) for end in range(9)] == [0, 1, 2, 2, 2, 2, 2, 2, 8]
     rack.store(0, other, range(4, 6))
     assert rack.there(chain) == [list(range(8)), [6, 7]], "only what the pin does not need has gone"
-    (outcome,) = rack.index.reserve_missing(rack.namespaces[1], 0, other[0], b"root", 1, PAGE)
-    assert isinstance(outcome, Reserved), "the other prompt makes room for its own parts"
-    rack.index.remove(outcome.chunk, Reason.FAILED, 0)
+    chunk = reserve(rack.index, rack.namespaces[1], 0, other[0])
+    assert chunk is not None, "the other prompt makes room for its own parts"
+    rack.index.discard(chunk, 0)
     rack.index.release(pinned)
     rack.index.validate()
 
@@ -466,7 +468,7 @@ def test_a_part_whose_unbounded_one_failed_to_arrive_stays_and_serves_once_that_
     trunk = rack.reserve(0, chain, 0)
     assert trunk is not None
     rack.store(1, chain)
-    rack.index.remove(trunk, Reason.FAILED, 0)
+    rack.index.discard(trunk, 0)
     rack.index.validate()
     assert rack.boundary(chain) == 0
     rack.store(0, chain)
@@ -561,8 +563,8 @@ def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() 
     pinned = rack.pin(chain)
     assert rack.index.expire(11) == 2
     assert rack.boundary(chain) == 2
-    found = rack.index.find(rack.namespaces[1], 0, b"".join(chain))
-    assert [isinstance(each, Found) for each in found] == [True] * 4
+    found = matching.find(rack.namespaces[1], 0, b"".join(chain))
+    assert [each is not None for each in found] == [True] * 4
     rack.store(1, chain, [3], born=11)  # its bytes stay, and are as new
     rack.index.validate()
     rack.index.release(pinned)
@@ -603,8 +605,8 @@ def test_a_model_with_one_unbounded_group_is_as_simple_as_one_without_groups() -
     chain = keys("c", 3)
     shelf.store(chain)
     rack.store_all(chain)
-    for index, namespace in ((shelf.index, shelf.namespace), (rack.index, same)):
-        pin = index.match(namespace, b"".join([*chain, bytes(32)]))
+    for namespace in (shelf.namespace, same):
+        pin = matching.match(namespace, b"".join([*chain, bytes(32)]))
         assert (pin.chunks, pin.matched, pin.parts) == ([namespace.chunks[chain[2]]], 3, 3)
         assert [namespace.chunks[key].depth for key in chain] == [1, 2, 3]
 
@@ -656,6 +658,7 @@ def test_the_groups_of_a_model_are_dropped_together_once_none_has_chunks_or_engi
         namespaces.forget(namespace)
     assert namespaces.all() == [full, state] and not full.gone
     rack.lose(1, chain[0])
+    rack.index.take_events()
     assert namespaces.all() == [] and full.gone and state.gone
     again = namespaces.find_groups("m", 1, 0, wire_groups((0, 1)))
     assert not set(again) & {full, state} and len({each.number for each in (*again, full, state)}) == 4

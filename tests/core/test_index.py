@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import AlwaysAlive, Client
+from kvdepot.core.index import matching
+from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.lists import Lists
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Learned, Lru
@@ -113,9 +114,9 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], watch=self.hear, chunk_tokens=16)
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], chunk_tokens=16)
         self.model = Model(pages * PAGE, WORLDS)
-        self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
+        self.heard = Heard()
         self.namespaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
             for rank in range(world):
@@ -124,9 +125,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
-
-    def hear(self, chunk: Chunk, there: bool) -> None:
-        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
 
     def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
         """The chunks evicted since `before` bytes were used were evictable, and their space was needed."""
@@ -203,7 +201,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.index.remove(chunk.handle, Reason.FAILED, rank)
+        self.index.discard(chunk.handle, rank)
         del chunk.ranks[rank]
         if not chunk.ranks:
             self.model.drop(chunk)
@@ -214,14 +212,16 @@ class IndexMachine(RuleBasedStateMachine):
     def lookup(self, place: int, path: Path, pin: bool) -> None:
         keys = prompt(path)
         expected = self.model.prefix(place, keys)
-        found = self.index.match(self.namespaces[place], b"".join(keys))
+        found = matching.match(self.namespaces[place], b"".join(keys))
         assert found.matched == len(expected)
         assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
-        self.index.count_hit(found)
+        if found.end is not None:
+            found.end.hits += 1
         if chained := [chunk for chunk in expected if chunk.number]:
             chained[-1].hits += 1
         if pin:
             self.index.hold(found.chunks)
+            self.index.use(found.chunks)
             for chunk in expected:
                 chunk.pins += 1
             self.pinned.append((expected, found.chunks))
@@ -274,7 +274,10 @@ class IndexMachine(RuleBasedStateMachine):
     def what_was_told_is_what_can_be_found(self) -> None:
         if hasattr(self, "index"):
             whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
-            assert self.told == {(self.namespaces[place].number, key) for place, key in whole}
+            self.heard.notice(self.index.take_events(), 0.0)
+            self.heard.check(self.namespaces)
+            told = {(chunk.namespace.number, chunk.key) for chunk in self.heard.found.values()}
+            assert told == {(self.namespaces[place].number, key) for place, key in whole}
 
     @invariant()
     def the_list_of_prefixes_is_what_the_model_says(self) -> None:
@@ -304,7 +307,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         for chunk, rank in self.open:
-            self.index.remove(chunk.handle, Reason.FAILED, rank)
+            self.index.discard(chunk.handle, rank)
         for _, held in self.pinned:
             self.index.release(held)
         for namespace in self.namespaces:
@@ -488,7 +491,7 @@ def test_a_failed_store_of_one_rank_leaves_what_the_others_have_stored() -> None
         if rank == 0:
             shelf.index.seal(chunk, rank)
         else:
-            shelf.index.remove(chunk, Reason.FAILED, rank)
+            shelf.index.discard(chunk, rank)
     assert shelf.matched(chain) == 0
     assert sealed(shelf.index, shelf.namespace, 0, chain[0]) is not None
     again = shelf.reserve(chain, 1, 1)
@@ -504,7 +507,7 @@ def test_a_gap_in_the_middle_ends_the_match_and_filling_it_mends_it(shelf: Shelf
     for number, chunk in enumerate(held, 1):
         assert chunk is not None
         if number == 3:
-            shelf.index.remove(chunk, Reason.FAILED, 0)
+            shelf.index.discard(chunk, 0)
         else:
             shelf.index.seal(chunk, 0)
     assert shelf.matched(chain) == 2
@@ -537,7 +540,7 @@ def test_clear_keeps_what_is_pinned_or_being_stored_and_what_those_need(shelf: S
     assert clear(shelf.index) == 2
     assert (shelf.matched(pinned), shelf.matched(storing), shelf.matched(idle)) == (2, 1, 0)
     shelf.index.release(held)
-    shelf.index.remove(chunk, Reason.FAILED, 0)
+    shelf.index.discard(chunk, 0)
     assert clear(shelf.index) == 3
     assert shelf.index.allocator.free_bytes == shelf.index.allocator.capacity
 
@@ -592,7 +595,7 @@ def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
     other = shelf.index.namespaces.find("m", 1, 0, b"other layout".ljust(32), 4)
     assert other is not shelf.namespace
     shelf.store(chain)
-    assert shelf.index.match(other, b"".join(chain)).matched == 0
+    assert matching.match(other, b"".join(chain)).matched == 0
 
 
 def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.tiering.forgetting import EraseToken, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
@@ -49,7 +50,7 @@ def has(desk: Desk, client: bytes, chain: ChunkChain) -> int:
     tenant = desk.depot.client(client)
     assert tenant is not None
     namespaces = desk.index.namespaces.for_lookup("m", 1, PER_CHUNK, tenant.tenant, 0)
-    return max((desk.index.match(each, bytes(chain.hashes)).matched for each in namespaces), default=0)
+    return max((matching.match(each, bytes(chain.hashes)).matched for each in namespaces), default=0)
 
 
 def names(desk: Desk, tenant: str = "") -> set[str]:

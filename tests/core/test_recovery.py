@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
@@ -49,7 +49,7 @@ def chain(name: str, chunks: int) -> list[bytes]:
 def put(index: Index, namespace: Namespace, keys: list[bytes], rank: int = 0, size: int = PAGE, first: int = 0) -> None:
     """Store chunks `first ..` of a chain."""
     for i in range(first, len(keys) - 1):
-        if index.is_missing(namespace, rank, keys[i + 1]):
+        if matching.is_missing(namespace, rank, keys[i + 1]):
             chunk = reserve(index, namespace, rank, keys[i + 1], keys[i], i + 1, size)
             assert chunk is not None
             index.seal(chunk, rank, checksum=i + 7)
@@ -58,7 +58,7 @@ def put(index: Index, namespace: Namespace, keys: list[bytes], rank: int = 0, si
 def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int = 1) -> int:
     return max(
         (
-            index.match(namespace, b"".join(keys[1:])).matched
+            matching.match(namespace, b"".join(keys[1:])).matched
             for namespace in index.namespaces.for_lookup(model, world_size, 0)
         ),
         default=0,
@@ -269,7 +269,7 @@ def test_a_corrupt_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_ag
     after, _ = restarted(index)
     assert matched(after, keys) == 2
     index.hold([chunk])
-    assert not index.is_missing(namespace, 0, keys[3]), "somebody still reads its bytes"
+    assert not matching.is_missing(namespace, 0, keys[3]), "somebody still reads its bytes"
     index.release([chunk])
     put(index, namespace, keys)
     index.validate()
@@ -278,7 +278,7 @@ def test_a_corrupt_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_ag
     index.mark_corrupt(chunk, 0)
     again = reserve(index, namespace, 0, keys[3], keys[2], 3, PAGE)
     assert again is chunk
-    index.remove(chunk, Reason.FAILED, 0)
+    index.discard(chunk, 0)
     index.validate()
     assert matched(index, keys) == 2
     clear(index)
@@ -307,7 +307,7 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
             case 0 | 1 | 2 | 3:
                 i = rng.randrange(6)
                 size = rng.choice([PAGE, PAGE, 3 * PAGE - 100])
-                if index.is_missing(namespace, rank, keys[i + 1]):
+                if matching.is_missing(namespace, rank, keys[i + 1]):
                     chunk = reserve(index, namespace, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
                     if chunk is not None:
                         reserved.append((chunk, rank))
@@ -316,7 +316,7 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
                 if rng.random() < 0.7:
                     index.seal(chunk, rank, rng.randrange(2**64))
                 else:
-                    index.remove(chunk, Reason.FAILED, rank)
+                    index.discard(chunk, rank)
             case 6 if rng.random() < 0.2:
                 clear(index, rng.choice(["", "m"]))
             case 7:

@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reserved
 from kvdepot.eviction import POLICIES, Policy, Queue, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
@@ -44,21 +45,19 @@ class Cache:
     def ask(self, *prompt: object) -> int:
         """A request: look up, and store the missing chunks; returns the number of hits."""
         keys = [key_of(prompt[: i + 1]) for i in range(len(prompt))]
-        pin = self.index.match(self.namespace, b"".join(keys))
+        pin = matching.match(self.namespace, b"".join(keys))
         self.index.hold(pin.chunks)
+        self.index.use(pin.chunks)
         missing, parent = b"".join(keys[pin.matched :]), keys[pin.matched - 1] if pin.matched else ROOT
-        outcomes = self.index.reserve_missing(self.namespace, 0, missing, parent, pin.matched + 1, PAGE)
-        stored = [outcome.chunk for outcome in outcomes if isinstance(outcome, Reserved)]
-        for chunk in stored:
+        for chunk in self.index.reserve(self.namespace, 0, Run(missing, PAGE, parent, pin.matched + 1), 0).chunks:
             self.index.seal(chunk, 0)
-        self.index.touch(stored)
         self.index.release(pin.chunks)
         return pin.matched
 
     def has(self, *prompt: object) -> int:
         """The number of chunks of a prompt that exist, without using them."""
         keys = b"".join(key_of(prompt[: i + 1]) for i in range(len(prompt)))
-        return self.index.match(self.namespace, keys).matched
+        return matching.match(self.namespace, keys).matched
 
 
 # -- what each policy keeps
@@ -147,9 +146,9 @@ def test_a_request_that_touches_a_chunk_many_times_uses_it_once(name: str) -> No
         prompt = ("p", min(int(draw.paretovariate(0.7)), 300), 1)
         for cache, retrieves in zip(caches, (0, 8), strict=True):
             cache.ask(*prompt)
-            held = cache.index.match(cache.namespace, b"".join(key_of(prompt[: i + 1]) for i in range(3))).chunks
+            held = matching.match(cache.namespace, b"".join(key_of(prompt[: i + 1]) for i in range(3))).chunks
             for _ in range(retrieves if number % 2 else 0):
-                cache.index.hold(held, use=False)
+                cache.index.hold(held)
                 cache.index.release(held)
         assert caches[0].namespace.chunks.keys() == caches[1].namespace.chunks.keys()
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import zmq
 
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.actions import Action
+from kvdepot.core.index import matching
+from kvdepot.core.index.chunk import is_there
+from kvdepot.core.index.events import IndexEvent
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import END, Publisher, replay_endpoint
 from kvdepot.protocol.curve import read_client_key
@@ -114,16 +117,15 @@ class Desk:
     def __init__(self, endpoint: str, pages: int = 64, most: int = 1 << 17, kept: int = 20_000) -> None:
         self.feed = Feed(most)
         self.is_watched = True
-        self.shelf = Shelf(pages, watch=self._changed)
+        self.shelf = Shelf(pages, listener=self)
         self.index = self.shelf.index
         self.prompts: list[list[int]] = []
         self.context: zmq.Context[Any] = zmq.Context()
         self.endpoint = endpoint
         self.publisher = Publisher(self.feed, endpoint, self.context, kept_messages=kept)
 
-    def _changed(self, chunk: Chunk, there: bool) -> None:
-        if self.is_watched:
-            self.feed.changed(chunk, there)
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
+        return self.feed.notice(events, now) if self.is_watched else ()
 
     def start(self) -> Desk:
         self.tick()
@@ -139,14 +141,14 @@ class Desk:
         self.feed.described(described(tokens))
         chain = keys(tokens)
         for number, key in enumerate(chain, 1):
-            if self.index.is_missing(self.shelf.namespace, 0, key) and (part := self.shelf.reserve(chain, number)):
+            if matching.is_missing(self.shelf.namespace, 0, key) and (part := self.shelf.reserve(chain, number)):
                 self.index.seal(part, 0)
         return tokens
 
     def count(self, tokens: list[int]) -> int:
         """Chunks of a prompt's beginning that exist."""
         chunks = self.shelf.namespace.chunks
-        found = [key in chunks and self.index.is_there(chunks[key]) for key in keys(tokens)]
+        found = [key in chunks and is_there(chunks[key]) for key in keys(tokens)]
         return [*found, False].index(False)
 
     def is_known_to(self, router: Router) -> bool:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.index import matching
+from kvdepot.core.index.chunk import Chunk, is_there
 from kvdepot.kv_events import engine_view
 from kvdepot.kv_events.engine_view import EngineView
 from kvdepot.kv_events.feed import Feed
@@ -26,7 +27,7 @@ class Reader:
 
     def __init__(self, pages: int = 64, most: int = 1 << 17, most_bytes: int = 1 << 30) -> None:
         self.feed, self.view = Feed(most), EngineView(most_bytes)
-        self.shelf = Shelf(pages, watch=self.feed.changed)
+        self.shelf = Shelf(pages, listener=self.feed)
         self.router = Router(clears=False)
         self.topics: set[str] = set()
         self.sent = 0
@@ -165,7 +166,7 @@ def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are
             count = 0
             for key in keys(tokens):
                 chunk = namespace.chunks.get(key)
-                if key not in told or chunk is None or not index.is_there(chunk):
+                if key not in told or chunk is None or not is_there(chunk):
                     break
                 count += 1
             return {topic.split("@")[1]: count * PER_CHUNK for topic in reader.topics if count}
@@ -188,7 +189,9 @@ def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are
                         told |= set(keys(tokens))
                 case _:
                     for number, key in enumerate(keys(tokens), 1):
-                        if index.is_missing(namespace, 0, key) and (part := reader.shelf.reserve(keys(tokens), number)):
+                        if matching.is_missing(namespace, 0, key) and (
+                            part := reader.shelf.reserve(keys(tokens), number)
+                        ):
                             index.seal(part, 0)
             if dice.random() < 0.4:
                 for _ in range(4):  # after an overflow, as long as the listing takes

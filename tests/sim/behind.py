@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.chunk import Namespace, is_hidden
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
 from tests.sim.groups import deepest, needed
@@ -69,7 +69,7 @@ class Behind:
     def _is_somewhere(self, group: Namespace, key: bytes, salt: bytes) -> bool:
         """Whether every rank's shard of a part is in memory, or in a store."""
         chunk = group.chunks.get(key)
-        if chunk is not None and self._server.index.is_hidden(chunk):
+        if chunk is not None and is_hidden(chunk):
             return False
         for rank in range(group.world_size):
             shard = None if chunk is None else chunk.shards.get(rank)
@@ -95,7 +95,7 @@ class Behind:
         return (
             self._stores,
             server.index.evicted,
-            server.index.generation,
+            server.index.namespaces.generation,
             server.world.counters["load_without_room"],
             len(server.condemned),
             counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],

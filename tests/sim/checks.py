@@ -81,6 +81,7 @@ class Checks:
     def validate(self) -> None:
         self._since_validated = 0
         self.index.validate()
+        self.heard.check(self.index.namespaces.all())
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
@@ -334,7 +335,11 @@ class Checks:
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.liveness_files)
         assert not left, f"cards of the dead stay: {sorted(left)}"
-        assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
+        assert (
+            not self.depot.sessions._by_request
+            and not self.depot.removals
+            and not any(each.hiding for each in self.index.namespaces.all())
+        )
         assert not len(self.depot.sessions._waiting), "lookups that wait for stores, and nobody stores"
         waiting = self.depot.sessions._awaiting, self.depot.forgetting._removing, self.depot.forgetting._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"

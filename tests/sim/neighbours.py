@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import AlwaysAlive, Client
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
+from kvdepot.core.index.events import Refusal, Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import NoRoom, Reserved
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
@@ -106,7 +106,7 @@ class Neighbours:
                     self._store(neighbour, server)
                 if neighbour.stored and self._leasing.random() < 0.5:
                     self._lease(neighbour, server)
-            server.act([])  # a lowered cap leaves work for the next turns of the loop
+            server.act(server.depot._publish([]))  # a lowered cap leaves work for the next turns of the loop
             server._check()
         self._pause_s *= 1.01  # ever more rarely, because some runs last for hours
         self._host.world.after(self._pause_s * (0.1 + 3 * draw.random() ** 2), self._act)
@@ -147,18 +147,20 @@ class Neighbours:
         namespace.live += 1
         for _ in range(draw.randint(1, 6)):
             key = draw.randbytes(32)
-            (outcome,) = Index.reserve_missing(
-                index, namespace, 0, key, b"root", 1, size, neighbour.salt, wall=int(WALL + server.now)
+            made = Index.reserve(
+                index, namespace, 0, Run(key, size, b"root", 1, neighbour.salt), int(WALL + server.now)
             )
-            if isinstance(outcome, NoRoom):
-                self._host.world.counters["capped" if outcome.is_capped else "neighbour_without_room"] += 1
+            if made.refusal is not None:
+                is_capped = made.refusal is Refusal.OVER_CAP
+                self._host.world.counters["capped" if is_capped else "neighbour_without_room"] += 1
                 break
-            assert isinstance(outcome, Reserved)
-            Index.seal(index, outcome.chunk, 0, born=int(WALL + server.now))
+            (chunk,) = made.chunks
+            Index.seal(index, chunk, 0, born=int(WALL + server.now))
             neighbour.stored = [*neighbour.stored[-20:], key]
             if draw.random() < 0.1:
-                index.hold([outcome.chunk])
-                neighbour.held.append(outcome.chunk)
+                index.hold([chunk])
+                index.use([chunk])
+                neighbour.held.append(chunk)
         namespace.live -= 1
         index.namespaces.forget(namespace)
 

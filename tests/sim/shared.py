@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.index.chunk import Chunk, State
+from kvdepot.core.index.events import Reservation
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import NoRoom, Reservation
 from kvdepot.devices.cpu import HostTensors, _rows
 from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire
@@ -122,8 +122,8 @@ class SealedIndex(Index):
         self.server.world.counters["flip_found"] += chunk.state is not State.PENDING_REMOVAL
         super().mark_corrupt(chunk, rank)
 
-    def reserve_missing(self, *args: Any, **kwargs: Any) -> list[Reservation]:
-        outcomes = super().reserve_missing(*args, **kwargs)
-        if isinstance(outcomes[-1], NoRoom) and not isinstance(self.server.doing, wire.Store):
+    def reserve(self, *args: Any, **kwargs: Any) -> Reservation:
+        made = super().reserve(*args, **kwargs)
+        if made.refusal is not None and not isinstance(self.server.doing, wire.Store):
             self.server.world.counters["load_without_room"] += 1
-        return outcomes
+        return made

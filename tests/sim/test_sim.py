@@ -15,12 +15,11 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
-from kvdepot.core.index import index, recovery
+from kvdepot.core.index import index, matching, recovery
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Account, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
-from kvdepot.core.index.outcomes import Found, Reason
 from kvdepot.core.leases import Leases
 from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
@@ -368,7 +367,7 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
                     lookups._index.release([arrival.chunk])
                     shard = arrival.chunk.shards[arrival.rank]
                     lookups.arriving_bytes -= shard.size
-                    lookups._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
+                    lookups._index.discard(arrival.chunk, arrival.rank)
                     del lookups._arrivals[name]
         return overdue(self, tier_lookup, now)
 
@@ -418,7 +417,7 @@ def saves_what_nobody_holds(patch: Patch) -> None:
 
     def end(self: Any, token: Any, outcome: Any) -> None:
         token.batch = [queued for queued in token.batch if not queued.chunk.gone]
-        self._index.hold([queued.chunk for queued in token.batch], use=False)
+        self._index.hold([queued.chunk for queued in token.batch])
         saved(self, token, tier_worker.Saved([True] * len(token.batch)))
 
     patch.setattr(Saves, "dispatch", loose)
@@ -491,16 +490,16 @@ def serves_what_is_too_old(patch: Patch) -> None:
 
 @breaks(123)
 def finds_what_is_being_removed(patch: Patch) -> None:
-    match = Index.match
+    match = matching.match
 
-    def careless(self: Any, *args: Any) -> Any:
-        hiding, self.hiding = self.hiding, []
+    def careless(namespace: Any, hashes: bytes) -> Any:
+        hiding, namespace.hiding = namespace.hiding, []
         try:
-            return match(self, *args)
+            return match(namespace, hashes)
         finally:
-            self.hiding = hiding
+            namespace.hiding = hiding
 
-    patch.setattr(Index, "match", careless)
+    patch.setattr(matching, "match", careless)
 
 
 @breaks(78)
@@ -549,7 +548,7 @@ def keeps_waiting_for_stores_that_have_failed(patch: Patch) -> None:
 @breaks(18)
 def keeps_what_a_lookup_held_while_it_waited(patch: Patch) -> None:
     def hold(self: Any, pending: Any, chunks: Any) -> None:
-        self._index.hold(chunks, use=False)
+        self._index.hold(chunks)
         pending.held = list(chunks)
 
     patch.setattr(Sessions, "_hold_prefix", hold)
@@ -580,77 +579,77 @@ def _leave_waiting(leave: Any) -> Any:
 
 @breaks(0)
 def looks_for_the_parts_of_all_groups_but_one(patch: Patch) -> None:
-    match = Index.match
+    match = matching.match
 
-    def careless(self: Any, namespace: Any, hashes: bytes) -> Any:
+    def careless(namespace: Any, hashes: bytes) -> Any:
         groups = namespace.groups
         if groups[-1].reach and len(groups) > 1:
             namespace.groups = groups[:-1]
         try:
-            return match(self, namespace, hashes)
+            return match(namespace, hashes)
         finally:
             namespace.groups = groups
 
-    patch.setattr(Index, "match", careless)
+    patch.setattr(matching, "match", careless)
 
 
 @breaks(16)
 def serves_the_state_of_another_boundary(patch: Patch) -> None:
-    find = Index.find
+    find = matching.find
 
-    def stale(self: Any, namespace: Any, rank: int, hashes: bytes) -> Any:
-        found = find(self, namespace, rank, hashes)
-        if namespace.reach == 1 and isinstance(found[0], Found):
+    def stale(namespace: Any, rank: int, hashes: bytes) -> Any:
+        found = find(namespace, rank, hashes)
+        if namespace.reach == 1 and found[0] is not None:
             earlier = next(iter(namespace.chunks.values()))
             if earlier.sealed == namespace.world_size:
-                return [Found(earlier, earlier.shards[rank]), *found[1:]]
+                return [earlier, *found[1:]]
         return found
 
-    patch.setattr(Index, "find", stale)
+    patch.setattr(matching, "find", stale)
 
 
 @breaks(5)
 def takes_windows_for_one_chunk_shorter(patch: Patch) -> None:
-    match = Index.match
+    match = matching.match
 
-    def short(self: Any, namespace: Any, hashes: bytes) -> Any:
+    def short(namespace: Any, hashes: bytes) -> Any:
         windows = [group for group in namespace.groups if group.reach > 1]
         for group in windows:
             group.reach -= 1
         try:
-            return match(self, namespace, hashes)
+            return match(namespace, hashes)
         finally:
             for group in windows:
                 group.reach += 1
 
-    patch.setattr(Index, "match", short)
+    patch.setattr(matching, "match", short)
 
 
 @breaks(0)
 def pins_the_unbounded_groups_alone(patch: Patch) -> None:
-    match = Index.match
+    match = matching.match
 
-    def loose(self: Any, *args: Any) -> Any:
-        pin = match(self, *args)
+    def loose(*args: Any) -> Any:
+        pin = match(*args)
         pin.chunks = [chunk for chunk in pin.chunks if not chunk.namespace.reach]
         return pin
 
-    patch.setattr(Index, "match", loose)
+    patch.setattr(matching, "match", loose)
 
 
 @breaks(6)
 def pins_parts_that_no_window_reaches(patch: Patch) -> None:
-    match = Index.match
+    match = matching.match
 
-    def greedy(self: Any, namespace: Any, hashes: bytes) -> Any:
-        pin = match(self, namespace, hashes)
+    def greedy(namespace: Any, hashes: bytes) -> Any:
+        pin = match(namespace, hashes)
         held = {(chunk.namespace.group, chunk.key) for chunk in pin.chunks}
         for group in namespace.groups if pin.matched else ():
             keys = [hashes[32 * i : 32 * i + 32] for i in range(pin.matched) if group.reach]
             pin.chunks += [group.chunks[k] for k in keys if k in group.chunks and (group.group, k) not in held]
         return pin
 
-    patch.setattr(Index, "match", greedy)
+    patch.setattr(matching, "match", greedy)
 
 
 @breaks(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvdepot.core.index.chunk import Namespace, State
+from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
 from tests.sim.groups import deepest
@@ -79,7 +79,7 @@ class Waits:
 
         def there(group: Namespace, i: int) -> bool:
             chunk = group.chunks.get(keys[i])
-            return chunk is not None and self._server.index.is_there(chunk)
+            return chunk is not None and is_there(chunk)
 
         def coming(group: Namespace, i: int) -> bool:
             return there(group, i) or self._is_written(group, keys[i])
@@ -92,7 +92,7 @@ class Waits:
         chunk = group.chunks.get(key)
         return (
             chunk is not None
-            and not self._server.index.is_hidden(chunk)
+            and not is_hidden(chunk)
             and any(shard.state is State.RESERVED for shard in chunk.shards.values())
         )
 

@@ -20,15 +20,17 @@ from kvdepot.core.dropping import Drops
 from kvdepot.core.engines import Engines, client_figures
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.events import Listener
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.lifetimes import Lifetimes
 from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import SHOWN, Report, ServerFacts, namespace_figures, tenant_figures
+from kvdepot.core.report import SHOWN, Report, ServerFacts, memory_figures, namespace_figures, tenant_figures
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
-from kvdepot.core.tiering.lookup import Arrived, TierLookup
+from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tier import Token
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.transfers import CopyToken, Transfers
@@ -65,8 +67,10 @@ class Depot:
         server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
         is_tenant: Callable[[str], bool] = lambda tenant: True,
+        listeners: Sequence[Listener[Action]] = (),
     ) -> None:
-        """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it."""
+        """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
+        listeners: others that want to know what happens to chunks."""
         self.index = index
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
@@ -78,7 +82,15 @@ class Depot:
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
-        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
+        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.counters)
+        self.lifetimes = Lifetimes()
+        self._listeners: list[Listener[Action]] = [
+            *listeners,
+            self.lifetimes,
+            self.tiering,
+            self.leases,
+            self.sessions,
+        ]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
@@ -139,12 +151,19 @@ class Depot:
             actions = self._decide(client, number, self._naming.rename(request, client.tenant))
             if client.is_engine:
                 self.engines.see(client)
-            return actions
         except KVDepotError as exc:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
             log.debug("%s failed: %s", type(request).__name__, exc, extra=asked)
-            return [Reply(identity, number, exc)]
+            actions = [Reply(identity, number, exc)]
+        return self._publish(actions)
+
+    def _publish(self, actions: list[Action]) -> list[Action]:
+        """Hand what has happened to chunks to the listeners, in their order, until nothing more happens."""
+        while events := self.index.take_events():
+            for listener in self._listeners:
+                actions += listener.notice(events, self.now)
+        return actions
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
         value: object = None
@@ -204,11 +223,12 @@ class Depot:
         self.now = now
         match token:
             case Token():
-                return [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
+                actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
+                return self._publish(actions)
             case CopyToken():
-                return self.transfers.copied(token, outcome, self.wall, now)
+                return self._publish(self.transfers.copied(token, outcome, self.wall))
             case Remapping():
-                return self.registrations.mapped(token, outcome)
+                return self._publish(self.registrations.mapped(token, outcome))
         raise AssertionError(f"unknown token {token!r}")
 
     def next_deadline(self) -> float:
@@ -225,7 +245,7 @@ class Depot:
         actions = [*self.forgetting.step(), *self.drops.step(now), *self.lists.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
-        return actions
+        return self._publish(actions)
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:
         """Carry out the tiering's decisions in order: each depends on the state that the one before leaves."""
@@ -234,9 +254,6 @@ class Depot:
             match decision:
                 case TierLookup():
                     actions += self.sessions.answer(decision)
-                case Arrived():
-                    self.leases.stored((chunk for chunk, _ in decision.shards), self.now)
-                    actions += self.tiering.keep_nearer(decision)
                 case Forgetting():
                     actions += self.forgetting.answer(decision)
                 case _:
@@ -247,6 +264,7 @@ class Depot:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
         self.report.wall = self.wall
+        self.lifetimes.wall = self.wall
         for lease in self.leases.tick(now):
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
@@ -255,7 +273,7 @@ class Depot:
         self.report.tick(now, self.counters, self.tiering.status(now))
         is_over = self._idleness.is_over(self._clients.values(), now)
         stops = [Stop(f"no engine for {self._config.idle_exit:g} s")] if is_over else []
-        return [*self.tiering.tick(now), *stops]
+        return self._publish([*self.tiering.tick(now), *stops])
 
     def _drop_excess(self) -> None:
         """Remove some of the chunks that have expired, and of those of tenants above their caps."""
@@ -295,7 +313,7 @@ class Depot:
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
             actions += self.forgetting.answer(forgetting)
-        return actions
+        return self._publish(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """Remove a client and release all it holds; what its running copies hold is released when they end.
@@ -312,7 +330,7 @@ class Depot:
         actions = self.sessions.leave(client)
         for number in list(client.instances):
             actions += self.registrations.unregister(client, number, [])
-        return actions
+        return self._publish(actions)
 
     def _described(self, request: wire.Describe) -> Described:
         if not self._config.wants_tokens:
@@ -373,7 +391,8 @@ class Depot:
         firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
         return Status(
             **self.report.figures(tenant, self.now),
-            **index.figures(),
+            **memory_figures(index),
+            holds_s=self.lifetimes.holds_s(),
             **client_figures(self.clients, tenant, self.now),
             **namespace_figures(firsts, tokens["model_usage"]),
             **tokens,
@@ -386,5 +405,5 @@ class Depot:
             tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),
             tiers=self.tiering.status(self.now),
             counters={**self.counters, "evicted_chunks": index.evicted},
-            histograms=[each.figure() for each in (usages.hit_tokens, *index.lifetimes, usages.saved_s)],
+            histograms=[each.figure() for each in (usages.hit_tokens, *self.lifetimes, usages.saved_s)],
         )

@@ -17,8 +17,8 @@ from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.tiering.forgetting import Unsaved
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy

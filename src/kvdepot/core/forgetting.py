@@ -4,7 +4,7 @@ Called by core/depot.py on the deciding thread, which serves other requests betw
 once a removal that `hides` begins, nobody gets a chunk that it covers, however long it takes; chunks stored later stay.
 
 Each chunk carries the number of removals that had begun when it was created (`Chunk.generation`), and a removal covers
-only older chunks (`scope.Scope`). So the index knows what is hidden without marking every chunk, and a covered chunk
+only older chunks (`Scope`). So the index knows what is hidden without marking every chunk, and a covered chunk
 that blocks a store, or is evicted for one, is removed at once (`Index.remove_forgotten`).
 """
 
@@ -17,10 +17,9 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names, check_salt
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Scope, State, is_evictable, is_there
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
-from kvdepot.core.index.scope import Scope
 from kvdepot.core.leases import Leases
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.sessions import Sessions
@@ -77,7 +76,7 @@ class Removals:
         """
         if len(self._under_way) >= _MOST:
             raise Busy(f"{len(self._under_way)} requests to forget, clear or count are in progress: retry later")
-        removal = Removal(self._index.begin_removal(namespaces, salt, hides), counts)
+        removal = Removal(self._index.namespaces.begin_removal(namespaces, salt, hides), counts)
         for namespace in removal.scope.namespaces:
             removal.left += namespace.chunks.values()
         self._under_way.append(removal)
@@ -96,13 +95,13 @@ class Removals:
             if removal.left:
                 break
             through.append(self._under_way.pop(0))
-            self._index.end_removal(removal.scope)
+            self._index.namespaces.end_removal(removal.scope)
         return through
 
     def _look_at(self, chunk: Chunk, removal: Removal) -> None:
         index, scope = self._index, removal.scope
         if removal.counts:
-            if scope.means(chunk) and index.is_there(chunk):
+            if scope.means(chunk) and is_there(chunk):
                 scope.removed += 1
                 removal.counted_bytes += chunk.bytes
             return
@@ -111,6 +110,8 @@ class Removals:
         if not scope.means(chunk) or not is_evictable(chunk):
             return  # stored anew in the meantime, or held
         before = chunk.parent
+        while before is not None and before.state is State.PENDING_REMOVAL:
+            before = before.parent  # those in between go with the last chunk behind them
         scope.removed += 1
         index.remove(chunk, Reason.DROPPED)
         if before is not None and scope.means(before):

@@ -18,16 +18,18 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
+from kvdepot.core.actions import Action
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
-from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin, is_forgotten
+from kvdepot.core.index.events import IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.matching import match
+from kvdepot.core.index.matching import match_prompt
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -207,7 +209,10 @@ class Leases:
     def _hold(self, lease: Lease, tops: _Tops, matched: int) -> None:
         """Hold these instead of what it holds."""
         before = lease.tops
-        self._index.hold([chunk for chunk, _ in tops], use=not before)
+        chunks = [chunk for chunk, _ in tops]
+        self._index.hold(chunks)
+        if not before:
+            self._index.use(chunks)
         self._index.release([chunk for chunk, _ in before])
         self._protect(tops, before)
         size = _size(tops) - lease.held
@@ -280,23 +285,24 @@ class Leases:
 
     # -- growth
 
-    def stored(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Let leases grow that lack one of these chunks, which were just sealed."""
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
+        """Let leases grow that lack a chunk of which a shard was just sealed."""
         if not self._awaited:
-            return
+            return ()
         self.now = now
         left = _MOST_MATCHED
-        for key in {chunk.key: None for chunk in chunks}:
+        for key in {event.chunk.key: None for event in events if isinstance(event, Stored)}:
             for lease in self._awaited.pop(key, ()):
                 lease.awaits = b""
                 if left and lease in self._growing:  # the growth of one before it may have ended it
                     left -= 1
                     self._grow(lease)
+        return ()
 
     def _grow(self, lease: Lease) -> None:
         """Hold what memory has of its prompt by now. It then waits for the next chunk, or has all, or no room."""
         self._stop_awaiting(lease)
-        found = match(self._index, lease.tenant, lease.request, lease.hashes)
+        found = match_prompt(self._index.namespaces, lease.tenant, lease.request, lease.hashes)
         lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
@@ -383,7 +389,7 @@ class Leases:
     def forget(self) -> None:
         """End leases that hold chunks that a removal in progress covers: a hold would block storing them anew."""
         for lease in list(self._all()):
-            if any(self._index.is_forgotten(chunk) for chunk, _ in lease.tops):
+            if any(is_forgotten(chunk) for chunk, _ in lease.tops):
                 self._end(lease, "forgotten")
 
     # -- the table

@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Chunk, Namespace, State
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_hidden, is_there
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
@@ -212,9 +212,9 @@ class Lists:
         )
 
     def _state(self, chunk: Chunk) -> str:
-        if self._index.is_hidden(chunk):
+        if is_hidden(chunk):
             return "leaving"
-        if self._index.is_there(chunk):
+        if is_there(chunk):
             return "ready"
         is_corrupt = any(shard.state is State.CORRUPT for shard in chunk.shards.values())
         return "corrupt" if is_corrupt else "storing"
@@ -323,10 +323,10 @@ def _prefixes(index: Index, namespaces: list[Namespace], request: wire.Prefixes,
         families += yield from _families(namespace)
     best: list[_Family] = []
     for at in range(0, len(families), MOST_PREFIXES):
-        some = [each for each in families[at : at + MOST_PREFIXES] if not index.is_hidden(each.first)]
+        some = [each for each in families[at : at + MOST_PREFIXES] if not is_hidden(each.first)]
         best = heapq.nlargest(request.most, [*best, *some], key=_RANKS[request.sort])
         yield len(some) + len(best)
-    return [each.prefix(wall) for each in best if not each.first.gone and not index.is_hidden(each.first)]
+    return [each.prefix(wall) for each in best if not each.first.gone and not is_hidden(each.first)]
 
 
 def _families(namespace: Namespace) -> _Walk[list[_Family]]:

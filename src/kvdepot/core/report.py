@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from kvdepot import __version__
 from kvdepot.core.index.chunk import Account, Namespace
+from kvdepot.core.index.index import Index
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Event, Journal, Latencies, Latency
 from kvdepot.protocol.quotas import shown_tag
@@ -27,7 +28,15 @@ from kvdepot.protocol.status import (
     Usage,
 )
 
-__all__ = ["SHOWN", "NamespaceFigures", "Report", "ServerFacts", "namespace_figures", "tenant_figures"]
+__all__ = [
+    "SHOWN",
+    "NamespaceFigures",
+    "Report",
+    "ServerFacts",
+    "memory_figures",
+    "namespace_figures",
+    "tenant_figures",
+]
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +160,35 @@ class Report:
             latencies=self.latencies.figures(),
             events=[] if tenant else self.journal.events(),
         )
+
+
+class MemoryFigures(TypedDict):
+    """Fields of `status.Status`."""
+
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    reserved_shards: int
+    holds: int
+    evicted_chunks: int
+    record_slots: int
+    record_slots_used: int
+    unrecorded_shards: int
+
+
+def memory_figures(index: Index) -> MemoryFigures:
+    """The counts of memory."""
+    return MemoryFigures(
+        capacity_bytes=index.allocator.capacity,
+        used_bytes=index.allocator.capacity - index.allocator.free_bytes,
+        chunks=index.chunks,
+        reserved_shards=index.reserved,
+        holds=index.held,
+        evicted_chunks=index.evicted,
+        record_slots=index.records.capacity,
+        record_slots_used=index.records.used,
+        unrecorded_shards=index.unrecorded,
+    )
 
 
 def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) -> NamespaceFigures:

@@ -10,16 +10,17 @@ core/leases.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import AlwaysAlive, Client, PendingLookup, Session
-from kvdepot.core.index.chunk import Chunk, Namespace, Pin
-from kvdepot.core.index.coming import coming_part
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
+from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import Match, coming_part, match_prompt
 from kvdepot.core.leases import Leases
-from kvdepot.core.matching import Match, match
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.core.usage import Usages
@@ -89,7 +90,7 @@ class Sessions:
         """pins: of what memory has."""
         client, request = pending.owner, pending.lookup
         if len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
-            part = coming_part(self._index, namespaces[0], request.hashes, pending.first)
+            part = coming_part(namespaces[0], request.hashes, pending.first) if self._index.reserved else None
             if part is not None and self._waiting.may_wait(pending, part, now):
                 self._waiting.wait(pending, part, now)
                 self._hold_prefix(pending, pins[0].chunks)
@@ -116,13 +117,13 @@ class Sessions:
         return request.chunk_tokens or self._config.chunk_size
 
     def _match(self, client: Client, request: wire.Lookup) -> Match:
-        return match(self._index, client.tenant, request, request.hashes)
+        return match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
 
     # -- lookups that wait for stores
 
-    def stored(self, parts: list[Chunk], now: float) -> list[Action]:
-        """Go on with the lookups that waited for these parts, whose stores have ended, whether well or not."""
-        self._leases.stored(parts, now)
+    def notice(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
+        """Go on with the lookups that waited for parts whose stores have ended, whether well or not."""
+        parts = (event.chunk for event in events if isinstance(event, Stored | Failed))
         return [action for pending in self._waiting.stored(parts) for action in self._go_on(pending, now)]
 
     def next_deadline(self) -> float:
@@ -146,7 +147,7 @@ class Sessions:
         return self._reply_or_wait(pending, namespaces, pins, now)
 
     def _hold_prefix(self, pending: PendingLookup, chunks: list[Chunk]) -> None:
-        self._index.hold(chunks, use=False)  # first, so that chunks of both stay held
+        self._index.hold(chunks)  # first, so that chunks of both stay held
         self._index.release(pending.held)
         pending.held = list(chunks)
 
@@ -195,7 +196,8 @@ class Sessions:
                     self._leases.count_found(namespaces[0], lookup.hashes, matched, self._tokens(lookup))
                 for namespace, pin in zip(namespaces, pins, strict=True):
                     namespace.hit_chunks += matched
-                    self._index.count_hit(pin)
+                    if (end := pin.end) is not None:
+                        end.hits += 1
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(pending))
@@ -245,7 +247,9 @@ class Sessions:
             self._counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
-        self._index.hold(chunks, use=old is None)  # before the old pin ends, so that shared chunks stay held
+        self._index.hold(chunks)  # before the old pin ends, so that shared chunks stay held
+        if old is None:
+            self._index.use(chunks)
         if old is not None:
             self.end(client, request.request)
         if chunks:
@@ -301,7 +305,7 @@ class Sessions:
         lease = self._leases.admit(client.tenant, request, now)
         if not lease.holds:  # so it needs nothing from tiers
             gone = self.give_up_lease(client, request.name)
-            found = match(self._index, client.tenant, request, request.hashes)
+            found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
             value: int | KVDepotError
             try:
                 value = self._leases.begin(lease, *found)
@@ -323,7 +327,7 @@ class Sessions:
 
     def forget(self, now: float) -> list[Action]:
         """Go on with lookups that wait for the store of a forgotten chunk: no other store may begin before."""
-        vain = [pending for pending, part in self._waiting.all() if self._index.is_hidden(part)]
+        vain = [pending for pending, part in self._waiting.all() if is_hidden(part)]
         return [action for pending in vain for action in self._go_on(pending, now)]
 
 

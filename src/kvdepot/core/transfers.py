@@ -16,12 +16,12 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_shards, check_source, check_targets
 from kvdepot.core.clients import Client, Instance, Liveness
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index import matching
+from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten
+from kvdepot.core.index.events import Refusal, Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import Busy, UnknownInstance
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
@@ -36,6 +36,12 @@ _QUEUED_CHUNKS = 1 << 18
 """While a client has this many chunks in flight, its operations are refused."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in this many is checksummed."""
+_REFUSED = {
+    Refusal.NO_ROOM: "dropped_chunks",
+    Refusal.OVER_CAP: "capped_chunks",
+    Refusal.OTHER_SIZE: "mismatched_chunks",
+}
+"""The counters of chunks that were not stored."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +79,6 @@ class Transfers:
         index: Index,
         registrations: Registrations,
         sessions: Sessions,
-        tiering: Tiering,
         counters: Counters,
     ) -> None:
         self.operations = 0  # in progress
@@ -82,7 +87,6 @@ class Transfers:
         self._index = index
         self._registrations = registrations
         self._sessions = sessions
-        self._tiering = tiering
         self._counters = counters
 
     def __repr__(self) -> str:
@@ -108,29 +112,23 @@ class Transfers:
             size = instance.layout.block_bytes * blocks
             salt = tenant_salt(client.tenant, part.salt)
             operation.requests.append((part.request, part.model, count))
-            outcomes = self._index.reserve_missing(
-                namespace, part.rank, part.hashes, part.parent, part.depth + 1, size, salt, wall
-            )
-            for i, outcome in enumerate(outcomes):
-                match outcome:
-                    case Reserved(chunk) | Replaced(chunk):
-                        if isinstance(outcome, Replaced):
-                            self._tiering.replaced(chunk, part.rank)
-                        operation.chunks.append((chunk, part.rank))
-                        extents, block_ids = chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks]
-                        pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
-                    case Present():
-                        self._counters["known_chunks"] += 1
-                    case NoRoom(is_capped):
-                        # The chunks behind this one are useless without it: drop them too.
-                        self._counters["capped_chunks" if is_capped else "dropped_chunks"] += count - i
-                        namespace.account_of(salt).capped += count - i if is_capped else 0
-                        asked = {"client": client.called, "request": part.request}
-                        log.debug("dropped %d chunks of a store: memory is full", count - i, extra=asked)
-                        complete = False
+            run = Run(part.hashes, size, part.parent, part.depth + 1, salt)
+            made = self._index.reserve(namespace, part.rank, run, wall)
+            for place, chunk in zip(made.places, made.chunks, strict=True):
+                operation.chunks.append((chunk, part.rank))
+                extents, block_ids = chunk.shards[part.rank].extents, ids[place * blocks : (place + 1) * blocks]
+                pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
+            self._counters["known_chunks"] += made.known
+            if made.refusal is not None:
+                self._counters[_REFUSED[made.refusal]] += made.refused
+                if made.refusal is Refusal.OVER_CAP:
+                    namespace.account_of(salt).capped += made.refused
+                asked = {"client": client.called, "request": part.request}
+                log.debug("dropped %d chunks of a store: %s", made.refused, made.refusal.value, extra=asked)
+                complete = False
         operation.results = [complete]
         if not pieces:
-            _tell("stored %d of %d new chunks", 0, operation)
+            _log_end("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
         return self._start(operation, pieces, client.liveness, request.ticket)
 
@@ -151,19 +149,18 @@ class Transfers:
             blocks = len(ids) // count
             namespace = self._namespace(instance, part)
             size = instance.layout.block_bytes * blocks
-            for i, found in enumerate(self._index.find(namespace, part.rank, part.hashes)):
+            for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
-                if isinstance(found, Absent) or found.shard.size != size:
+                if chunk is None or (shard := chunk.shards[part.rank]).size != size:
                     self._counters["retrieve_misses"] += 1
                     continue
-                chunk, shard = found.chunk, found.shard
                 operation.places.append(len(operation.results) - 1)
                 operation.chunks.append((chunk, part.rank))
                 skip = part.skip_blocks if i == 0 else 0
                 summed = shard.checksum != 0 and self._sums(chunk.key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
-        self._index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup already counted as a use
+        self._index.hold([chunk for chunk, _ in operation.chunks])
         if not pieces:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
@@ -212,7 +209,7 @@ class Transfers:
         """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
         return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
-    def copied(self, token: CopyToken, sums: list[int] | None, wall: int, now: float) -> list[Action]:
+    def copied(self, token: CopyToken, sums: list[int] | None, wall: int) -> list[Action]:
         """Handle the end of a copy. sums: one per piece, or None if it failed. wall: seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
@@ -225,11 +222,11 @@ class Transfers:
                     operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
         if operation.tasks:
             return []
-        return self._end(operation, wall, now)
+        return self._end(operation, wall)
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
-        if not shard.sealed or self._index.is_forgotten(chunk):
+        if not shard.sealed or is_forgotten(chunk):
             return False  # marked corrupt, or forgotten, during the copy
         if got and shard.checksum and got != shard.checksum:
             self._counters["corrupt_chunks"] += 1
@@ -237,7 +234,7 @@ class Transfers:
             return False
         return True
 
-    def _end(self, operation: _Operation, wall: int, now: float) -> list[Action]:
+    def _end(self, operation: _Operation, wall: int) -> list[Action]:
         client, instance = operation.client, operation.instance
         client.queued -= 1
         client.queued_chunks -= len(operation.chunks)
@@ -246,7 +243,7 @@ class Transfers:
         value: object
         actions: list[Action] = []
         if operation.is_store:
-            actions += self._end_store(operation, wall)
+            self._end_store(operation, wall)
             value = operation.results[0]
         else:
             self._end_retrieve(operation)
@@ -255,33 +252,20 @@ class Transfers:
             actions.append(Reply(client.identity, operation.number, value))
         if instance.closing and not instance.copies:
             actions.append(self._registrations.unmap(client, instance))
-        if operation.is_store:
-            actions += self._sessions.stored([chunk for chunk, _ in operation.chunks], now)
         return actions
 
-    def _end_store(self, operation: _Operation, wall: int) -> list[Action]:
+    def _end_store(self, operation: _Operation, wall: int) -> None:
         arrived = {} if operation.client.dead else operation.sums
-        sealed = []
-        for i, (chunk, rank) in enumerate(operation.chunks):
-            if i in arrived and not self._index.is_hidden(chunk):
-                self._index.seal(chunk, rank, arrived[i], wall)
-                self._counters["stored_chunks"] += 1
-                self.stored_bytes += chunk.shards[rank].size
-                sealed.append((chunk, rank))
-            else:
-                self._index.remove(chunk, Reason.FAILED, rank)
-                self._counters["failed_chunks"] += 1
+        sealed = self._index.finish(operation.chunks, arrived, wall)
+        self._counters["stored_chunks"] += len(sealed)
+        self._counters["failed_chunks"] += len(operation.chunks) - len(sealed)
+        self.stored_bytes += sum(chunk.shards[rank].size for chunk, rank in sealed)
         operation.results[0] &= len(sealed) == len(operation.chunks)
-        _tell("stored %d of %d new chunks", len(sealed), operation)
-        self._index.touch([chunk for chunk, _ in sealed])
-        if not self._tiering:
-            return []
-        by = sealed[0][0].account if sealed else None
-        return [*self._tiering.stored(sealed), *self._tiering.make_room(by)]
+        _log_end("stored %d of %d new chunks", len(sealed), operation)
 
     def _end_retrieve(self, operation: _Operation) -> None:
         results = operation.results
-        _tell("retrieved %d of %d chunks", sum(results), operation)
+        _log_end("retrieved %d of %d chunks", sum(results), operation)
         self._counters["retrieved_chunks"] += sum(results)
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
             self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
@@ -294,7 +278,7 @@ class Transfers:
                 first += keys
 
 
-def _tell(what: str, done: int, operation: _Operation) -> None:
+def _log_end(what: str, done: int, operation: _Operation) -> None:
     """Log how an operation ended, with its request ids, so that a request can be followed through the log."""
     if log.isEnabledFor(logging.DEBUG):
         count = len(operation.chunks) if operation.is_store else len(operation.results)

@@ -72,6 +72,7 @@ class Learned:
         self._chunks = 0
         self._known = 0  # chunks in `_runs`
         self._room: float = inf  # for chunks, as far as is known
+        self._has_grown = False  # chunks were inserted since the last eviction
         # By run; its last chunk. (Not plain dicts, which find their first key by skipping all deleted ones.)
         self._queued: OrderedDict[int, Victim] = OrderedDict()
         self._outside: OrderedDict[int, None] = OrderedDict()  # those that the leader evicted, in this order
@@ -92,6 +93,7 @@ class Learned:
 
     def insert(self, chunks: Sequence[Victim]) -> None:
         self._chunks += len(chunks)
+        self._has_grown = True
         self._entered += len(chunks)
         for number, chunk in enumerate(chunks):
             before: Victim | None = chunk.parent
@@ -183,7 +185,8 @@ class Learned:
             self._outside.move_to_end(run, last=False)
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        self._room = self._chunks
+        if self._has_grown:  # the first eviction for a run: those after it make room for more of the same run
+            self._room, self._has_grown = self._chunks, False
         for shadow in self._shadows:
             if shadow.count >= self._chunks:
                 self._shrink(shadow, self._chunks - 1 - min(self._chunks >> 8, _AT_ONCE))

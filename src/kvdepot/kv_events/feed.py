@@ -1,19 +1,21 @@
 """The queue between the deciding thread and the publisher's.
 
-The deciding thread queues each chunk that becomes visible or invisible, what engines describe, and whose engines are
-registered. The publisher's thread takes these changes and turns them into events (engine_view.py). Invariant: the
-deciding thread only appends to a bounded queue. When the queue is full, it reports that everything is gone, and then
-lists the existing chunks again, some each second.
+A `Feed` listens to the index's events: it queues each chunk that becomes visible or invisible, what engines describe,
+and whose engines are registered. The publisher's thread takes these changes and turns them into events
+(engine_view.py). Invariant: the deciding thread only appends to a bounded queue. When the queue is full, it reports
+that everything is gone, and then lists the existing chunks again, some each second.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.actions import Action
+from kvdepot.core.index.chunk import Chunk, Namespace, is_there
+from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.protocol.wire import Describe
 
@@ -34,9 +36,9 @@ topics that have replaced the former ones; chunks described by an engine; or Non
 
 
 class Feed:
-    """A queue of changes; `changed` is the index's `watch`.
+    """A queue of changes; `notice` takes the index's events.
 
-    The deciding thread calls `changed`, `described` and `tick`, the reader's thread the rest.
+    The deciding thread calls `notice`, `described` and `tick`, the reader's thread the rest.
     """
 
     def __init__(self, most: int = _MOST_QUEUED) -> None:
@@ -55,6 +57,17 @@ class Feed:
         return f"<Feed of {len(self._queue)} changes{', full' * self._full}>"
 
     # -- the deciding thread
+
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
+        """Queue the chunks that have become visible or invisible."""
+        for event in events:
+            match event:
+                case Stored(chunk):
+                    if is_there(chunk):
+                        self.changed(chunk, True)
+                case Hidden(chunk) | Removed(chunk):
+                    self.changed(chunk, False)
+        return ()
 
     def changed(self, chunk: Chunk, there: bool) -> None:
         """A chunk became visible, or invisible. Reporting the same change twice is harmless."""
@@ -109,7 +122,7 @@ class Feed:
                 self._listing = None
                 return
             room -= 1
-            if index.is_there(chunk):
+            if is_there(chunk):
                 self.changed(chunk, True)
 
     # -- the reader's

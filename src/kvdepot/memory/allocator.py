@@ -58,6 +58,30 @@ class Allocator:
             need -= used
         return tuple(taken)
 
+    def allocate_run(self, size: int, count: int) -> list[Extents]:
+        """Allocate `count` times `size` bytes, which must be free; next to each other, if an extent is that long."""
+        if count <= 0:
+            return []
+        need = self.rounded(size)
+        whole = self.allocate(need * count)
+        assert whole is not None, f"{count} times {need} bytes of {self!r}"
+        if len(whole) == 1:
+            start = whole[0][0]
+            return [((at, need),) for at in range(start + need * (count - 1), start - 1, -need)]
+        taken: list[Extents] = []
+        pieces: list[tuple[int, int]] = []
+        missing = need
+        for start, length in whole:
+            at, end = start, start + length
+            while at < end:
+                used = min(missing, end - at)
+                pieces.append((at, used))
+                at, missing = at + used, missing - used
+                if not missing:
+                    taken.append(tuple(pieces))
+                    pieces, missing = [], need
+        return taken[::-1]
+
     def free(self, extents: Extents) -> None:
         """Free the extents that `allocate` returned."""
         for start, length in extents:

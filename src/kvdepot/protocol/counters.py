@@ -76,6 +76,12 @@ SERVER = (
         "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
     ),
     Counted(
+        "mismatched_chunks", "shards",
+        "Shards not stored because memory has them in another size.",
+        "dropped: another size", _MEMORY,
+        "Check that all engines of the model have the same layout.", is_event=True,
+    ),
+    Counted(
         "failed_chunks", "shards",
         "Shards whose store failed: the copy failed, the engine died, or it reused the blocks.",
         "store failed", _MEMORY, "If there are many, look for failed copies in the log.",

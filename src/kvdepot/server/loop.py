@@ -107,7 +107,7 @@ class Server:
             self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename, devices.status)
             self.depot = Depot(
                 config, self._restore(), devices.map, config.tier_configs, self._facts,
-                is_tenant=self._listener.is_tenant,
+                is_tenant=self._listener.is_tenant, listeners=[self._feed] if self._feed is not None else [],
             )  # fmt: skip
             self.connections = Connections(
                 config, self.depot, self.boot, self.arena, shm.LivenessView, self._listener.tenant
@@ -128,9 +128,8 @@ class Server:
         arena, config = self.arena, self._config
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
-        watch = self._feed.changed if self._feed is not None else None
         salts = stored_salts(config.salt_ttls, self._listener.tenants)
-        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, watch, config.chunk_size, salts)
+        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, config.chunk_size, salts)
         self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
+from kvdepot.core.index import matching
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reserved
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -70,15 +71,15 @@ def _hits(trace: Trace, index: Index) -> int:
     hits = 0
     for blocks in trace:
         hashes = keys[blocks].tobytes()
-        pin = index.match(namespace, hashes)
+        pin = matching.match(namespace, hashes)
         index.hold(pin.chunks)
+        index.use(pin.chunks)
         hits += pin.matched
         start = pin.matched * HASH_BYTES
         parent = hashes[start - HASH_BYTES : start] if start else ROOT
-        outcomes = index.reserve_missing(namespace, 0, hashes[start:], parent, pin.matched + 1, PAGE)
-        reserved = [outcome.chunk for outcome in outcomes if isinstance(outcome, Reserved)]
-        for chunk in reserved:
+        run = Run(hashes[start:], PAGE, parent, pin.matched + 1)
+        for chunk in index.reserve(namespace, 0, run, 0).chunks:
             index.seal(chunk, 0)
-        index.touch(reserved)
         index.release(pin.chunks)
+        index.take_events()
     return hits

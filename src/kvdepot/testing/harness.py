@@ -19,6 +19,7 @@ from kvdepot.core.clients import Liveness
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
+from kvdepot.core.index.check import Heard
 from kvdepot.core.index.index import Index
 from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
@@ -92,7 +93,8 @@ class Harness:
         self.arena_name = arena or ArenaName()
         self.liveness_files: dict[bytes, PlainLiveness] = {}  # of clients that `hello` admitted, by identity
         self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
-        self.depot = Depot(config, index, map_layout, tiers, ServerFacts(boot), step_chunks)
+        self.heard = Heard(index.namespaces.all())  # what the events say, to be compared with the index
+        self.depot = Depot(config, index, map_layout, tiers, ServerFacts(boot), step_chunks, listeners=[self.heard])
         self.connections = Connections(
             config, self.depot, boot, self.arena_name, open_liveness or self._open_liveness, tenant
         )
@@ -131,6 +133,7 @@ class Harness:
 
     def act(self, actions: list[Action]) -> None:
         """Handle actions as the server's loop does."""
+        assert not self.index.events, "something happened that no listener was told"
         for action in actions:
             match action:
                 case Reply():

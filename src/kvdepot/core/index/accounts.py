@@ -30,7 +30,7 @@ class Accounts:
         self.ttl_s = ttl_s
         self.salt_ttls = dict(salt_ttls or {})
         self.ages: Ages[Chunk] = Ages(self.ttl_of)
-        self._has_ttls = bool(ttl_s or self.salt_ttls)
+        self.has_ttls = bool(ttl_s or self.salt_ttls)
         self.rest = self._new(("", b""), Quota())
         self._all = [self.rest]
         self._by_tenant: dict[str, Account] = {}
@@ -84,7 +84,7 @@ class Accounts:
 
     def ttl_of(self, chunk: Chunk) -> int:
         """Seconds after which a chunk expires: the shortest limit of server, tenant and salt; 0: never."""
-        if not self._has_ttls:
+        if not self.has_ttls:
             return 0
         quota, tenants = chunk.account.quota, chunk.namespace.account.quota
         return shortest(self.ttl_s, quota.ttl_s, tenants.ttl_s, self.salt_ttls.get(chunk.salt, 0))
@@ -102,7 +102,7 @@ class Accounts:
     def set(self, account: Account, quota: Quota) -> None:
         """Change an account's quota."""
         account.set(quota)
-        self._has_ttls |= quota.ttl_s > 0
+        self.has_ttls |= quota.ttl_s > 0
 
     def open(self, tenant: str, tag: bytes, quota: Quota) -> Account:
         """A new, empty account of a tenant or a salt that has none."""
@@ -127,7 +127,7 @@ class Accounts:
         account.policy = self._policy()
 
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
-        self._has_ttls |= quota.ttl_s > 0
+        self.has_ttls |= quota.ttl_s > 0
         return Account(owner, quota, self._policy(), self._capacity)
 
 

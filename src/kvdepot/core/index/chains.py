@@ -16,14 +16,13 @@ _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes
 class Chains:
     """The chains of one index."""
 
-    __slots__ = ("_waiting", "broken")
+    __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self.broken = 0  # chunks that are not chained although chunks behind them are
         self._waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
     def __repr__(self) -> str:
-        return f"<Chains with {self.broken} broken, {len(self._waiting)} awaited>"
+        return f"<Chains with {len(self._waiting)} chunks awaited>"
 
     def join(self, chunk: Chunk) -> None:
         """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
@@ -52,18 +51,19 @@ class Chains:
                     self._mend(each)
                     chained.append(each)
 
-    def break_at(self, chunk: Chunk) -> None:
-        """A chunk is no longer chained. Those behind it stay chained, but are no prefix until it is chained again."""
-        if chunk.children:
+    def unchain(self, chunk: Chunk, event: Event) -> None:
+        """Mark a chunk corrupt, or hide it. Chunks behind it stay chained, but are no prefix until it is again."""
+        was_chained = chunk.state is _CHAINED
+        chunk.state = TRANSITIONS[chunk.state][event]
+        if was_chained and chunk.children:
             chunk.broken = True
-            self.broken += 1
+            chunk.namespace.broken += 1
 
     def leave(self, chunk: Chunk, before: Chunk | None) -> None:
         """A chunk is gone, and was behind `before`: it no longer waits for it, and nothing waits for the chunk."""
-        if self.broken:
-            for each in (chunk, before):
-                if each is not None and each.gone and not each.children:
-                    self._mend(each)  # with children it stays broken: they can never be chained to it again
+        for each in (chunk, before):
+            if each is not None and each.broken and each.gone and not each.children:
+                self._mend(each)  # with children it stays broken: they can never be chained to it again
         if self._waiting:
             self._waiting.pop(id(chunk), None)
             waiting = self._waiting.get(id(before), {})
@@ -73,4 +73,4 @@ class Chains:
     def _mend(self, chunk: Chunk) -> None:
         if chunk.broken:
             chunk.broken = False
-            self.broken -= 1
+            chunk.namespace.broken -= 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable, is_there
+from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
 from kvdepot.memory.allocator import Allocator
 
-__all__ = ["Totals", "check"]
+__all__ = ["Heard", "Totals", "check"]
 
 _OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
 _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
@@ -22,7 +24,6 @@ class Totals:
     chunks: int
     reserved: int
     held: int
-    broken: int
 
 
 def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: Totals) -> None:
@@ -37,7 +38,7 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
         total = 0
         for key, chunk in namespace.chunks.items():
             assert key == chunk.key and chunk.namespace is namespace and chunk.shards
-            _check_states(chunk, bool(totals.broken))
+            _check_states(chunk)
             opened = sum(shard.is_open for shard in chunk.shards.values())
             assert chunk.bytes == sum(n for s in chunk.shards.values() for _, n in s.extents)
             assert namespace.slot is not None or not any(s.slot is not None for s in chunk.shards.values())
@@ -69,7 +70,41 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
     assert (chunks, reserved, held) == (totals.chunks, totals.reserved, totals.held)
 
 
-def _check_states(chunk: Chunk, is_any_broken: bool) -> None:
+class Heard:
+    """A listener that believes the events, to compare them with the index: which chunks it could find.
+
+    The order of events is what listeners rely on, and this is what it comes to, after each request:
+
+    - a chunk that can be found was said to be stored after all that was said against it;
+    - of a chunk that has gone, or that is not whole, the last word was `Hidden` or `Removed`. (A removal in progress
+      hides chunks without a word; what was whole before it may count as found until its turn comes.)
+    """
+
+    def __init__(self, namespaces: Iterable[Namespace] = ()) -> None:
+        """namespaces: those that exist already."""
+        chunks = (chunk for namespace in namespaces for chunk in namespace.chunks.values())
+        self.found = {id(chunk): chunk for chunk in chunks if is_there(chunk)}
+
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
+        """Take note of events; raises AssertionError if their order is wrong."""
+        for event in events:
+            match event:
+                case Stored(chunk):
+                    if is_there(chunk):
+                        self.found[id(chunk)] = chunk
+                case Hidden(chunk=chunk) | Removed(chunk=chunk):
+                    self.found.pop(id(chunk), None)
+        return ()
+
+    def check(self, namespaces: Iterable[Namespace]) -> None:
+        """Raise AssertionError unless what was said is so; O(n)."""
+        there = {id(chunk) for namespace in namespaces for chunk in namespace.chunks.values() if is_there(chunk)}
+        assert there <= self.found.keys(), "a chunk can be found, and no event has said so"
+        for chunk in self.found.values():
+            assert not chunk.gone and chunk.state in (State.WHOLE, State.CHAINED), f"{chunk.key.hex()} cannot be found"
+
+
+def _check_states(chunk: Chunk) -> None:
     """The states of a chunk and its shards, and of the one before it."""
     shards, before = chunk.shards.values(), chunk.parent
     assert chunk.state in _OF_CHUNKS and not chunk.gone and all(shard.state in _OF_SHARDS for shard in shards)
@@ -85,8 +120,7 @@ def _check_states(chunk: Chunk, is_any_broken: bool) -> None:
         return
     is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is State.CHAINED)
     if chunk.state is State.CHAINED:
-        is_behind_a_broken_one = before is not None and (before.broken or before.state is not State.CHAINED)
-        assert is_behind_a_chain or (is_behind_a_broken_one and is_any_broken)
+        assert is_behind_a_chain or (before is not None and before.broken)
     if chunk.state is State.WHOLE:
         assert not (chunk.position and is_behind_a_chain), "a whole chunk behind a chain is not chained"
     if before is not None:

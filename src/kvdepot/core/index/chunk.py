@@ -15,6 +15,7 @@ another. Every shard ends as FREED, every chunk as GONE.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -35,9 +36,13 @@ __all__ = [
     "IllegalTransition",
     "Namespace",
     "Pin",
+    "Scope",
     "Shard",
     "State",
     "is_evictable",
+    "is_forgotten",
+    "is_hidden",
+    "is_there",
     "join_groups",
 ]
 
@@ -154,7 +159,7 @@ TRANSITIONS: Final = _table(
 """The state after an event, by the state before it. A shard begins as RESERVED or LOADING, a chunk as FILLING."""
 
 _RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED  # attributes of an enum are slow to get
-_FILLING, _CHAINED = State.FILLING, State.CHAINED
+_FILLING, _WHOLE, _CHAINED, _PENDING_REMOVAL = State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
 
 
 class Shard(msgspec.Struct, gc=False):
@@ -272,6 +277,22 @@ class Account(FairShare):
         return victim
 
 
+def is_there(chunk: Chunk) -> bool:
+    """Whether a lookup may find a chunk: it is sealed on every rank, and not pending removal."""
+    return (chunk.state is _CHAINED or chunk.state is _WHOLE) and not is_forgotten(chunk)
+
+
+def is_hidden(chunk: Chunk) -> bool:
+    """Whether a chunk is pending removal, so that no lookup finds it."""
+    return chunk.state is _PENDING_REMOVAL or is_forgotten(chunk)
+
+
+def is_forgotten(chunk: Chunk) -> bool:
+    """Whether a removal in progress hides a chunk: it is not given out any more, even to those who have it pinned."""
+    hiding = chunk.namespace.hiding
+    return bool(hiding) and any(scope.means(chunk) for scope in hiding)
+
+
 class Namespace:
     """Chunks of one KV cache group whose bytes are interchangeable: one model, parallel shape, blocks per chunk, and
     layout on every rank.
@@ -282,9 +303,9 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached", "facts", "gone", "group", "groups",
-        "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach",
-        "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
+        "account", "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "detached", "facts", "gone", "group",
+        "groups", "hiding", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
+        "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
 
     account: Account
@@ -321,6 +342,8 @@ class Namespace:
         self.live = 0  # registered instances that use it
         self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
+        self.hiding: list[Scope] = []  # removals in progress that hide chunks of it
+        self.broken = 0  # chunks that are not chained although chunks behind them are
         self.bytes = 0
         self.detached: Counter[bytes] = Counter()  # bytes by salt, of shards that were replaced but are still loaded
         self.slot: int | None = None  # first slot of its record
@@ -348,6 +371,20 @@ def join_groups(groups: list[Namespace]) -> None:
         each.is_simple = len(groups) == 1 and not each.reach
 
 
+@dataclass(slots=True, eq=False)
+class Scope:
+    """The chunks of these namespaces and this salt that existed when removal `number` began; see core/forgetting.py."""
+
+    number: int
+    namespaces: dict[Namespace, None]  # ordered, so that two runs remove in the same order
+    salt: bytes | None  # None: any
+    hides: bool  # its chunks are unavailable from the moment the removal begins
+    removed: int = 0  # or counted
+
+    def means(self, chunk: Chunk) -> bool:
+        return chunk.generation < self.number and chunk.namespace in self.namespaces and self.salt in (None, chunk.salt)
+
+
 class Pin(msgspec.Struct, gc=False):
     """The chunks that one lookup holds: of each unbounded group the deepest chained one and the loose ones behind it,
     and of each bounded group its last parts.
@@ -358,3 +395,8 @@ class Pin(msgspec.Struct, gc=False):
     """Chunks in the prefix."""
     parts: int
     """Parts that holding `chunks` protects."""
+
+    @property
+    def end(self) -> Chunk | None:
+        """The last chained chunk of the prefix in the model's first unbounded group."""
+        return next((chunk for chunk in self.chunks if chunk.position and chunk.namespace.is_lead), None)

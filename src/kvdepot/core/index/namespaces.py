@@ -7,10 +7,10 @@ agrees.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace, join_groups
+from kvdepot.core.index.chunk import Chunk, Namespace, Scope, join_groups
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.wire import Group
 
@@ -22,6 +22,7 @@ class Namespaces:
 
     def __init__(self, records: Records, accounts: Accounts, chunk_tokens: int = 0) -> None:
         """chunk_tokens: of namespaces that do not say."""
+        self.generation = 0  # removals that have begun
         self._records = records
         self._accounts = accounts
         self._chunk_tokens = chunk_tokens
@@ -121,6 +122,21 @@ class Namespaces:
                 each.gone = True
                 self._records.erase(each.slot)
                 each.slot, each.recorded = None, 0
+
+    def begin_removal(self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool) -> Scope:
+        """Begin to remove the existing chunks of these namespaces and this salt (None: any). hides: hide them now."""
+        self.generation += 1
+        scope = Scope(self.generation, dict.fromkeys(namespaces), salt, hides)
+        for namespace in scope.namespaces if hides else ():
+            namespace.hiding.append(scope)
+        return scope
+
+    def end_removal(self, scope: Scope) -> None:
+        """End a removal: all its chunks are gone or pending removal."""
+        for namespace in scope.namespaces:
+            if scope.hides:
+                namespace.hiding.remove(scope)
+            self.forget(namespace)
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
         """Record a sealed shard, and first its namespace if necessary; without room for that, not the shard either."""

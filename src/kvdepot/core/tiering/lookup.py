@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvdepot.core.index.boundary import deepest_boundary, needed_parts
-from kvdepot.core.index.chunk import Chunk, Namespace, Shard
+from kvdepot.core.index import matching
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_hidden
+from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
+from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
 from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
 from kvdepot.errors import KVDepotError
@@ -27,7 +28,7 @@ from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.tiers.format import Header
 from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, TierTask, Unwanted
 
-__all__ = ["Arrived", "FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
+__all__ = ["FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
 
 log = logging.getLogger(__name__)
 
@@ -113,16 +114,8 @@ class LoadToken(Token):
     arrivals: list[Arrival]  # one per part
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Shards that were loaded from a tier, and sealed."""
-
-    tier: TierState
-    shards: list[tuple[Chunk, int]]  # chunk, rank
-
-
-LookupDecision: TypeAlias = TierTask | TierLookup | Arrived
-"""A tier task, a tier lookup that has ended and whose reply is due, or shards that nearer tiers may save."""
+LookupDecision: TypeAlias = TierTask | TierLookup
+"""A tier task, or a tier lookup that has ended and whose reply is due."""
 
 
 class Lookups:
@@ -163,7 +156,7 @@ class Lookups:
         if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
             return None
         tier_lookup.wanted = self._missing(tier_lookup)
-        self._index.hold(list(tier_lookup.held.values()), use=False)
+        self._index.hold(list(tier_lookup.held.values()))
         self._count += 1
         self._wanted += len(tier_lookup.wanted)
         if not tier_lookup.wanted:
@@ -186,12 +179,12 @@ class Lookups:
             # Resuming at the next boundary needs the last `reach` parts before it, some of them before `first`.
             first = max(0, tier_lookup.first + 1 - group.reach) if group.reach else tier_lookup.first
             hashes = tier_lookup.hashes[first * HASH_BYTES : tier_lookup.end * HASH_BYTES]
-            near = [self._index.find(group, rank, hashes) for rank in range(group.world_size)]
+            near = [matching.find(group, rank, hashes) for rank in range(group.world_size)]
             missing += [
                 (group.group, i, rank)
                 for i in range(first, tier_lookup.end)
                 for rank in range(group.world_size)
-                if isinstance(near[rank][i - first], Absent) and self._arrival(group, rank, tier_lookup.key(i)) is None
+                if near[rank][i - first] is None and self._arrival(group, rank, tier_lookup.key(i)) is None
             ]
         return missing
 
@@ -240,8 +233,8 @@ class Lookups:
     def _is_near(self, tier_lookup: TierLookup, group: Namespace, i: int, rank: int) -> bool:
         """Whether a shard is in memory or being loaded."""
         key = tier_lookup.key(i)
-        (found,) = self._index.find(group, rank, key)
-        return isinstance(found, Found) or self._arrival(group, rank, key) is not None
+        (found,) = matching.find(group, rank, key)
+        return found is not None or self._arrival(group, rank, key) is not None
 
     def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> Arrival | None:
         """The load of a shard that is in progress, if its tier works; otherwise None."""
@@ -329,10 +322,10 @@ class Lookups:
             arrival = self._arrival(group, rank, key)
             if arrival is not None:
                 near.append(arrival)
-            elif isinstance(self._index.find(group, rank, key)[0], Absent):
+            elif matching.find(group, rank, key)[0] is None:
                 tier = tier_lookup.found.get((group.group, i, rank))
                 late = (group.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
-                if tier is None or not (late or self._index.is_missing(group, rank, key)):
+                if tier is None or not (late or matching.is_missing(group, rank, key)):
                     return False
                 far.append((rank, tier))
         if self.arriving_bytes + sum(group.sizes[rank] for rank, _ in far) > self._most_arriving:
@@ -353,7 +346,7 @@ class Lookups:
         place = group.number, key
         if place not in tier_lookup.held:
             tier_lookup.held[place] = group.chunks[key]
-            self._index.hold([group.chunks[key]], use=False)
+            self._index.hold([group.chunks[key]])
         return True
 
     def _reserve_shards(
@@ -365,24 +358,31 @@ class Lookups:
         position = i + 1 if tier_lookup.chained else 0
         fresh: list[Arrival] = []
         for rank, tier in far:
-            (outcome,) = self._index.reserve_missing(
-                namespace, rank, key, parent, position, namespace.sizes[rank], tier_lookup.salt, is_load=True
-            )
-            if isinstance(outcome, Replaced):
-                self.replaced(outcome.chunk, rank)
-            elif not isinstance(outcome, Reserved):  # no room: without this shard, the others are useless
+            late = self._arrivals.get((namespace.number, key, rank))
+            run = Run(key, namespace.sizes[rank], parent, position, tier_lookup.salt)
+            made = self._index.reserve(namespace, rank, run, None)
+            if not made.chunks:  # no room: without this shard, the others are useless
                 for arrival in fresh:
-                    self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
+                    self._index.discard(arrival.chunk, arrival.rank)
                 return None
-            fresh.append(Arrival(outcome.chunk, rank, outcome.chunk.shards[rank], tier))
+            if late is not None:
+                self.replaced(late)
+            (chunk,) = made.chunks
+            fresh.append(Arrival(chunk, rank, chunk.shards[rank], tier))
         return fresh
 
-    def replaced(self, chunk: Chunk, rank: int) -> None:
+    def replaced_by_store(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        """Note that a store has taken over a shard, if it was being loaded."""
+        arrival = self._arrivals.get((chunk.namespace.number, chunk.key, rank))
+        if arrival is not None and arrival.shard is shard:
+            self.replaced(arrival)
+
+    def replaced(self, arrival: Arrival) -> None:
         """Note that a store or another load has taken over a shard that was being loaded.
 
         A load that is late or hangs must block neither newly computed chunks nor those of another tier.
         """
-        arrival = self._arrivals.pop((chunk.namespace.number, chunk.key, rank))
+        del self._arrivals[arrival.place]
         arrival.replaced = True
         self._release_holds(arrival)  # so that it can be removed if filling it fails
 
@@ -409,13 +409,10 @@ class Lookups:
             for each in {id(each): each for arrival in arrivals for each in arrival.tier_lookups}.values():
                 log.debug("tier lookup: cannot load from this tier: %s", outcome, extra=_about(tier, each))
         corrupt: list[str] = []
-        sealed: list[tuple[Chunk, int]] = []
         for arrival, header in zip(arrivals, shards, strict=True):
             if header is NotLoaded.CORRUPT:
                 corrupt.append(part_of(arrival.chunk, arrival.rank, arrival.shard).name)
-            if self._settle(arrival, header, tier):
-                sealed.append((arrival.chunk, arrival.rank))
-        tier.counters["loaded_chunks"] += len(sealed)
+            tier.counters["loaded_chunks"] += self._settle(arrival, header, tier)
         tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
         tier.counters["corrupt_chunks"] += len(corrupt)
         decisions: list[LookupDecision] = [Erase(EraseToken(tier), tier.number, corrupt)] if corrupt else []
@@ -425,7 +422,7 @@ class Lookups:
                 if not tier_lookup.ended and not tier_lookup.waiting.total():
                     self.end(tier_lookup)
                     decisions.append(tier_lookup)
-        return [*decisions, Arrived(tier, sealed)]
+        return decisions
 
     def _settle(self, arrival: Arrival, header: Header | NotLoaded, tier: TierState) -> bool:
         """Seal a shard that has arrived, or release its reservation; returns whether it is sealed."""
@@ -435,13 +432,17 @@ class Lookups:
             self._index.give_back(arrival.chunk, arrival.shard)
             return False
         del self._arrivals[arrival.place]
-        if isinstance(header, NotLoaded) or self._index.is_hidden(chunk) or self._index.is_too_old(chunk, header.born):
+        if isinstance(header, NotLoaded) or is_hidden(chunk) or self._is_too_old(chunk, header.born):
             self._release_holds(arrival)
-            self._index.remove(chunk, Reason.FAILED, rank)
+            self._index.discard(chunk, rank)
             return False
         arrival.shard.tiers |= tier.bit
         self._index.seal(chunk, rank, header.checksum, header.born)
         return True
+
+    def _is_too_old(self, chunk: Chunk, born: int) -> bool:
+        """Whether a chunk, if it was computed then, had expired at the last tick."""
+        return 0 < self._index.accounts.ttl_of(chunk) <= self._index.wall - born
 
     # -- the end
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdepot.core.index.chunk import Account, Chunk, is_evictable
+from kvdepot.core.index.chunk import Account, Chunk, is_evictable, is_hidden
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Reason
-from kvdepot.core.tiering.lookup import Arrived
 from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, TierState, Token, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
@@ -40,6 +39,7 @@ class Saves:
         self._index = index
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
+        self._evicted: Counter[int] = Counter()  # chunks, by the tiers that had all their shards (Shard.tiers)
         self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
 
     def __repr__(self) -> str:
@@ -48,24 +48,18 @@ class Saves:
 
     # -- what was stored
 
-    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
-        """Queue shards that were just sealed."""
-        return self._save(self._tiers, shards)
-
-    def keep_nearer(self, arrived: Arrived) -> list[Save]:
-        """Queue shards that were loaded from a tier for all nearer tiers."""
-        return self._save(self._tiers[: arrived.tier.number], arrived.shards)
-
-    def _save(self, tiers: Iterable[TierState], shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
+    def stored(self, shards: Sequence[tuple[Chunk, int]]) -> list[Save]:
+        """Queue shards that were just sealed; those that were loaded from a tier for all nearer tiers."""
         saves: list[Save] = []
-        shards = list(shards)
-        through = [tier for tier in tiers if tier.config.options.write == "through"]
+        through = [tier for tier in self._tiers if tier.config.options.write == "through"]
         for tier in through if shards else ():
             room = tier.config.options.queue_mib << 20
             for chunk, rank in shards:
                 shard = chunk.shards.get(rank)
                 if shard is None:
                     tier.counters["overtaken_chunks"] += 1  # forgotten in the meantime
+                elif shard.tiers and tier.bit >= shard.tiers & -shard.tiers:
+                    continue
                 elif not tier.is_writable:
                     tier.counters["unavailable_chunks"] += 1
                 elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
@@ -75,6 +69,10 @@ class Saves:
                     tier.queued_bytes += shard.size
             saves += self.dispatch(tier)
         return saves
+
+    def removed(self, tiers: int) -> None:
+        """Count a chunk that was evicted. tiers: those that have all its shards, by bits."""
+        self._evicted[tiers] += 1
 
     # -- the queue
 
@@ -100,7 +98,7 @@ class Saves:
             chunk, rank, demotion = queued
             shard = chunk.shards.get(rank)
             tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
-            is_leaving = chunk.gone or self._index.is_hidden(chunk)
+            is_leaving = chunk.gone or is_hidden(chunk)
             if is_leaving or shard is None or not shard.sealed or shard.tiers & tier.bit:
                 tier.counters["overtaken_chunks"] += 1  # evicted, forgotten or saved in the meantime
                 self._part_demoted(demotion)
@@ -129,7 +127,7 @@ class Saves:
             self._part_demoted(demotion)
 
     def _hold(self, chunks: list[Chunk]) -> None:
-        self._index.hold(chunks, use=False)
+        self._index.hold(chunks)
         self._held.update(map(id, chunks))
 
     def _release(self, chunk: Chunk) -> None:
@@ -159,7 +157,7 @@ class Saves:
         """
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
-        while tiers and (chunk := self._index.victim_ahead(by, self._low_bytes)) is not None:
+        while tiers and (chunk := self._victim_ahead(by)) is not None:
             missing = [tier for tier in tiers if not _has_all(chunk, tier)]
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
@@ -175,6 +173,17 @@ class Saves:
             for tier in missing:
                 saves += self.dispatch(tier)
         return saves
+
+    def _victim_ahead(self, by: Account | None) -> Chunk | None:
+        """The chunk to evict next so that an account has room before it asks; None if it has, or nothing can go.
+
+        It has room while an eighth of the arena is free, and of its cap. Chunks that are leaving count as gone.
+        """
+        if by is not None and by.is_nearly_full():
+            return by.victim()
+        accounts = self._index.accounts
+        is_short = self._index.allocator.free_bytes + accounts.leaving < self._low_bytes
+        return accounts.victim(by, 0) if is_short else None
 
     def _part_demoted(self, demotion: Demotion | None) -> None:
         """Note the end of one save of a demotion; after the last one, the chunk is evicted if space is still short."""
@@ -200,8 +209,7 @@ class Saves:
         """Chunks that were evicted before a tier with `on_evict` had all their shards."""
         if tier.config.options.write != "on_evict":
             return 0
-        saved = self._index.evicted_saved
-        return self._index.evicted - sum(saved[tiers] for tiers in saved if tiers & tier.bit)
+        return sum(count for tiers, count in self._evicted.items() if not tiers & tier.bit)
 
 
 def _has_all(chunk: Chunk, tier: TierState) -> bool:

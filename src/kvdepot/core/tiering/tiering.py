@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
+from kvdepot.core.index.events import IndexEvent, Reason, Removed, Replaced, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.forgetting import (
     FORGET_S,
@@ -23,7 +24,7 @@ from kvdepot.core.tiering.forgetting import (
     ForgetToken,
     Unsaved,
 )
-from kvdepot.core.tiering.lookup import Arrived, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
+from kvdepot.core.tiering.lookup import FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
 from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
 from kvdepot.errors import KVDepotError
@@ -50,7 +51,7 @@ from kvdepot.tiers.worker import (
 __all__ = ["Decision", "Tiering"]
 
 Decision: TypeAlias = LookupDecision | Forgetting
-"""A tier task, a tier lookup or forgetting whose reply is due, or an `Arrived` for `keep_nearer`."""
+"""A tier task, or a tier lookup or forgetting whose reply is due."""
 
 
 class _Deadline(NamedTuple):
@@ -182,10 +183,6 @@ class Tiering:
         """Release what an ended tier lookup holds; called after its reply."""
         self._lookups.release(tier_lookup)
 
-    def replaced(self, chunk: Chunk, rank: int) -> None:
-        """Note that a store has taken over a shard that was being loaded from a tier."""
-        self._lookups.replaced(chunk, rank)
-
     @property
     def tier_lookups(self) -> int:
         """Number of tier lookups in progress."""
@@ -193,14 +190,20 @@ class Tiering:
 
     # -- writing
 
-    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
-        """Save shards (chunk, rank) that were just sealed in tiers with `write=through`."""
-        return self._saves.stored(shards)
-
-    def keep_nearer(self, arrived: Arrived) -> list[Save]:
-        """Save shards that were loaded from a tier in all nearer tiers with `write=through`, and make room for more."""
-        saves = self._saves.keep_nearer(arrived)
-        return saves + self._saves.make_room(arrived.shards[0][0].account) if arrived.shards else saves
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Save]:
+        """Save shards that were just sealed in tiers with `write=through`, and make room for more."""
+        if not self._tiers:
+            return ()
+        shards: list[tuple[Chunk, int]] = []
+        for event in events:
+            match event:
+                case Stored(chunk, rank):
+                    shards.append((chunk, rank))
+                case Replaced(chunk, rank, shard):
+                    self._lookups.replaced_by_store(chunk, rank, shard)
+                case Removed(_, _, Reason.EVICTED, tiers):
+                    self._saves.removed(tiers)
+        return [*self._saves.stored(shards), *self._saves.make_room(shards[0][0].account)] if shards else ()
 
     def make_room(self, by: Account | None = None) -> list[Save]:
         """Save the next victims in tiers with `on_evict`; see `Saves.make_room`."""

@@ -1,0 +1,131 @@
+"""What the index is asked for, and what it answers: runs, reservations, and the events of its mutations. Plain values.
+
+Events are collected while a request is decided, and handed to the listeners once, after the mutation (core/depot.py).
+Listeners import this file, never the index: what an event says has happened already, and later events may have
+overtaken it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from kvdepot.core.index.chunk import Chunk, Shard
+
+__all__ = [
+    "Failed",
+    "Hidden",
+    "IndexEvent",
+    "Listener",
+    "Reason",
+    "Refusal",
+    "Removed",
+    "Replaced",
+    "Reservation",
+    "Run",
+    "Stored",
+    "Used",
+]
+
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Run(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive chunks of one prompt, of which one rank's shards are to be reserved."""
+
+    hashes: bytes
+    """32 bytes per chunk."""
+    size: int
+    """Bytes of one shard."""
+    parent: bytes = b""
+    """The hash of the chunk before the first one; empty: unknown, so that all of them are loose."""
+    position: int = 0
+    """The number of the first chunk in its prompt, counted from 1."""
+    salt: bytes = b""
+    """The salt that the chunks are stored under."""
+
+
+class Refusal(Enum):
+    """Why the rest of a run was not reserved."""
+
+    NO_ROOM = "nothing more can be evicted for it"
+    OVER_CAP = "its account would exceed its cap, and nothing of that account can be evicted now"
+    OTHER_SIZE = "memory has the shard in another size, which the new bytes do not fit"
+
+
+class Reservation(msgspec.Struct, gc=False):
+    """What became of a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
+
+    chunks: list[Chunk]
+    places: list[int]
+    """The places of `chunks` in the run."""
+    known: int = 0
+    """Chunks that exist, or that others write or still read."""
+    refusal: Refusal | None = None
+    refused: int = 0
+    """Chunks from the first refused one on: they are useless without it."""
+
+
+class Reason(Enum):
+    """Why a chunk was removed."""
+
+    EVICTED = "to make room; counted as evicted"
+    DROPPED = "cleared, forgotten or too old"
+    FAILED = "the store or load of its only shard failed"
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """One rank's shard was sealed. With the last rank's, a lookup can find the chunk."""
+
+    chunk: Chunk
+    rank: int
+
+
+class Failed(msgspec.Struct, frozen=True, gc=False):
+    """One rank's reserved shard was given up."""
+
+    chunk: Chunk
+
+
+class Replaced(msgspec.Struct, frozen=True, gc=False):
+    """A reservation took the place of a shard that is still being loaded; its loader calls `give_back` for it."""
+
+    chunk: Chunk
+    rank: int
+    shard: Shard
+
+
+class Used(msgspec.Struct, frozen=True, gc=False):
+    """A request has found the prefix that ends with these chunks. Each is said once per request."""
+
+    chunks: list[Chunk]
+
+
+class Hidden(msgspec.Struct, frozen=True, gc=False):
+    """No lookup finds the chunk any more, although it is still there. It may be said twice."""
+
+    chunk: Chunk
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """A chunk has left the index; its bytes are free."""
+
+    chunk: Chunk
+    parent: Chunk | None
+    """The chunk before it in its chain."""
+    reason: Reason
+    tiers: int = 0
+    """Bit t: tier t has all shards of a chunk that was evicted."""
+
+
+IndexEvent: TypeAlias = Stored | Failed | Replaced | Used | Hidden | Removed
+
+
+class Listener(Protocol[A_co]):
+    """Whoever only wants to know what has happened to chunks."""
+
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[A_co]:
+        """Take note of events, in their order, and return what is to be done about them."""

@@ -1,0 +1,227 @@
+"""Which prefix of a prompt memory has, and which store in progress would make it longer. Queries only.
+
+A group's reach says how many chunks before a boundary the engine needs of it to resume there: all (full attention), the
+last n (a sliding window, or a local chunk), or one (a state). A prefix ends at a boundary for which every KV cache
+group has what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin, State, is_forgotten, is_hidden, is_there
+from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+
+__all__ = [
+    "Match",
+    "coming_part",
+    "deepest_boundary",
+    "find",
+    "is_free_to_write",
+    "is_missing",
+    "match",
+    "match_prompt",
+    "needed_parts",
+]
+
+G = TypeVar("G")
+
+_SEALED, _CORRUPT, _CHAINED = State.SEALED, State.CORRUPT, State.CHAINED  # attributes of an enum are slow to get
+
+
+class Match(NamedTuple):
+    """The longest prefix of a prompt. namespaces: of its model, the first group of each. pins: the prefix in each.
+    chunks: how many of them all have."""
+
+    namespaces: list[Namespace]
+    pins: list[Pin]
+    chunks: int
+
+
+def match_prompt(known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes) -> Match:
+    """The longest prefix of `hashes` (32 bytes per chunk) that all of the model's namespaces have."""
+    namespaces = known.for_lookup(
+        request.model, request.world_size, request.blocks_in_chunk, tenant, request.chunk_tokens
+    )
+    pins = [match(namespace, hashes) for namespace in namespaces]
+    matched = min((pin.matched for pin in pins), default=0)
+    while any(pin.matched != matched for pin in pins):
+        # Engines with one model name but different layouts: only what every namespace has is certainly a hit.
+        pins = [match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
+        matched = min(pin.matched for pin in pins)
+    return Match(namespaces, pins, matched)
+
+
+def match(namespace: Namespace, hashes: bytes) -> Pin:
+    """Find the longest prefix of `hashes` (32 bytes per chunk) that can be resumed.
+
+    namespace: the model's first group. With several groups, or a bounded one, the prefix ends where every group has
+    what resuming there needs.
+    """
+    if namespace.is_simple:
+        return _chain(namespace, hashes)
+    groups, end = namespace.groups, len(hashes) // HASH_BYTES
+    for group in groups:
+        if not group.reach:
+            end = _chain(group, hashes[: end * HASH_BYTES]).matched
+    bounded = [(group, group.reach) for group in groups if group.reach]
+    end = deepest_boundary(bounded, end, lambda group, i: _can_be_found(_part(group, hashes, i)))
+    found: list[Chunk] = []
+    parts = 0
+    for group in groups:
+        needed = needed_parts(group.reach, end)
+        parts += len(needed)
+        if group.reach:
+            found += [group.chunks[hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]] for i in needed]
+        else:
+            found += _chain(group, hashes[: end * HASH_BYTES]).chunks
+    return Pin(found, end, parts)
+
+
+def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:
+    return namespace.chunks.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+
+
+def _can_be_found(chunk: Chunk | None) -> bool:
+    return chunk is not None and is_there(chunk)
+
+
+def _chain(namespace: Namespace, hashes: bytes) -> Pin:
+    """The longest prefix of `hashes` in an unbounded group: its chain by bisection, then loose chunks one by one."""
+    chunks = namespace.chunks
+    low, high = 0, len(hashes) // HASH_BYTES
+    total = high
+    deepest: Chunk | None = None
+    probe = high  # a hit of the whole prompt is the common case, so try the last chunk first
+    while low < high:
+        chunk = chunks.get(hashes[(probe - 1) * HASH_BYTES : probe * HASH_BYTES])
+        if chunk is not None and chunk.state is _CHAINED and chunk.position == probe:
+            low, deepest = probe, chunk
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    if deepest is not None and (namespace.broken or namespace.hiding):
+        low, deepest = _unbroken(deepest)
+    loose: list[Chunk] = []
+    while low < total:
+        chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
+        if chunk is None or not is_there(chunk):
+            break
+        low += 1
+        loose.append(chunk)
+    return Pin(loose if deepest is None else [deepest, *loose], low, low)
+
+
+def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:
+    """The complete part of a chain from its start: its length and its last chunk. O(depth)."""
+    found: Chunk | None = deepest
+    chunk: Chunk | None = deepest
+    while chunk is not None:
+        if chunk.state is not _CHAINED or is_forgotten(chunk):
+            found = chunk.parent
+        chunk = chunk.parent
+    return (0, None) if found is None else (found.depth, found)
+
+
+def find(namespace: Namespace, rank: int, hashes: bytes) -> list[Chunk | None]:
+    """The chunk of each of `hashes` (32 bytes each) if this rank's shard of it is sealed and may be used."""
+    found: list[Chunk | None] = []
+    for start in range(0, len(hashes), HASH_BYTES):
+        chunk = namespace.chunks.get(hashes[start : start + HASH_BYTES])
+        shard = chunk.shards.get(rank) if chunk is not None else None
+        is_usable = chunk is not None and shard is not None and shard.state is _SEALED and not is_forgotten(chunk)
+        found.append(chunk if is_usable else None)
+    return found
+
+
+def is_missing(namespace: Namespace, rank: int, key: bytes) -> bool:
+    """Whether this rank's shard can be reserved: it does not exist, or is corrupt and nothing holds its bytes.
+
+    A chunk that a removal in progress hides counts as gone if nothing holds it: reserving it first removes it.
+    """
+    chunk = namespace.chunks.get(key)
+    shard = chunk.shards.get(rank) if chunk is not None else None
+    if chunk is None or shard is None:
+        return True
+    if is_forgotten(chunk):
+        return not shard.is_open and not chunk.holds
+    return shard.state is _CORRUPT and is_free_to_write(chunk)
+
+
+def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
+    """Whether a corrupt shard of a chunk can be rewritten: nobody reads the bytes of its other shards.
+
+    If the chunk is pending removal, an earlier reservation must not become part of the chunk that a store renews.
+    """
+    if chunk.state is State.PENDING_REMOVAL and not is_load:
+        return not chunk.holds
+    return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
+
+
+# -- boundaries
+
+
+def deepest_boundary(bounded: Sequence[tuple[G, int]], end: int, has: Callable[[G, int], bool]) -> int:
+    """The largest boundary d <= `end` for which each bounded group has the parts of its last `reach` chunks before d.
+
+    bounded: groups with their reaches. has(group, i): whether the part of chunk i, counted from 0, is there. 0 needs
+    nothing, so there always is one.
+    """
+    agreed = 0  # groups in a row that have what the boundary needs
+    number = 0
+    while end and agreed < len(bounded):
+        group, reach = bounded[number]
+        at, agreed = end, agreed + 1
+        while at > max(0, end - reach):
+            at -= 1
+            if not has(group, at):
+                end, agreed = at, 1  # every boundary whose window holds this part lacks it
+        number = (number + 1) % len(bounded)
+    return end
+
+
+def needed_parts(reach: int, end: int) -> range:
+    """The chunks whose parts a group needs at the boundary `end`."""
+    return range(max(0, end - reach) if reach else 0, end)
+
+
+# -- stores in progress
+
+
+def coming_part(namespace: Namespace, hashes: bytes, matched: int) -> Chunk | None:
+    """A part being stored without which the prefix of `hashes` ends at chunk `matched`, as `match` has found.
+
+    None if no store in progress can make the prefix longer. namespace: the model's first group.
+    """
+    end = len(hashes) // HASH_BYTES
+    if namespace.is_simple:
+        chunk = _part(namespace, hashes, matched)
+        return chunk if chunk is not None and _is_coming(chunk) else None
+    groups = namespace.groups
+
+    def can_be_had(group: Namespace, i: int) -> bool:
+        chunk = _part(group, hashes, i)
+        return chunk is not None and (is_there(chunk) or _is_coming(chunk))
+
+    boundary = matched
+    unbounded = [group for group in groups if not group.reach]
+    while boundary < end and all(can_be_had(group, boundary) for group in unbounded):
+        boundary += 1
+    bounded = [(group, group.reach) for group in groups if group.reach]
+    boundary = deepest_boundary(bounded, boundary, can_be_had)
+    if boundary <= matched:
+        return None
+    for group in groups:
+        for i in needed_parts(group.reach, boundary) if group.reach else range(matched, boundary):
+            chunk = _part(group, hashes, i)
+            if chunk is not None and not is_there(chunk):
+                return chunk
+    return None
+
+
+def _is_coming(chunk: Chunk) -> bool:
+    """Whether a store is writing a shard of a chunk, and a lookup may find the chunk after that."""
+    return chunk.is_being_stored and not is_hidden(chunk)
