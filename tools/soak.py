@@ -3,7 +3,8 @@
     python tools/soak.py [--minutes 10] [--seed S]
 
 It runs a real `kvdepot serve` with an arena so small that it evicts all the time; toy engines on the public adapters
-that check every byte (soak_engine.py), one of which runs as long as the soak; and odd clients (soak_odd.py).
+that check every byte (soak_engine.py), one of which runs as long as the soak. (Odd clients and fuzzed bytes are the
+simulation's, tests/sim/odd.py.)
 
 Growth shows only in a process that keeps running, under constant conditions. So there are three parts:
 
@@ -14,7 +15,7 @@ Growth shows only in a process that keeps running, under constant conditions. So
                            the last third may differ by 2 % at most
     end      traffic ends  everything held must be released, files be removed, the server exit with 0
 
-At a **pause** the engines finish their requests and the odd clients are stopped: the same processes, but idle. There is
+At a **pause** the engines finish their requests: the same processes, but idle. There is
 one pause after the warm-up and one at the end; the number of file descriptors, threads, pins and files must not have
 grown in between.
 
@@ -150,7 +151,6 @@ class Soak:
         self.pids: set[int] = set()
         self.children: list[Child] = []
         self.server: subprocess.Popen[bytes] | None = None
-        self.odd: Child | None = None
         self.memory: dict[str, list[tuple[float, int]]] = {"server": [], "engine": []}
         self.faults_found: list[str] = []
 
@@ -175,15 +175,6 @@ class Soak:
         self.pids.add(child.pid)
         return child
 
-    def start_odd(self) -> None:
-        self.odd = Child("soak_odd.py", self.url, str(self.random.getrandbits(32)))
-
-    def stop_odd(self) -> None:
-        if self.odd is not None:
-            self.odd.kill()
-            self.liveness_files |= self.odd.liveness_files
-            self.odd = None
-
     @property
     def elapsed(self) -> float:
         """Elapsed part of the run, 0 to 1."""
@@ -201,7 +192,7 @@ class Soak:
 
     def files(self) -> dict[str, list[str]]:
         """Our shared-memory files, by kind."""
-        for child in (*self.children, *([self.odd] if self.odd else ())):
+        for child in self.children:
             self.liveness_files |= child.liveness_files
         names = [*sorted(self.liveness_files), self.client.liveness.name]
         torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
@@ -250,7 +241,7 @@ class Soak:
         assert self.server is not None
         if self.server.poll() is not None:
             raise Failed(f"the server ended with {self.server.returncode}\n{self.server_log()}")
-        for child in (*self.children, *([self.odd] if self.odd else ())):
+        for child in self.children:
             self.faults_found += child.wrong
             child.wrong = []
             while child.notes:
@@ -287,7 +278,7 @@ class Soak:
         """Cause one random fault."""
         assert self.server is not None
         storm = self.elapsed < STORM
-        kind = self.random.choices(["engine", "server", "stop", "odd"], [4, 3 if storm else 0, 1, 2])[0]
+        kind = self.random.choices(["engine", "server", "stop"], [4, 3 if storm else 0, 1])[0]
         self.kills[kind] += 1
         if kind == "engine":
             child = self.random.choice(self.children[1:])
@@ -297,13 +288,10 @@ class Soak:
             self.server.kill()
             self.server.wait()
             self.serve()
-        elif kind == "stop":
+        else:
             os.kill(self.server.pid, signal.SIGSTOP)
             time.sleep(1)  # the fault itself
             os.kill(self.server.pid, signal.SIGCONT)
-        else:
-            self.stop_odd()
-            self.start_odd()
 
     def bury(self, child: Child) -> None:
         child.kill()
@@ -324,7 +312,6 @@ class Soak:
         self.client.learn_chunk_size(20.0)
         for mode in ("token", "token", "hash"):
             self.engine(mode)
-        self.start_odd()
         self.until(
             "engines have not begun",
             lambda: [child.mode for child in self.children if child.counts["done"] < 20],
@@ -370,7 +357,6 @@ class Soak:
     def pause(self, what: str) -> dict[str, Any]:
         """Pause the traffic while the same processes keep running; returns what they hold then."""
         begun = time.monotonic()
-        self.stop_odd()
         for child in self.children:
             child.tell("pause")
         self.until(
@@ -386,7 +372,6 @@ class Soak:
     def resume(self) -> None:
         for child in self.children:
             child.tell("resume")
-        self.start_odd()
 
     def held(self) -> str:
         """What the server still holds although the traffic has ended; empty: nothing."""
@@ -456,7 +441,6 @@ class Soak:
 
     def clean_up(self) -> None:
         """End all our processes and remove all our files, whatever happened."""
-        self.stop_odd()
         for child in self.children:
             child.kill()
             self.liveness_files |= child.liveness_files

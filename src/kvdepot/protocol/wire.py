@@ -88,11 +88,11 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 
 
 class Hello(_Message, frozen=True):
-    """First message. liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes.
+    """The first message. Answer: the fields of `Proof`. The version is the first field in every protocol version.
 
-    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log,
-    journal and status only. host, pid: of the client's process, as it sees them itself; for the status only. Answer:
-    `Proof` fields as a list. The version stays the first field in every version of the protocol.
+    liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes. sealed: whether
+    messages after `Welcome` are sealed. For log, journal and status only: engine names the engine, equally in all its
+    clients; host and pid are the client's own.
     """
 
     version: int
@@ -110,8 +110,8 @@ class Hello(_Message, frozen=True):
 
 
 class Prove(_Message, frozen=True):
-    """Second message: the client proves that it can read the arena and its liveness file. Answer: `Welcome` fields as a
-    list."""
+    """The second message: proves that the client can read the arena and its liveness file. Answer: the fields of
+    `Welcome`."""
 
     mac: bytes
 
@@ -136,9 +136,9 @@ class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Register(_Message, frozen=True):
     """Share the paged KV tensors of one KV cache group under `instance`. Answer: None, once the server has mapped them.
 
-    model and the fields after it are empty if the caller does not know them; then the first store tells. chunk_tokens:
-    0 stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`;
-    empty: one, all of which resuming needs. topic: under which routers receive the engine's KV events; empty: none.
+    model to chunk_tokens: empty if the caller does not know them, so that the first store states them; chunk_tokens 0
+    stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`; empty
+    for a single group that resuming needs whole. topic: of the engine's KV events for routers; empty for none.
     """
 
     instance: int
@@ -160,16 +160,16 @@ class Unregister(_Message, frozen=True):
 
 
 class Lookup(_Message, frozen=True):
-    """Find the longest cached prefix of `hashes`. Answer: its number of chunks; they are pinned for `request`.
+    """Find the longest cached prefix of `hashes`. Answer: its number of chunks, which are pinned for `request`.
 
-    The prefix ends where every KV cache group of the model can be resumed, on every rank.
+    The prefix ends where every KV cache group of the model can be resumed, on every rank. The answer may take half a
+    second while chunks of the prompt are being stored, and with tiers `Welcome.lookup_s` more.
 
-    readers: retrieves expected per chunk (one per rank); after that many the pin ends by itself. 0: no engine asks, so
-        none will retrieve, and it is not counted as a lookup.
+    readers: retrieves expected per chunk (one per rank), after which the pin ends by itself; 0 if no engine asks, so
+        that no chunk is retrieved and the lookup is not counted.
     blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
-    chained: the hashes are a chain from the prompt's start. salt: as in Shards. The answer may take half a second while
-    chunks of the prompt are being stored, and with tiers up to `Welcome.lookup_s` in addition.
-    reports: `EndSession.asked` will say which tokens this was for, so they are not counted as asked and found here.
+    chained: whether the hashes are a chain from the prompt's start. salt: as in Shards. reports: whether
+    `EndSession.asked` will count the tokens, so that they are not counted here.
     """
 
     model: str
@@ -187,11 +187,10 @@ class Lookup(_Message, frozen=True):
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Consecutive chunks of one request on one rank, and their blocks.
 
-    parent: hash of the chunk before the first (the chain's root for chunk 0); empty if the hashes are an engine's own,
-        whose chain is unknown.
-    depth: chunks before the first, from the prompt's start (with `parent` only).
+    parent: hash of the chunk before the first (the chain's root for chunk 0); empty for hashes of the engine's own.
+    depth: number of chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
-    salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty: none.
+    salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
     """
 
     request: str
@@ -228,8 +227,8 @@ class Retrieve(_Message, frozen=True):
 class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
 
-    tokens: those that it did not have in its own cache. found: of these, in the depot. own: those in its own cache,
-    within the chunks that were looked up.
+    tokens: tokens that its own cache lacked. found: tokens of these that the depot had. own: tokens that its own cache
+    had, within the chunks that were looked up.
     """
 
     tokens: int = 0
@@ -244,8 +243,8 @@ class EndSession(_Message, frozen=True):
     """Release what `request` still pins. Answer: None.
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
-    does not know, or the server takes them from its retrieves.
-    model: whose tokens they are; empty: the model of the client's last lookup. asked: since the last EndSession.
+    does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
+    client's last lookup. asked: the sums since the last EndSession.
     """
 
     request: str
@@ -270,10 +269,10 @@ class Clear(_Message, frozen=True):
 
 
 class Lease(_Message, frozen=True):
-    """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: chunks in it so far.
+    """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: its chunks so far.
 
-    Leases belong to a tenant, not to a client, and last until they end or the server does. A lease with the same name
-    is replaced. It grows while more of its chunks are stored.
+    A lease belongs to a tenant, not to a client, lasts until it ends or the server does, and grows while more of its
+    chunks are stored. It replaces one of the same name.
 
     kind, priority: see protocol/leases.py. ttl_s: seconds until it ends; 0 = never. drops: whether its chunks are then
     removed, as by `Drop`.
@@ -320,10 +319,11 @@ class Leases(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Remove chunks from memory and tiers: of models whose name has this prefix, and of one salt; empty means all.
+    """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
+    empty means all.
 
-    Also removes pinned chunks. Answer: a dict: chunks removed from `memory`, and under each tier's name how many it
-    removed. A text instead of a number, or under `error`, says what may still exist and why.
+    Answer: a dict with the number of chunks removed from `memory` and from each tier, by its name. A text instead of a
+    number, or under `error`, says what may still exist and why.
     """
 
     model: str = ""
@@ -354,13 +354,13 @@ class Prefixes(_Message, frozen=True):
 
 
 class Inspect(_Message, frozen=True):
-    """Ask where chunks are: those with these hashes, or the one whose hash begins with `end` and all before it.
+    """Ask where chunks are: the chunks with these hashes, or the one with a hash that begins with `end` and all before.
 
-    most: of those up to `end`, only so many, the last ones; 0: all.
+    most: return at most this many chunks before `end`, the latest ones; 0 returns all.
 
-    Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
-    has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
-    BadRequest beyond 16,384 of them, or if `end` is not a whole hash and a namespace has more than 65,536 chunks.
+    Answer: a list of prefixes.ChunkStatus of the chunks in memory, of models whose names have this prefix and of the
+    client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest beyond 16,384 of them, or
+    if `end` is not a whole hash and a namespace has more than 65,536 chunks.
     """
 
     model: str = ""
@@ -373,8 +373,8 @@ class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
     parent: hash of the chunk before the first; `keys.ROOT` for the first of a prompt. tokens: little-endian uint32,
-    chunk_tokens per chunk, and after the last chunk as many as its hash covers beyond it. What does not give the hashes
-    is ignored.
+    chunk_tokens per chunk, and after the last chunk those that its hash covers beyond it. Tokens that do not give the
+    hashes are ignored.
     """
 
     parent: bytes
@@ -387,9 +387,9 @@ class Describe(_Message, frozen=True):
 
 
 class SetQuota(_Message, frozen=True):
-    """Give a tenant a quota until the server ends; None: no quota. Answer: None.
+    """Give a tenant, or its requests with a salt (as in Shards), a quota until the server ends; None takes it away.
 
-    salt: not the tenant itself, but its requests with this salt, as in Shards. Refused if the client has a tenant.
+    Answer: None. It is refused if the client has a tenant.
     """
 
     tenant: str
@@ -442,9 +442,9 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
     """Answer to `Prove`: the chunk size.
 
-    lookup_s: how long the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes KV
-    events under the topics of engines, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time
-    and the highest priority of leases that requests ask for; 0 s: requests may neither keep nor remove chunks.
+    lookup_s: seconds that the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes
+    KV events, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time and the highest priority
+    of leases that requests ask for; with 0 s, requests may neither keep nor remove chunks.
     """
 
     version: int
