@@ -20,7 +20,7 @@ from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, Un
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import HANG_S, SHM, suspend
+from tests.conftest import HANG_S, SHM
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
@@ -43,36 +43,6 @@ def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() ->
     (answer,) = answers
     assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
     assert len(frames) == 1 and not connection.welcomed
-
-
-def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdue() -> None:
-    talk = Talk()
-    talk.server = Server(f"kvdepot-test-{uuid.uuid4().hex[:12]}", b"12345678")
-    try:
-        told: list[Any] = []
-        talk.ask(wire.Store(1, 1, []), told.append)
-        assert talk.connection.welcomed and not told
-        hellos = 0
-
-        def refuse(frame: bytes) -> bool:
-            nonlocal hellos
-            number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
-            assert isinstance(request, wire.Hello)
-            hellos += 1
-            talk.replies.append(wire.encode_failure(number, b"12345678", Busy("too many clients")))
-            return True
-
-        talk.connection._send = refuse
-        talk.connection._leave()  # as where its answer may be lost
-        talk.connection.connected()
-        for _ in range(100):
-            talk.hear()
-        assert hellos == 1 and not told, "its store may still be copied"
-        talk.wait(0.05)
-        assert 2 <= hellos <= 7
-    finally:
-        talk.server.kill()
-        (SHM / talk.server.name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("refused", [wire.Hello, wire.Prove, wire.Unregister])
@@ -501,26 +471,6 @@ def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(
     talk.wait(LINGER_S)
     talk.answer_copies(b"boot-two")
     assert told == {"lookup": 7, "store": True, "retrieve": True}
-
-
-def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_address(
-    talk: Talk, start_server: Callable[..., Server]
-) -> None:
-    stopped = talk.server = start_server()
-    told: dict[str, Any] = {}
-    talk.ask(wire.Register(1, layout("")), lambda value: told.update(registered=value))
-    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
-    suspend(stopped.pid)
-    talk.server = start_server(boot=b"boot-two")
-    talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
-    talk.ask(wire.Noop(), lambda value: told.update(up=value))
-    assert told == {"registered": None, "up": None}
-    assert talk.connection.incarnation == b"boot-two"
-    assert [boot for boot, _ in talk.copies] == [stopped.boot]
-    stopped.kill()
-    talk.wait(0.1)
-    talk.answer_copies(b"boot-two")
-    assert told["store"] is True
 
 
 @pytest.mark.parametrize("boot", [b"boot-one", b"boot-two"], ids=["the same server", "another"])

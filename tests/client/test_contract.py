@@ -327,23 +327,6 @@ def test_a_retrieve_never_answers_true_for_blocks_it_did_not_fill(client: Messag
     assert answer[0] is False
 
 
-def test_keys_of_several_requests_go_in_one_store_with_their_blocks_in_order(client: MessageQueueClient) -> None:
-    model, caches = unique("model"), make_caches()
-    one, two = tuple(prompt(CHUNK)), tuple(prompt(2 * CHUNK))
-    keys = [
-        IPCCacheEngineKey(model, 1, 0, token_ids=one, end=CHUNK, request_id="one"),
-        IPCCacheEngineKey(model, 1, 0, token_ids=two, end=2 * CHUNK, request_id="two"),
-    ]
-    ids = list(range(3 * PER_CHUNK))
-    ask(client, RequestType.REGISTER_KV_CACHE, 1, wrap_kv_caches(caches))
-    assert ask(client, RequestType.STORE, keys, 1, ids, b"") is True
-    stored = read_blocks(caches, ids)
-    targets = list(range(16, 16 + 2 * PER_CHUNK))
-    assert ask(client, RequestType.RETRIEVE, keys[1:], 1, targets, b"") == [True]
-    assert read_blocks(caches, targets) == stored[PER_CHUNK:]
-    assert [ask(client, RequestType.LOOKUP, [key.no_worker_id_version()]) for key in keys] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("request_type", "payloads"),
     [
@@ -373,18 +356,6 @@ def test_wrong_payloads_raise_a_named_error_and_the_client_goes_on(
     with pytest.raises(errors.KVDepotError):
         send_lmcache_request(client, request_type, payloads).result(HANG_S)
     assert ask(client, RequestType.NOOP) == "ok"
-
-
-@pytest.mark.parametrize(
-    ("ids", "rank"), [([0, 1, 2], 0), ([0, 1, 2, -1], 0), ([0, 1, 2, 1 << 32], 0), ([0, 1, 2, 3], None)]
-)
-def test_wrong_block_ids_or_ranks_of_a_key_raise_bad_request(
-    client: MessageQueueClient, ids: list[int], rank: int | None
-) -> None:
-    tokens = tuple(prompt(2 * CHUNK))
-    key = IPCCacheEngineKey("model", 1, rank, token_ids=tokens, end=2 * CHUNK)
-    with pytest.raises(errors.BadRequest):
-        send_lmcache_request(client, RequestType.STORE, [[key], 1, ids, b""])
 
 
 def test_a_response_of_another_class_than_asked_for_is_an_error(client: MessageQueueClient) -> None:
@@ -624,16 +595,6 @@ def test_what_was_stored_is_found_and_comes_back_with_neighbours_untouched(engin
     assert read_blocks(caches, others) == neighbours
 
 
-def test_a_store_is_a_copy_that_later_writes_do_not_change(engine: Engine) -> None:
-    caches, tokens = engine.caches[0], prompt(CHUNK)
-    stored = read_blocks(caches, [0, 1, 2, 3])
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    for tensor in caches.values():
-        tensor.fill_(0)
-    assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == set()
-    assert read_blocks(caches, [4, 5, 6, 7]) == stored
-
-
 def test_a_lookup_answers_the_longest_cached_prefix_and_no_gap(engine: Engine) -> None:
     tokens = prompt(4 * CHUNK)
     engine.store(LoadStoreOp(list(range(8)), token_ids=tokens[: 2 * CHUNK]))
@@ -747,16 +708,6 @@ def test_with_two_ranks_a_chunk_is_a_hit_only_when_both_have_stored_it(
         assert read_blocks(pair.caches[rank], targets) == read_blocks(pair.caches[rank], ids)
 
 
-def test_storing_the_same_chunk_again_moves_no_bytes(depot: Depot, engine: Engine) -> None:
-    tokens = prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    before = depot.status()["counters"]["stored_chunks"]
-    engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=tokens))
-    assert depot.status()["counters"]["stored_chunks"] == before
-    engine.retrieve(LoadStoreOp([8, 9, 10, 11], token_ids=tokens))
-    assert read_blocks(engine.caches[0], [8, 9, 10, 11]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
-
-
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, [0, 0]), (2, [0, 0, 1, 1])], ids=["TP 2", "TP 2 and PP 2"])
 def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
     depot: Depot, make_engine: MakeEngine, world_size: int, ranks: list[int]
@@ -859,19 +810,6 @@ def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> N
     assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens)) == {16, 17, 18, 19}
     stored = read_blocks(engine.caches[0], list(range(8)))
     assert read_blocks(engine.caches[0], targets) == stored[:4] + before[4:8] + stored[4:]
-
-
-@pytest.mark.parametrize("ids", [[0, 1, 2, BLOCKS], [0, 1, 2, 2], [0, 1, 2, (1 << 32) - 1]])
-def test_block_ids_that_do_not_exist_or_repeat_fail_the_transfer_and_touch_nothing(
-    engine: Engine, ids: list[int]
-) -> None:
-    tokens = prompt(CHUNK)
-    before = read_blocks(engine.caches[0], list(range(BLOCKS)))
-    engine.store(LoadStoreOp(ids, token_ids=tokens))
-    assert engine.lookup(token_ids=tokens) == 0
-    engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=tokens))
-    assert engine.retrieve(LoadStoreOp(ids, token_ids=tokens)) == set(ids)
-    assert read_blocks(engine.caches[0], list(range(BLOCKS))) == before
 
 
 def test_a_store_that_does_not_fit_is_dropped_and_the_rest_goes_on(
@@ -1159,31 +1097,6 @@ def test_a_retrieve_releases_its_requests_pins(quiet_depot: Depot, quiet_engine:
     quiet_engine.scheduler.end_session("other")
     barrier(quiet_engine.scheduler)
     assert held(quiet_depot) == (0, 0)
-
-
-def test_pins_of_two_ranks_go_when_both_have_retrieved(quiet_depot: Depot, make_engine: MakeEngine) -> None:
-    pair = make_engine(quiet_depot, world_size=2)
-    tokens = prompt(CHUNK)
-    for rank in (0, 1):
-        pair.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens), rank=rank)
-    assert pair.lookup("r", token_ids=tokens) == CHUNK
-    op = LoadStoreOp([4, 5, 6, 7], token_ids=tokens)
-    assert pair.retrieve(op, rank=0, request_id="r") == set()
-    assert held(quiet_depot)[1] > 0
-    assert pair.retrieve(op, rank=1, request_id="r") == set()
-    assert held(quiet_depot)[1] == 0
-    pair.scheduler.end_session("r")
-    barrier(pair.scheduler)
-    assert held(quiet_depot) == (0, 0)
-
-
-def test_pins_of_an_engine_that_shuts_down_are_released(quiet_depot: Depot, quiet_engine: Engine) -> None:
-    tokens = prompt(CHUNK)
-    quiet_engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    assert quiet_engine.lookup("r", token_ids=tokens) == CHUNK
-    assert held(quiet_depot)[0] == 1
-    quiet_engine.scheduler.shutdown()
-    eventually(lambda: held(quiet_depot) == (0, 0))
 
 
 def test_pinned_chunks_are_not_evicted_and_unpinned_ones_are(make_engine: MakeEngine, start_depot: StartDepot) -> None:

@@ -39,17 +39,6 @@ def test_a_former_server_holds_its_copies_until_it_is_gone() -> None:
     assert first.is_closed and not servers.held_copies() and not servers.may_touch_blocks() and not servers.may_run()
 
 
-def test_a_server_that_is_gone_or_welcomes_us_again_holds_nothing() -> None:
-    servers, _ = make()
-    lives = [Life() for _ in range(3)]
-    servers.succeed(ServerRun(b"one", lives[0]), [])
-    servers.succeed(ServerRun(b"one", lives[1]), [3])
-    lives[1].has_ended = True
-    servers.succeed(ServerRun(b"two", lives[2]), [3])
-    assert [life.is_closed for life in lives] == [True, True, False]
-    assert not servers.held_copies()
-
-
 def test_a_dead_servers_gpus_may_copy_for_a_moment() -> None:
     servers, now = make()
     life = Life()
@@ -61,12 +50,3 @@ def test_a_dead_servers_gpus_may_copy_for_a_moment() -> None:
     assert servers.may_touch_blocks()
     now[0] = 1.0
     assert not servers.may_touch_blocks()
-
-
-def test_closing_closes_every_watch() -> None:
-    servers, _ = make()
-    lives = [Life() for _ in range(3)]
-    for number, life in enumerate(lives):
-        servers.succeed(ServerRun(bytes([number]), life), [])
-    servers.close()
-    assert all(life.is_closed for life in lives)

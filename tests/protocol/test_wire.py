@@ -282,11 +282,6 @@ def test_a_layout_outside_its_memory_is_refused(known: Raw, memory: str, changes
     assert type(known.ask(wire.Store(1, 1, [shards()]))) is errors.UnknownInstance
 
 
-@pytest.mark.parametrize("size", [0, SIZE + 1, 2**62, 2**64 - 1])
-def test_memory_of_another_size_than_said_is_refused(known: Raw, memory: str, size: int) -> None:
-    assert type(known.ask(wire.Register(1, layout(memory, mappings=[Mapping(memory, size)])))) is errors.LayoutError
-
-
 @pytest.mark.parametrize(
     ("world_size", "rank", "blocks"), [(0, 0, 2), (1, 1, 2), (2, -1, 2), (1 << 17, 0, 2), (1, 0, 0), (1, 0, -1)]
 )
@@ -493,10 +488,3 @@ def test_an_error_survives_the_way_back_with_its_class_and_words(error: type[err
     value = wire.decode_reply(frame)[2]
     assert type(value) is error
     assert str(value) == "what was wrong: ü"
-
-
-def test_an_error_code_of_a_later_version_is_still_an_error() -> None:
-    frame = bytes(16) + msgspec.msgpack.encode(["Failure", "not_invented_yet", "words"])
-    value = wire.decode_reply(frame)[2]
-    assert type(value) is errors.KVDepotError
-    assert str(value) == "words"
