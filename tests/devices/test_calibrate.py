@@ -85,17 +85,6 @@ def test_an_idle_gpu_chooses_no_kernel_for_copies_of_28_kib_and_more(machine: Ma
     assert lines[0] == "stores use kernel (50.0 GB/s), dma from 28 KiB on (10.0 GB/s); one large copy 55.0 GB/s"
 
 
-def test_the_hint_to_overlap_is_given_unless_it_makes_copies_slower(machine: Machine) -> None:
-    from kvdepot.devices.cuda.calibrate import choose
-
-    found = figures({"dma": {KIB: 10.0, 64 * KIB: 50.0}, "overlap": {KIB: 9.5, 64 * KIB: 30.0}}, "store")
-    found += figures({"dma": {KIB: 10.0, 64 * KIB: 50.0}, "overlap": {KIB: 5.0, 64 * KIB: 50.0}}, "retrieve")
-    assert choose(found) == {
-        "store": [(0, "overlap"), (64 * KIB, "dma")],
-        "retrieve": [(0, "dma"), (64 * KIB, "overlap")],
-    }
-
-
 def test_the_advice_is_the_size_from_which_both_directions_use_the_copy_engines(machine: Machine) -> None:
     from kvdepot.devices.cuda.calibrate import SIZES, dma_from
 

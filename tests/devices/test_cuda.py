@@ -229,20 +229,6 @@ def test_a_gpu_without_memory_for_a_context_is_an_error(
     tight.close()
 
 
-def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
-    machine: Machine, worker: WorkerProcess, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = Devices(arena, STAGING)
-    prepare(devices, monkeypatch, "staged", "kernel")
-    with suite.case(worker, devices, arena, small()) as case:
-        machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
-        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)
-        (told,) = devices.status()
-        assert told.staging_bytes == 0
-    devices.close()
-    assert machine.failures() == []
-
-
 def test_the_status_tells_why_copies_of_a_gpu_fail_until_one_succeeds(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
 ) -> None:
@@ -296,32 +282,6 @@ def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
     other.close()
 
 
-def test_two_gpus_are_entered_and_left_again_and_again_while_copies_run(
-    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
-) -> None:
-    """A GPU that is left passes the arena's registrations on to the other one, during its copies."""
-    other = WorkerProcess(machine.environment(), gpu=1)
-    layouts = [build_layout(end.make(model), model.axes) for end, model in ((worker, small()), (other, small()))]
-    start, pages = arena.header.chunks_start, 5
-
-    def come_and_go(number: int) -> None:
-        draw = np.random.default_rng(number)
-        for _ in range(15):
-            mapped = devices.map(layouts[number])
-            for is_store in (True, False) * 2:
-                first = start + (12 * number + int(draw.integers(0, 12 - pages))) * PAGE
-                mapped.move(arena, [CopyPiece(((first, pages * PAGE),), np.array([1, 4, 2], np.intp))], is_store)
-            mapped.close()
-
-    pool = ThreadPoolExecutor(4)
-    for done in [pool.submit(come_and_go, number) for number in (0, 1, 0, 1)]:
-        done.result(4 * TIMEOUT_S)
-    pool.shutdown()
-    pins = devices._gpus.pins  # type: ignore[union-attr]
-    assert devices.status() == [] and pins.pinned_bytes == 0 and not +pins._users and not pins._begun
-    other.close()
-
-
 def test_a_gpu_is_entered_while_another_one_is(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
 ) -> None:
@@ -340,18 +300,3 @@ def test_a_gpu_is_entered_while_another_one_is(
         hung._turned(layout.device)
         waits.result(TIMEOUT_S).close()
     other.close()
-
-
-def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(
-    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
-) -> None:
-    assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
-    with suite.case(worker, devices, arena, small()) as case:
-        assert machine.contexts(0) == {os.getpid(), worker.process.pid} and machine.used_bytes(1) == 0
-        assert [gpu.registrations for gpu in devices.status()] == [1]
-        extents = ((arena.header.chunks_start, 20 * PAGE),)
-        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
-        mine = machine.held_by(os.getpid())["memory"]
-        assert sum(mine.values()) <= STAGING + sum(case.model.sizes) + 4096
-    assert machine.contexts(0) == {worker.process.pid}
-    assert machine.held_by(os.getpid())["memory"] == {}
