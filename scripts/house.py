@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 46_700,
-    "test lines": 63392,
-    "functions with more than 5 parameters": 42,
-    "boolean parameters": 139,
-    "Any": 176,
-    "docstrings that are fragments": 245,
-    "classes that share a name": 103,
-    "test names above 80 characters": 199,
+    "source lines": 43_500,
+    "test lines": 58_500,
+    "functions with more than 5 parameters": 16,
+    "boolean parameters": 85,
+    "Any": 174,
+    "docstrings that are fragments": 65,
+    "classes that share a name": 42,
+    "test names above 80 characters": 78,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
 """First words of docstrings that lack their noun."""
