@@ -43,50 +43,12 @@ def finish(removals: Removals) -> None:
         removals.step()
 
 
-def store_anew(shelf: Shelf, chain: list[bytes], number: int) -> None:
-    """Chunk `number` of a chain, as the depot does it."""
-    assert matching.is_missing(shelf.namespace, 0, chain[number - 1])
-    chunk = shelf.reserve(chain, number)
-    assert chunk is not None
-    shelf.index.seal(chunk, 0)
-
-
 @pytest.fixture
 def shelf() -> Shelf:
     return Shelf(64)
 
 
-def test_a_chunk_that_is_stored_anew_while_all_are_cleared_stays(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    corrupt, other = keys("a", 1), keys("b", 3)
-    shelf.store(corrupt)
-    shelf.store(other)
-    shelf.index.mark_corrupt(shelf.namespace.chunks[corrupt[0]], 0)
-    begin(removals, shelf.namespace, hides=False)
-    store_anew(shelf, corrupt, 1)
-    finish(removals)
-    assert (shelf.matched(corrupt), shelf.matched(other)) == (1, 0)
-
-
 # -- what is hidden
-
-
-def test_what_is_forgotten_is_found_by_nobody_from_the_first_moment_on(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    chain, loose = keys("c", 5), keys("l", 3)
-    shelf.store(chain)
-    shelf.store(loose, loose=True)
-    pinned = shelf.pin(chain)
-    begin(removals, shelf.namespace)
-    assert shelf.index.chunks == 8, "nothing has gone yet"
-    while removals:
-        assert shelf.matched(chain) == shelf.matched(loose) == 0
-        assert not any(sealed(shelf.index, shelf.namespace, 0, key) for key in chain + loose)
-        removals.step()
-        shelf.index.validate()
-    assert shelf.index.chunks == 5, "what is pinned goes when it is not"
-    shelf.index.release(pinned)
-    assert shelf.index.chunks == 0
 
 
 def test_each_step_removes_at_most_so_many_and_says_in_the_end_how_many(shelf: Shelf) -> None:
@@ -100,39 +62,6 @@ def test_each_step_removes_at_most_so_many_and_says_in_the_end_how_many(shelf: S
         assert ended == ([] if removals else [removal])
     assert left == [7, 4, 1, 0]
     assert removal.removed == 10
-
-
-def test_what_is_stored_after_a_removal_began_stays_also_behind_what_goes(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    old, new = keys("c", 4), keys("n", 3)
-    shelf.store(old)
-    removal = begin(removals, shelf.namespace)
-    shelf.store(new)
-    for number in (1, 2, 4):  # the fourth lies behind one that is to go
-        store_anew(shelf, old, number)
-    assert (shelf.matched(new), shelf.matched(old)) == (3, 2)
-    finish(removals)
-    assert (shelf.matched(new), shelf.matched(old)) == (3, 2)
-    assert removal.removed == 4
-    shelf.index.validate()
-
-
-def test_only_what_is_of_the_salt_and_the_namespaces_goes(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    other = shelf.index.namespaces.find("other", 1, 0, bytes(32), 4)
-    mine, plain = keys("mine", 2), keys("plain", 2)
-    for namespace in (shelf.namespace, other):
-        for salt, chain in ((b"s" * 16, mine), (b"", plain)):
-            for number, key in enumerate(chain, 1):
-                parent = chain[number - 2] if number > 1 else b"root"
-                chunk = reserve(shelf.index, namespace, 0, key, parent, number, PAGE, salt)
-                assert chunk is not None
-                shelf.index.seal(chunk, 0)
-    begin(removals, shelf.namespace, salt=b"s" * 16)
-    for _ in range(2):
-        assert (shelf.matched(mine), shelf.matched(plain)) == (0, 2)
-        assert [matching.match(other, b"".join(chain)).matched for chain in (mine, plain)] == [2, 2]
-        finish(removals)
 
 
 def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: Shelf) -> None:
@@ -162,56 +91,7 @@ def test_what_makes_room_while_it_is_being_forgotten_counts_as_forgotten(shelf: 
     assert removal.removed == 64 and shelf.matched(keys("new", 5)) == 5
 
 
-def test_a_store_of_one_rank_from_before_ends_in_nothing_where_another_is_stored_anew() -> None:
-    shelf = Shelf(8, world_size=2)
-    removals = Removals(shelf.index)
-    chain = keys("c", 1)
-    sealed, late = shelf.reserve(chain, 1, 0), shelf.reserve(chain, 1, 1)
-    assert sealed is late and late is not None
-    shelf.index.seal(late, 0)
-    begin(removals, shelf.namespace)
-    finish(removals)
-    assert not matching.is_missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
-    assert is_hidden(late)
-    shelf.index.discard(late, 1)
-    for rank in (0, 1):
-        chunk = shelf.reserve(chain, 1, rank)
-        assert chunk is not None
-        shelf.index.seal(chunk, rank)
-    assert shelf.matched(chain) == 1
-
-
-def test_no_more_than_sixteen_are_under_way(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    shelf.store(keys("c", 2))
-    for _ in range(16):
-        begin(removals, shelf.namespace)
-    with pytest.raises(Busy, match="16 requests"):
-        begin(removals, shelf.namespace)
-    finish(removals)
-    begin(removals, shelf.namespace)
-    finish(removals)
-    assert not shelf.namespace.hiding
-
-
 # -- clearing
-
-
-def test_to_clear_takes_what_nothing_holds_when_its_turn_comes_and_hides_nothing(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    chain, other = keys("c", 6), keys("o", 2)
-    shelf.store(other)
-    shelf.store(chain)
-    removal = begin(removals, shelf.namespace, hides=False)
-    removals.step()
-    assert shelf.matched(chain) == 5
-    pinned = shelf.pin(chain)
-    shelf.store(keys("new", 2))
-    finish(removals)
-    assert (shelf.matched(chain), shelf.matched(other), shelf.matched(keys("new", 2))) == (5, 0, 2)
-    assert removal.removed == 3
-    shelf.index.release(pinned)
-    shelf.index.validate()
 
 
 def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order(shelf: Shelf) -> None:
@@ -342,7 +222,7 @@ def test_a_lease_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Des
     pin = wire.Lease("kept", "retain", "m", 1, 2, bytes(chain.hashes))
     assert desk.ask(b"one", pin) == 4
     desk.send(b"one", wire.Forget())
-    assert desk.depot.status().lease_count == 0
+    assert not desk.depot.status().lease_count
     desk.settle()
     assert desk.index.chunks == 0
 

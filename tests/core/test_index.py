@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.actions import Reply
-from kvdepot.core.clients import AlwaysAlive, Client
+from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
@@ -23,6 +23,7 @@ from kvdepot.eviction import POLICIES, Learned, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.prefixes import Prefix
+from kvdepot.testing.harness import PlainLiveness
 from tests.conftest import clear
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
 
@@ -324,7 +325,7 @@ class IndexMachine(RuleBasedStateMachine):
 def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
     """The answer of a core with this index, two chunks a step."""
     lists = Lists(index, Tiering((), index, 0.0), step=2)
-    actions = lists.prefixes(Client(b"one", AlwaysAlive()), b"1", request, wall=0)
+    actions = lists.prefixes(Client(b"one", PlainLiveness("")), b"1", request, wall=0)
     while lists:
         assert not actions
         actions = lists.step()

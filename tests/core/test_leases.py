@@ -211,28 +211,6 @@ def test_a_lease_beyond_the_budget_ends_own_leases_that_have_an_end_the_lowest_p
     assert desk.depot.leases.bytes <= 16 * PAGE
 
 
-def test_a_replaced_lease_makes_room_for_its_successor(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    for name in ("a", "b"):
-        desk.ask(blue, store(prompt(name, 14)))
-    assert desk.ask(blue, lease(prompt("a", 14))) == 14
-    assert isinstance(desk.ask(blue, lease(prompt("b", 14), "other")), Busy)
-    assert desk.ask(blue, lease(prompt("b", 14))) == 14
-    assert desk.depot.leases.totals("") == (1, 14 * PAGE)
-
-
-def test_leases_take_no_tenant_below_its_floor(desk: Desk) -> None:
-    blue, red = engine(desk, "blue"), engine(desk, "red")
-    desk.ask(b"admin", wire.SetQuota("red", pages(16)))
-    taken = 0
-    for number in range(32):
-        desk.ask(blue, store(prompt(f"b{number}", 1)))
-        taken += desk.ask(blue, lease(prompt(f"b{number}", 1), f"{number}")) == 1
-    assert taken == 8, "half of what is above red's floor"
-    assert fill(desk, red, 16) == [True] * 16
-    assert desk.index.accounts.of("red").used == 16 * PAGE
-
-
 def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
     blue = engine(desk, "blue")
     desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
@@ -245,22 +223,6 @@ def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
     assert names(desk) == {"forever"}
     desk.ask(b"admin", wire.SetQuota("blue", pages(0, 8)))
     assert not names(desk) and desk.index.held == 0
-
-
-@pytest.mark.parametrize("stored", [16, 20])
-def test_of_leases_that_grow_at_once_one_may_end_another(desk: Desk, stored: int) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", stored)
-    desk.ask(blue, store(prompt("a", 1)))
-    for name in "xyz":
-        assert desk.ask(blue, lease(chain, name, ttl_s=100)) == 1
-    desk.ask(blue, store(chain))
-    desk.tick(1.0, 1001.0)
-    desk.index.validate()
-    for name in names(desk, "blue"):
-        assert desk.ask(blue, wire.EndLease(name))
-    desk.assert_empty()
-    assert desk.depot.leases.bytes == 0
 
 
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

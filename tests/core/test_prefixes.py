@@ -63,16 +63,6 @@ def test_prompts_that_begin_with_the_same_chunk_are_one_family(desk: Desk) -> No
     assert found == Prefix("", "m", shared, 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0, first)
 
 
-def test_a_family_of_one_prompt_shares_all_of_it(desk: Desk) -> None:
-    alone = chain("alone", 1, 2, 3)
-    desk.ask(b"one", store(alone))
-    (found,) = ask(desk)
-    assert (found.hash, found.shared_tokens, found.prompts) == (alone.hashes[-32:].hex(), 3, 1)
-    desk.ask(b"one", store(chain("alone", 1, 2, 3, 4)))  # the chat's next turn
-    (later,) = ask(desk)
-    assert later.id == found.id and later.hash != found.hash
-
-
 def test_lookups_that_find_some_of_a_family_are_its_hits(desk: Desk) -> None:
     desk.ask(b"one", store(chain("chat", 1, 2, 3)))
     desk.tick(101.0, 1060.0)
@@ -83,15 +73,6 @@ def test_lookups_that_find_some_of_a_family_are_its_hits(desk: Desk) -> None:
     desk.tick(102.0, 1090.0)
     (found,) = ask(desk)
     assert (found.hits, found.hit_tokens, found.age_s, found.idle_s) == (2, 5, 90.0, 30.0)
-
-
-def test_the_end_of_a_family_that_is_listed_survives_the_removal_of_its_newest_prompt(desk: Desk) -> None:
-    for ids in ((1, 2, 3), (1, 2, 4)):
-        desk.ask(b"one", store(chain("chat", *ids)))
-    newest = chain("chat", 1, 2, 4)
-    assert desk.ask(b"one", wire.Drop("m", 1, BLOCKS, bytes(newest.hashes))) == 1
-    (found,) = ask(desk)
-    assert (found.hash, found.tokens, found.prompts) == (chain("chat", 1, 2, 3).hashes[-32:].hex(), 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +116,6 @@ def test_what_is_being_forgotten_is_not_listed(desk: Desk) -> None:
     desk.ask(b"one", lookup(prompt("a", 3)))  # so that it stays until its session ends
     desk.ask(b"one", wire.Forget())
     assert desk.index.chunks == 3 and ask(desk) == []
-
-
-def test_chunks_whose_chain_is_unknown_are_in_no_family(desk: Desk) -> None:
-    late = chain("a", 1, 2, 3)
-    desk.ask(b"one", store(late, first=1))
-    assert desk.index.chunks == 2 and ask(desk) == []
 
 
 @pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (0, 0, 1)])
@@ -229,29 +204,6 @@ def test_clients_are_served_in_turn(slow: Desk) -> None:
     assert not slow.answers.keys() & set(long)
     slow.settle()
     assert list(slow.answers)[-2:] == long
-
-
-def test_a_server_that_shuts_down_answers_every_list(desk: Desk) -> None:
-    desk.ask(b"one", store(chain("a", 1)))
-    desk.hello(b"two")
-    asked = [desk.send(each, wire.Prefixes()) for each in (b"one", b"one", b"two")]
-    desk.act(desk.depot.stop_waiting())
-    assert all(len(told(desk, each)) == 1 for each in asked)
-
-
-def test_a_family_without_its_first_chunk_takes_no_place(desk: Desk) -> None:
-    """As after the store of the first chunk failed, when those behind it are in memory already."""
-    for number in range(20):
-        desk.ask(b"one", store(chain(f"p{number}", 1)))
-    late = chain("late", *range(20))
-    desk.send(b"one", store(late, end=1))
-    (failing,) = desk.copies()
-    desk.send(b"one", store(late, first=1, ticket=2))
-    desk.finish(failing, False)
-    desk.settle()
-    assert desk.index.chunks == 39
-    assert len(ask(desk, sort="tokens", most=1)) == 1
-    desk.index.validate()
 
 
 def steps_of(desk: Desk, request: wire.Prefixes | wire.Inspect, step: int) -> int:
@@ -347,12 +299,6 @@ def inspect_while_storing(desk: Desk, stored: ChunkChain) -> list[ChunkStatus]:
     while asked not in desk.answers:
         desk.expire()
     return told(desk, asked)
-
-
-def test_a_chunk_is_told_once_however_often_it_is_asked_for(desk: Desk) -> None:
-    stored = bytes(chain("a", 1, 2).hashes)
-    desk.ask(b"one", store(chain("a", 1, 2)))
-    assert [each.position for each in inspect(desk, hashes=stored[32:] + stored * 100)] == [2, 1]
 
 
 @pytest.mark.parametrize("by_end", [False, True])

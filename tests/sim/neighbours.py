@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvdepot.core.actions import Reply
-from kvdepot.core.clients import AlwaysAlive, Client
+from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.index.events import Refusal, Run
 from kvdepot.core.index.index import Index
@@ -24,6 +24,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import Quota, name_of
+from kvdepot.testing.harness import PlainLiveness
 from tests.sim.tiers import WALL
 
 if TYPE_CHECKING:
@@ -129,7 +130,9 @@ class Neighbours:
         cap = draw.randint(floor, pages) if draw.random() < 0.6 else 0
         quota = Quota(floor * PAGE, cap * PAGE, draw.choice([0.5, 1.0, 3.0])) if draw.random() < 0.9 else None
         try:
-            server.depot._set_quota(Client(b"", AlwaysAlive()), wire.SetQuota(neighbour.tenant, quota, neighbour.tag))
+            server.depot._set_quota(
+                Client(b"", PlainLiveness("")), wire.SetQuota(neighbour.tenant, quota, neighbour.tag)
+            )
         except BadRequest:
             counters["quota_refused"] += 1  # the floors do not fit
             return
@@ -187,7 +190,7 @@ class Neighbours:
         )
         try:
             actions = server.depot.sessions.lease(
-                Client(b"", AlwaysAlive(), neighbour.tenant), b"", request, server.now
+                Client(b"", PlainLiveness(""), neighbour.tenant), b"", request, server.now
             )
         except Busy:
             counters["lease_refused"] += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvdepot.client import admin
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
@@ -18,6 +19,7 @@ from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from kvdepot.protocol.leases import LeaseStatus
 from tests.client.answers import Answering
 from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
@@ -196,13 +198,18 @@ def test_a_retained_prompt_survives_a_flood_until_its_session_is_released(
     assert run(kept) == 1024
     for hints in ({"release": True}, {"retain_s": 1}):
         run(prompt(6, 300), salt="mallory", session="agent", store=False, **hints)
-    lease, another = depot.status()["leases"]
-    assert (lease["name"], lease["kind"], lease["chunks"]) == ("agent", "retain", 4)
-    assert lease["ends_s"] <= 3600 and lease["priority"] == 50  # as the server's settings say
-    assert another["name"].startswith("agent@") and "mallory" not in another["name"]
+
+    def listed() -> dict[str, LeaseStatus]:
+        with admin.connect(depot.url) as client:
+            return {each.name: each for each in admin.leases(client)}
+
+    lease, another = (each for _, each in sorted(listed().items()))
+    assert (lease.name, lease.kind, lease.chunks) == ("agent", "retain", 4)
+    assert lease.ends_s is not None and lease.ends_s <= 3600 and lease.priority == 50  # as the server's settings say
+    assert another.name.startswith("agent@") and "mallory" not in another.name
     longer = [*kept[:1024], *prompt(4, 256 + 17)]
     assert run(longer, release=True, session="agent") == 1024
-    eventually(lambda: "agent" not in [each["name"] for each in depot.status()["leases"]])
+    eventually(lambda: "agent" not in listed())
     assert run(longer, store=False) == run(kept, store=False) == 0
     refused = run(prompt(5, 300), retain_s="long")
     assert refused == 0 and "retain_s" in engine.logged()

@@ -24,7 +24,7 @@ _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
 """Most characters of an engine's name."""
 
-__all__ = ["AlwaysAlive", "Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
+__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
 
 
 class Liveness(Protocol):
@@ -50,23 +50,6 @@ class Liveness(Protocol):
         """Close it; with `remove`, also remove its file."""
 
 
-class AlwaysAlive:
-    """The liveness of the depot's internal client, which looks up what leases are for."""
-
-    name = ""
-    secret = b""
-    fence = 0
-
-    def is_alive(self) -> bool:
-        return True
-
-    def has_left(self) -> bool:
-        return False
-
-    def close(self, remove: bool) -> None:
-        pass
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """The pins of one request of one client."""
@@ -88,7 +71,6 @@ class PendingLookup:
 
     asker: Client
     number: bytes
-    owner: Client  # owns the session: the asker, or for a lease the depot's internal client
     lookup: wire.Lookup
     first: int  # chunks found in memory
     lease: leases.Lease | None = None  # that is to hold what is found, instead of a session
@@ -100,7 +82,7 @@ class PendingLookup:
     @property
     def by_hand(self) -> bool:
         """Whether it warms or leases a prompt; such lookups count neither as hits nor as misses."""
-        return self.owner is not self.asker or not self.lookup.readers
+        return self.lease is not None or not self.lookup.readers
 
 
 @dataclass(slots=True, eq=False)

@@ -169,7 +169,7 @@ class Depot:
         value: object = None
         match request:
             case wire.Lookup():
-                return self.sessions.lookup(PendingLookup(client, number, client, request, 0), self.now)
+                return self.sessions.lookup(PendingLookup(client, number, request, 0), self.now)
             case wire.Store():
                 return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():

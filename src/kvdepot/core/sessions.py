@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
-from kvdepot.core.clients import AlwaysAlive, Client, PendingLookup, Session
+from kvdepot.core.clients import Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
@@ -56,7 +56,7 @@ class Sessions:
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._waiting = WaitingLookups()  # for stores
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
-        self._keepers: dict[str, Client] = {}  # by tenant: the internal client that looks up what its leases are for
+        self._leasing: dict[str, dict[str, PendingLookup]] = {}  # by tenant and name: leases that have not begun
 
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests>"
@@ -66,18 +66,19 @@ class Sessions:
 
         Raises BadRequest or Busy.
         """
-        client, request = pending.owner, pending.lookup
+        client, request = pending.asker, pending.lookup
         check_hashes(request.hashes)
         check_names(request.request, request.model)
         check_salt(request.salt)
         check_chunk_tokens(request.chunk_tokens)
-        if request.request not in client.sessions and len(client.sessions) >= self._config.max_sessions:
+        is_new = pending.lease is None and request.request not in client.sessions
+        if is_new and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
-        actions = self.give_up(client, request.request)  # a repeated lookup replaces the pending one
+        actions = self._give_up(self._table(pending).get(request.request))  # a repeated lookup replaces it
         namespaces, pins, pending.first = self._match(client, request)
         if not pending.by_hand:
-            pending.asker.model, pending.asker.is_engine = request.model, True
+            client.model, client.is_engine = request.model, True
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
             for namespace in namespaces:
@@ -88,13 +89,13 @@ class Sessions:
         self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], now: float
     ) -> list[Action]:
         """pins: of what memory has."""
-        client, request = pending.owner, pending.lookup
+        client, request = pending.asker, pending.lookup
         if len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
             part = coming_part(namespaces[0], request.hashes, pending.first) if self._index.reserved else None
             if part is not None and self._waiting.may_wait(pending, part, now):
                 self._waiting.wait(pending, part, now)
                 self._hold_prefix(pending, pins[0].chunks)
-                client.pending[request.request] = pending
+                self._table(pending)[request.request] = pending
                 return []
             if self._tiering:
                 salt = tenant_salt(client.tenant, request.salt)
@@ -106,11 +107,16 @@ class Sessions:
                     if tier_lookup.ended:
                         return [*tier_tasks, *self.answer(tier_lookup)]
                     pending.tier_lookup = tier_lookup
-                    client.pending[request.request] = pending
+                    self._table(pending)[request.request] = pending
                     return [*tier_tasks]
         reply = self._reply(pending, namespaces, pins, pending.first)
         self._stop_waiting(pending)  # after the pin, or the match could be evicted in between
         return [reply]
+
+    def _table(self, pending: PendingLookup) -> dict[str, PendingLookup]:
+        """The pending lookups beside it: those of its client by request, or of its tenant's leases by name."""
+        asker = pending.asker
+        return asker.pending if pending.lease is None else self._leasing.setdefault(asker.tenant, {})
 
     def _tokens(self, request: wire.Lookup) -> int:
         """Tokens per chunk of a lookup."""
@@ -140,7 +146,7 @@ class Sessions:
         """Reply, or wait for the next store, or for tiers."""
         if pending.given_up or pending.asker.dead:
             return self._forgo(pending)
-        namespaces, pins, matched = self._match(pending.owner, pending.lookup)
+        namespaces, pins, matched = self._match(pending.asker, pending.lookup)
         if not pending.by_hand:
             self._counters["awaited_chunks"] += max(0, matched - pending.first)
         pending.first = matched
@@ -158,9 +164,9 @@ class Sessions:
             self._forget_pending(pending)
 
     def _forget_pending(self, pending: PendingLookup) -> None:
-        owner, request = pending.owner, pending.lookup.request
-        if owner.pending.get(request) is pending:
-            del owner.pending[request]
+        table, request = self._table(pending), pending.lookup.request
+        if table.get(request) is pending:
+            del table[request]
 
     def _forgo(self, pending: PendingLookup) -> list[Action]:
         """Reply 0 without a match: nobody wants the answer any more."""
@@ -177,7 +183,7 @@ class Sessions:
         if pending.given_up or pending.asker.dead:
             actions += self._forgo(pending)
         else:
-            namespaces, pins, matched = self._match(pending.owner, pending.lookup)
+            namespaces, pins, matched = self._match(pending.asker, pending.lookup)
             if not pending.by_hand:
                 self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
             actions.append(self._reply(pending, namespaces, pins, matched))
@@ -212,7 +218,9 @@ class Sessions:
 
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a pending lookup without pinning anything."""
-        pending = client.pending.get(request)
+        return self._give_up(client.pending.get(request))
+
+    def _give_up(self, pending: PendingLookup | None) -> list[Action]:
         if pending is None:
             return []
         pending.given_up = True
@@ -224,7 +232,7 @@ class Sessions:
             return self._end_tier_lookup(pending.tier_lookup)
         if pending.given_up or pending.asker.dead:
             return self._forgo(pending)
-        reply = self._reply(pending, *self._match(pending.owner, pending.lookup))
+        reply = self._reply(pending, *self._match(pending.asker, pending.lookup))
         self._stop_waiting(pending)
         return [reply]
 
@@ -240,7 +248,7 @@ class Sessions:
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
-        client, request = pending.owner, pending.lookup
+        client, request = pending.asker, pending.lookup
         old = client.sessions.get(request.request)
         parts = max((pin.parts for pin in pins), default=0) if matched else 0
         if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
@@ -295,13 +303,14 @@ class Sessions:
 
     def stop(self, clients: list[Client]) -> list[Action]:
         """Reply to every pending lookup with what memory has."""
-        waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
+        tables = [*(client.pending for client in clients), *self._leasing.values()]
+        waiting = [pending for table in tables for pending in table.values()]
         return [action for each in waiting for action in self._end_wait(each)]
 
     # -- leases
 
     def lease(self, client: Client, number: bytes, request: wire.Lease, now: float) -> list[Action]:
-        """Begin a lease with what a lookup of the depot's internal client finds. Raises BadRequest or Busy."""
+        """Begin a lease with what a lookup finds. Raises BadRequest or Busy."""
         lease = self._leases.admit(client.tenant, request, now)
         if not lease.holds:  # so it needs nothing from tiers
             gone = self.give_up_lease(client, request.name)
@@ -313,17 +322,15 @@ class Sessions:
                 self._counters["errors"] += 1
                 value = exc
             return [*gone, Reply(client.identity, number, value)]
-        keeper = self._keepers.setdefault(client.tenant, Client(b"", AlwaysAlive(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
             request.salt, request.chunk_tokens,
         )  # fmt: skip
-        return self.lookup(PendingLookup(client, number, keeper, lookup, 0, lease), now)
+        return self.lookup(PendingLookup(client, number, lookup, 0, lease), now)
 
     def give_up_lease(self, client: Client, name: str) -> list[Action]:
         """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
-        keeper = self._keepers.get(client.tenant)
-        return self.give_up(keeper, name) if keeper is not None else []
+        return self._give_up(self._leasing.get(client.tenant, {}).get(name))
 
     def forget(self, now: float) -> list[Action]:
         """Go on with lookups that wait for the store of a forgotten chunk: no other store may begin before."""
