@@ -150,8 +150,8 @@ class Ledger:
         """Count `size` bytes more that no eviction would free; fewer if negative."""
         self.used_bytes += size
         share = self._share_of(owner)
-        share.charge(size)
-        share.mark_leaving(size)
+        share.used += size
+        share.leaving += size  # so what is above the floor stays as it is
         self._used[owner] += size
         if not self._used[owner]:
             del self._used[owner]

@@ -139,14 +139,14 @@ class DiskSpace:
         Returns whether there may be more. What cannot be removed now, because it is being read or the file system
         refuses, stays until the next call.
         """
-        for pick, reason in ((lambda: self.ledger.expired(wall), "expired"), (self.ledger.excess, "evicted")):
-            while self._drop(pick, reason):
+        for pick, is_expired in ((lambda: self.ledger.expired(wall), True), (self.ledger.excess, False)):
+            while self._drop(pick, is_expired):
                 most -= 1
                 if most <= 0 or self.directory.ended is not None:
                     return self.directory.ended is None
         return False
 
-    def _drop(self, pick: Callable[[], Entry | None], reason: str = "evicted") -> int:
+    def _drop(self, pick: Callable[[], Entry | None], is_expired: bool = False) -> int:
         """Remove the object that `pick` takes out of the ledger; bytes freed."""
         with self._evicting:
             entry = pick()
@@ -156,8 +156,8 @@ class DiskSpace:
                 is_replaced = entry.name in self.ledger
                 if not is_replaced and not self.unlink(entry):
                     return 0
-                self.ledger.settle(entry, evicted=reason == "evicted")
-            self._tally(reason)
+                self.ledger.settle(entry, evicted=not is_expired)
+            self._tally("expired" if is_expired else "evicted")
             return entry.charge
 
     # -- removing files
