@@ -284,7 +284,7 @@ def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_lose
     assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, True, False, False, False]
 
 
-def test_what_is_above_a_lowered_cap_goes_some_chunks_at_a_time_and_nothing_is_added_meanwhile() -> None:
+def test_the_excess_over_a_lowered_cap_goes_in_steps_and_nothing_is_added() -> None:
     house = House(64)
     house.index.set_quota("a", pages(cap=40))
     house.fill("a", chunks=40)
@@ -402,7 +402,7 @@ def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
 
 
 @pytest.mark.parametrize("first", [None, Quota()])
-def test_a_chunk_that_is_being_stored_does_not_expire_because_its_tenant_gets_a_quota(first: Quota | None) -> None:
+def test_a_chunk_being_stored_does_not_expire_when_its_tenant_gets_a_quota(first: Quota | None) -> None:
     house = House(16)
     if first is not None:
         house.index.set_quota("a", first)
@@ -423,7 +423,7 @@ def test_many_chunks_expire_in_steps() -> None:
 # -- a restart
 
 
-def test_a_restart_finds_each_chunk_in_its_tenants_account_and_trims_what_a_lower_cap_does_not_allow() -> None:
+def test_a_restart_puts_chunks_into_their_accounts_and_trims_to_a_lower_cap() -> None:
     table = memoryview(bytearray(256 * SLOT_BYTES))
     house = House(64, records=Records(table))
     house.index.set_quota("a", pages(cap=20))

@@ -77,7 +77,7 @@ def take(host: Host, reaches: Reaches, chain: ChunkChain, end: int, world_size: 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("reaches", SHAPES)
-def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte_and_no_more(
+def test_another_host_gets_byte_for_byte_what_one_stored_and_no_more(
     tier: MemoryTier, reaches: Reaches, world_size: int
 ) -> None:
     chain = prompt("a", 6)
@@ -266,7 +266,7 @@ def test_what_a_lookup_loads_and_what_it_needs_of_memory_outlive_any_pressure(ti
     there.assert_quiet()
 
 
-def test_the_boundary_that_memory_has_outlives_any_pressure_while_tiers_are_asked_for_more(tier: MemoryTier) -> None:
+def test_the_boundary_in_memory_outlives_any_pressure_while_tiers_are_asked(tier: MemoryTier) -> None:
     reaches, chain = (0, 0, 2), prompt("a", 6)
     fill(tier, reaches, chain)
     there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)

@@ -104,7 +104,7 @@ def test_a_store_beyond_a_cap_is_counted_as_that_and_not_as_full_memory(desk: De
     assert desk.ask(blue, store(prompt("short", 2))) is True
 
 
-def test_a_lowered_cap_and_a_shorter_time_to_live_take_effect_within_turns_of_the_loop() -> None:
+def test_a_lower_cap_and_a_shorter_time_to_live_take_effect_in_steps() -> None:
     desk = Desk(pages=1024)
     desk.depot._step_chunks = 100
     desk.tick(0.0, 1000.0)
@@ -187,7 +187,7 @@ def test_what_is_too_old_for_its_tenant_is_not_loaded_back() -> None:
     host.index.validate()
 
 
-def test_a_chunk_that_was_to_leave_stays_if_its_tenant_has_come_down_to_its_floor_by_then() -> None:
+def test_a_chunk_that_was_to_leave_stays_if_its_tenant_is_at_its_floor_by_then() -> None:
     host, blue, red = tenants_of(MemoryTier())
     host.ask(b"one", wire.SetQuota("red", pages(4)))
     assert fill(host, red, 20) == [True] * 20

@@ -142,7 +142,7 @@ def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_
     there.assert_quiet()
 
 
-def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> None:
+def test_a_tier_that_fails_is_skipped_and_taken_back(tier: MemoryTier) -> None:
     faulty = FaultyTier(tier)
     host = new_host(faulty)
     chains = [prompt(f"p{i}", 2) for i in range(FAILURES + 2)]
@@ -291,7 +291,7 @@ def test_half_time_does_not_end_a_tier_lookup_that_could_still_find_its_first_ch
     assert there.answers[asked] == 3
 
 
-def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_serving(tier: MemoryTier) -> None:
+def test_a_load_that_hangs_behind_an_open_breaker_keeps_no_other_tier_waiting(tier: MemoryTier) -> None:
     near = MemoryTier()
     here = new_host(tier)
     chain = prompt("a", 3)
@@ -411,7 +411,7 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> No
     host.assert_quiet()
 
 
-def test_what_a_tier_that_failed_does_not_get_is_counted_apart_from_what_found_no_room(tier: MemoryTier) -> None:
+def test_shards_unsaved_for_a_failure_are_counted_apart_from_a_full_queue(tier: MemoryTier) -> None:
     faulty = FaultyTier(tier)
     host = new_host(faulty, pages=1024)
     assert host.find(b"one", look(prompt("before", 2))) == 0

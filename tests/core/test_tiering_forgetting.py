@@ -43,7 +43,7 @@ def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: Me
     assert host.find(b"one", look(plain)) == 3
 
 
-def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may_have_others(tier: MemoryTier) -> None:
+def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tier: MemoryTier) -> None:
     host = new_host(tier, pages=400, model="team-x/m0")
     for i in range(150):
         host.find(b"one", store(prompt("a", 2), model=f"team-x/m{i}"))
@@ -57,7 +57,7 @@ def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may
     host.assert_quiet()
 
 
-def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name_and_never_silently_left(
+def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(
     tier: MemoryTier,
 ) -> None:
     here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")

@@ -78,7 +78,7 @@ def test_a_client_has_left_if_python_ended_its_process(end: str, has_left: bool)
     view.close(remove=True)
 
 
-def test_the_clients_of_a_process_that_maps_files_of_any_name_can_be_marked_as_having_left(tmp_path: Path) -> None:
+def test_clients_of_a_process_that_maps_files_of_any_name_are_marked_as_left(tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path) + b"/mod\xe8les"
     fd = os.open(odd, os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, mmap.PAGESIZE)

@@ -116,7 +116,7 @@ def test_a_disk_gives_back_what_a_killed_server_without_its_memory_had(
             assert stranger.store(1, CHUNKS)
 
 
-def test_a_store_that_is_down_at_the_start_is_named_with_its_error_in_log_status_and_command_line(
+def test_a_store_that_is_down_at_the_start_is_named_in_log_status_and_command(
     start_depot: StartDepot,
 ) -> None:
     port = free_port()

@@ -127,7 +127,7 @@ def test_a_directory_with_files_of_others_is_refused_and_left_alone(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_directory_that_a_living_process_has_is_refused_and_free_once_that_is_killed(
+def test_a_directory_in_use_is_refused_and_free_once_its_process_is_killed(
     root: Path, start: Callable[..., Disk]
 ) -> None:
     child = _Child(root, GIB, 0)

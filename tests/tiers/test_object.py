@@ -242,7 +242,7 @@ def test_a_store_without_room_refuses_writes_and_is_no_failure() -> None:
         assert isinstance(tier, ObjectTier) and tier._tally.counts()["refused"] == 1
 
 
-def test_a_store_that_refuses_us_is_an_error_and_is_not_asked_again_for_the_rest_of_a_batch() -> None:
+def test_a_store_that_refuses_us_is_an_error_and_not_asked_again_in_the_batch() -> None:
     with Unwilling(403, b"", {"content-length": "0"}) as closed:
         tier = parse(url(closed.endpoint, "&requests=2")).open()
         for call in (lambda: tier.find([name_of(n) for n in range(50)]), tier.usage, lambda: put(tier, 1, b"one")):
