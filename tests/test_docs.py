@@ -378,9 +378,6 @@ def test_the_page_of_http_runs_an_example_of_every_path() -> None:
 
 # -- the architecture, the internals, the decisions, the glossary
 
-_ELSEWHERE = {"testing": "simulate"}
-"""Folders of the source -> whose page of the internals has them, too."""
-
 
 def _files_told(page: Path) -> set[str]:
     return set(re.findall(r"`([\w./-]+\.py)`", page.read_text()))
@@ -412,12 +409,6 @@ def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> 
     ]
     missing = {name for name in _files_told(page) if not any(path.endswith(f"/{name}") for path in files)}
     assert missing == set()
-
-
-def test_every_page_of_the_internals_is_of_a_folder_or_of_what_is_beside_them() -> None:
-    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    pages = {path.stem for path in INTERNALS.glob("*.md")}
-    assert pages == folders - set(_ELSEWHERE) | {"index", "package", "tests"}
 
 
 def test_the_internals_have_every_kind_of_thread_and_no_others() -> None:
