@@ -345,8 +345,8 @@ def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> Non
 
 
 def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
-    source = ast.parse((SOURCE / "integrations" / "vllm" / "identity.py").read_text())
-    (settings,) = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
+    source = ast.parse((SOURCE / "integrations" / "vllm" / "settings.py").read_text())
+    (settings,) = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"]
     read = {f"kvdepot.{_name(field.target)}" for field in settings.body if isinstance(field, ast.AnnAssign)}
     assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
     told = [
