@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -358,24 +358,19 @@ class SchedulerHalf:
         self._holds.ended(report.ended)
         self._shares_none |= report.shares_none
         self._step_ended(report.step, failed)
-        for tracked in self._tracked.values() if failed else ():
-            if tracked.load is not None:
-                tracked.load.has_failed |= not failed.isdisjoint(tracked.load.blocks)
-        for request_id in connector_output.failed_recving:
-            waits = self._tracked.get(request_id)
-            if waits is not None and waits.load is not None:
-                waits.load.has_failed = True
-        for request_id in connector_output.finished_recving or ():
-            loaded = self._tracked.get(request_id)
-            if loaded is not None and loaded.load is not None:
-                self._load_ended(loaded, loaded.load)
+        for _, load in self._loads(self._tracked if failed else ()):
+            load.has_failed |= not failed.isdisjoint(load.blocks)
+        for _, load in self._loads(connector_output.failed_recving):
+            load.has_failed = True
+        for tracked, load in self._loads(connector_output.finished_recving or ()):
+            self._load_ended(tracked, load)
 
     def _step_ended(self, step: int, failed: set[int]) -> None:
         """A step's output is back: store what it completed, unless a failed load or a changed adapter may have made it
         wrong."""
         waiting, self._ended_step = self._waiting, max(step, self._ended_step)
         # Only their own request has blocks of our loads, and it computes them again before anyone reads them.
-        others = failed.difference(*self._load_blocks()) if failed else failed
+        others = failed.difference(*(load.blocks for _, load in self._loads(self._tracked))) if failed else failed
         if others:
             for request_id in waiting.failed(others):
                 self._uncache(request_id)
@@ -391,8 +386,12 @@ class SchedulerHalf:
             self._forget_after = 0
             self._depot.client.ask(wire.Forget(self._depot.spec.model))
 
-    def _load_blocks(self) -> Iterable[frozenset[int]]:
-        return (tracked.load.blocks for tracked in self._tracked.values() if tracked.load is not None)
+    def _loads(self, request_ids: Iterable[str]) -> Iterator[tuple[Tracked, RequestLoad]]:
+        """The loads of these requests that have not ended."""
+        for request_id in request_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.load is not None:
+                yield tracked, tracked.load
 
     # -- the end
 
