@@ -413,7 +413,7 @@ def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> 
 
 def test_the_internals_have_every_kind_of_thread_and_no_others() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    named = set(re.findall(r'(?:name=f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
+    named = set(re.findall(r'(?:name ?= ?f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
     assert len(named) > 8
     rows = re.findall(r"^\| [^|]*\| `(kvdepot-[a-z-]*[a-z])", (INTERNALS / "index.md").read_text(), re.M)
     assert sorted(rows) == sorted(named)

@@ -126,6 +126,11 @@ class _Writer(QueueListener):
         self._fd = fd
         self._reported = 0  # dropped lines that the log has mentioned
 
+    def dequeue(self, block: bool) -> Any:
+        """Wait for the next line, as the standard library wants it; on the writing thread."""
+        threading.current_thread().name = "kvdepot-log"
+        return super().dequeue(block)
+
     def handle(self, record: Any) -> None:
         """Write a line, and how many were dropped before it; or set an event."""
         if isinstance(record, threading.Event):
