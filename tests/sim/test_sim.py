@@ -177,7 +177,7 @@ def keeps_the_pins_of_the_dead(patch: Patch) -> None:
     patch.setattr(Depot, "died", forgetful)
 
 
-@breaks(644)
+@breaks(687)
 def answers_unregister_while_a_copy_runs(patch: Patch) -> None:
     unregister = Registrations.unregister
 
@@ -307,7 +307,7 @@ def seals_corrupt_loads(patch: Patch) -> None:
     patch.setattr(tier_worker.Mover, "_accept", credulous)
 
 
-@breaks(279)
+@breaks(707)
 def believes_headers_of_others(patch: Patch) -> None:
     def names(self: Header, facts: Any, salt: bytes, key: bytes, size: int) -> bool:
         return (self.salt, self.key, self.size) == (salt, key, size)
@@ -668,7 +668,7 @@ def takes_groups_for_models_after_a_restart(patch: Patch) -> None:
     patch.setattr(recovery, "join_groups", lambda groups: None)
 
 
-@breaks(76)
+@breaks(112)
 def restores_windows_as_unbounded(patch: Patch) -> None:
     def joined(groups: list[Any]) -> None:
         for group in groups:
@@ -683,7 +683,7 @@ def loads_no_bounded_parts_from_tiers(patch: Patch) -> None:
     patch.setattr("kvdepot.core.tiering.lookup.needed_parts", lambda reach, end: range(0))
 
 
-@breaks(0)
+@breaks(230)
 def loads_windows_of_tiers_one_chunk_shorter(patch: Patch) -> None:
     patch.setattr("kvdepot.core.tiering.lookup.needed_parts", lambda reach, end: range(max(0, end - reach + 1), end))
 
