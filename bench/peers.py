@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import selectors
 import socket
@@ -184,7 +183,7 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
 
 
 def readers(port: int, pages: int) -> None:
-    """The requests of `pages` open pages, each for the next status when it has one, and of a scraper, once a second.
+    """The streams of `pages` open pages, and the requests of a scraper, once a second.
 
     Browsers and scrapers usually run on other machines, so this process has a low priority and uses little time.
     """
@@ -195,50 +194,37 @@ def readers(port: int, pages: int) -> None:
 
 
 def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
-    """The number of answers, and the seconds they took. Raises TimeoutError if a page gets no answer."""
+    """The number of answers and events, and the seconds they took. Raises TimeoutError if a page gets none."""
     begun = time.perf_counter()
     end = begun + seconds
     scraped = begun
     done = 0
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(pages + 1)]
-        asked = {}
-        heard = dict.fromkeys(connections, b"")
-        for connection in connections[1:]:
+        heard = dict.fromkeys(connections, begun)
+        for connection in connections:
             selector.register(connection, selectors.EVENT_READ)
-            asked[connection] = ask(connection, "/v1/status")
-        selector.register(connections[0], selectors.EVENT_READ)
+        for connection in connections[1:]:
+            ask(connection, "/v1/stream")
         while (now := time.perf_counter()) < end:
-            if now >= scraped and connections[0] not in asked:
-                asked[connections[0]] = ask(connections[0], "/metrics")
+            if now >= scraped:
+                ask(connections[0], "/metrics")
                 scraped = now + 1.0
-            for key, _ in selector.select(max(0.0, min(end, max(scraped, now + 0.1)) - now)):
+            for key, _ in selector.select(max(0.0, min(end, scraped, now + 0.1) - now)):
                 connection = key.fileobj
                 if not (data := connection.recv(1 << 20)):
                     raise RuntimeError("a connection was shut while its reader waited")
-                heard[connection] += data
-                head, _, body = heard[connection].partition(b"\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head)
-                if length is None or len(body) < int(length[1]):
-                    continue
-                if not head.startswith(b"HTTP/1.1 200 "):
-                    raise RuntimeError(f"answered with {head.decode()}")
-                done += 1
-                heard[connection] = b""
-                del asked[connection]
-                if connection is not connections[0]:
-                    turn = re.search(rb'"turn":(\d+)', body)
-                    asked[connection] = ask(connection, f"/v1/status?after={int(turn[1])}")
+                done += data.count(b"HTTP/1.1 200 " if connection is connections[0] else b"data: ")
+                heard[connection] = now
             # After all that has come is read: it may be this process that did not run.
-            if any(now - since > _ANSWER_S for since in asked.values()):
-                raise TimeoutError(f"of {pages} pages and a scraper {len(asked)} wait for an answer")
+            if silent := sum(now - since > _ANSWER_S for since in heard.values()):
+                raise TimeoutError(f"of {pages} pages and a scraper {silent} wait for an answer")
     return done, time.perf_counter() - begun
 
 
-def ask(connection: socket.socket, path: str) -> float:
-    """The time of the request."""
+def ask(connection: socket.socket, path: str) -> None:
+    """Send a request."""
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    return time.perf_counter()
 
 
 def flood(url: str, kind: str) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.web.browser import chromium
 from tests.web.site import Site
 
-from kvdepot.web.history import History, measure
+from kvdepot.web.history import History
 from scripts.chat_service import statuses
 
 SECONDS = 3600
@@ -46,12 +46,10 @@ def main(folder: Path) -> int:
 
 def load(site: Site) -> None:
     """Give the site the service's status and history."""
-    history, before = History(), None
+    history = History()
     for status in statuses(time.time(), SECONDS):
-        history.add(status.wall_s, measure(before, status, 1.0))
-        before = status
-    assert before is not None
-    site.status, site.history, site.ticks = before, msgspec.to_builtins(history.figures()), False
+        history.add(status.wall_s, status)
+    site.status, site.history, site.ticks = status, msgspec.to_builtins(history.series()), False
 
 
 def look(address: str, folder: Path) -> None:

@@ -5,18 +5,21 @@ Saves what the commands show of a modelled chat service (chat_service.py) as SVG
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+import zmq
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvdepot.cli import view
-from kvdepot.cli.screen import Screen
+from kvdepot.cli.tui import Top
+from kvdepot.client.socket import Client
+from kvdepot.protocol.status import Status
 from scripts.chat_service import statuses
 
 SECONDS = 60
@@ -27,23 +30,40 @@ def main(folder: Path) -> int:
     """Write status.svg and top.svg into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     seen = list(statuses(time.time(), SECONDS))
-    parts: list[RenderableType] = [view.summary(seen[-1], PLACE)]
-    for listing in view.listings(seen[-1]):
-        parts += ["", listing.table(96)]
-    draw(folder / "status.svg", "kvdepot status", 96, lambda console: parts)
-    screen = Screen(PLACE)
-    for number, status in enumerate(seen):
-        screen.show(status, float(number))
-    draw(folder / "top.svg", "kvdepot top", 80, lambda console: [screen.draw(console)])
+    save(folder / "status.svg", status(seen[-1]))
+    save(folder / "top.svg", asyncio.run(top(seen)))
     return 0
 
 
-def draw(path: Path, title: str, columns: int, parts: Callable[[Console], list[RenderableType]]) -> None:
-    """Save one picture."""
+def status(now: Status) -> str:
+    """What `kvdepot status` prints."""
     with Path("/dev/null").open("w") as nowhere:
-        console = Console(record=True, width=columns, height=30, highlight=False, markup=False, file=nowhere)
-        console.print(*parts(console), sep="\n")
-    text = re.sub(r"@font-face \{[^}]*\}", "", console.export_svg(title=title))  # they would be fetched from elsewhere
+        console = Console(record=True, width=96, height=30, highlight=False, markup=False, file=nowhere)
+        console.print(view.summary(now, PLACE))
+        for listing in view.listings(now):
+            console.print("", listing.table(console.width), sep="\n")
+    return console.export_svg(title="kvdepot status")
+
+
+async def top(seen: list[Status], columns: int = 80, lines: int = 24, *keys: str) -> str:
+    """What `kvdepot top` shows after a minute and these keys."""
+    with zmq.Context() as context:
+        client = Client(PLACE, context)  # nobody answers it
+        try:
+            screen = Top(client, 3600.0)
+            async with screen.run_test(size=(columns, lines)) as pilot:
+                for each in seen:
+                    screen.show_status(each)
+                await pilot.press(*keys)
+                await pilot.pause()
+                return screen.export_screenshot(title="kvdepot top")
+        finally:
+            client.close()
+
+
+def save(path: Path, picture: str) -> None:
+    """Save a picture without fonts, which would be fetched from elsewhere."""
+    text = re.sub(r"@font-face \{[^}]*\}", "", picture)
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 

@@ -31,7 +31,7 @@ from kvdepot.protocol.status import Status
 from kvdepot.web.prometheus import families
 from prometheus_client.openmetrics.exposition import generate_latest
 from kvdepot.web.history import History
-from kvdepot.web.turns import Turns
+from kvdepot.web.live import LiveStatus
 
 counted = counters.Counters()
 counted["planted"] += 3
@@ -68,7 +68,7 @@ print(json.dumps({
     "status": msgspec.to_builtins(status)["counters"]["planted"],
     "prometheus": generate_latest(Once()).decode(),
     "terminal": shown.get(),
-    "page": msgspec.to_builtins(Turns(asked).now().losses),
+    "page": json.loads(LiveStatus(asked).encoded())["losses"],
     "alerts": alerts.render(),
     "guide": hooks.fill("<!-- table: counters -->" + chr(10) + "<!-- end of table -->"),
 }))

@@ -9,6 +9,7 @@ import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import msgspec
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
-from kvdepot.protocol.leases import NORMAL, LeaseStatus
+from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
-from kvdepot.web.history import boot_number
-from kvdepot.web.turns import StatusNow
+from kvdepot.web.history import measure
+from kvdepot.web.live import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
 VENDOR = PAGE / "vendor"
@@ -32,32 +33,33 @@ GIB = 2**30
 
 
 class Site:
-    """Serves the page with a real server's security headers, and the current `status` and `history`."""
+    """Serves the page with a real server's security headers, and the current `status`, `history` and lists."""
 
     def __init__(self, port: int = 0) -> None:
         self.status: Status = example_status()
         self.history: dict[str, Any] = {"times_s": [], "series": {}}
-        self.ticks = True  # whether the status's time goes on by itself
-        self.waits = True  # whether who has seen a turn waits for the next one
+        self.ticks = True  # whether time passes, and there is a new status again and again
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
         self.lag = ""  # what is wrong although there is one
-        self.dropped = 0.0  # shards that found no room lately
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.cut_off = ""  # the next request for this path gets no answer
         self.asked: list[str] = []
-        self.prefixes: list[dict[str, Any]] | None = None  # None: an older server's, without that path
-        self.leases: list[LeaseStatus] = example_leases()
+        self.events = 0  # sent, on all streams
+        self.prefixes: list[dict[str, Any]] = []
+        self.leases: list[dict[str, Any]] = []
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
         self.needed = ""  # the token that POST needs
         self._began = time.time()
+        self._closing = threading.Event()
         site = self
 
         class Requests(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                site._answer(self)
+                with contextlib.suppress(ConnectionError):  # a page that has gone
+                    site._answer(self)
 
             def do_POST(self) -> None:
                 site._change(self)
@@ -73,27 +75,40 @@ class Site:
         self._thread.start()
 
     def close(self) -> None:
+        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def turn(self) -> int:
-        """The current turn; each takes a second."""
-        return int(time.time() - self._began)
-
-    def _now(self) -> StatusNow:
+    def _now(self, turn: int) -> StatusNow:
         since = time.time() - self._began if self.ticks else 0.0
-        said = msgspec.structs.asdict(self.status)
-        said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        health = judge(self.status, self.lag, self.dropped)
+        facts = msgspec.structs.asdict(self.status)
+        facts |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
+        health = judge(self.status, self.lag)
+        point = measure(None, self.status, facts["wall_s"])
         flag = "--kv-transfer-config '{}'"
         return StatusNow(
-            **said, turn=self.turn(), trouble=self.lag, health=health, losses=losses(self.status), engine_flag=flag
-        )
+            **facts, turn=turn, point=point, trouble=self.lag, health=health, losses=losses(self.status),
+            engine_flag=flag,
+        )  # fmt: skip
+
+    def _stream(self, request: BaseHTTPRequestHandler) -> None:
+        """Send what changed at once, and if time passes a status every quarter of a second."""
+        self._head(request, HTTPStatus.OK, "text/event-stream")
+        turn, sent, sent_at = 0, (), 0.0
+        while not self._closing.wait(0.02):
+            state = id(self.status), self.trouble, self.lag, self.gibberish, self.token
+            if sent and (self.gibberish, self.token) != sent[3:]:
+                return
+            if state != sent or (self.ticks and time.monotonic() - sent_at > 0.25):
+                turn, sent, sent_at, self._kept = turn + 1, state, time.monotonic(), self.status
+                problem = {"code": "unavailable", "message": self.trouble}
+                head, value = (b"event: problem\n", problem) if self.trouble else (b"", self._now(turn))
+                request.wfile.write(head + b"data: " + msgspec.json.encode(value) + b"\n\n")
+                self.events += 1
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, _, after = request.path.partition("?")
-        after = after.removeprefix("after=")
+        path = request.path.partition("?")[0]
         self.asked.append(path)
         if path == self.cut_off:
             self.cut_off = ""
@@ -101,49 +116,44 @@ class Site:
             return
         status, kind, body = HTTPStatus.OK, "application/json", b""
         if path.startswith("/v1/"):
-            if self.waits and after == str(self.turn()):
-                time.sleep(max(0.0, self._began + int(after) + 1 - time.time()))
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
             elif self.gibberish:
                 kind, body = "text/html", b"<h1>Welcome</h1>"
-            elif self.trouble:
-                status = HTTPStatus.SERVICE_UNAVAILABLE
-                body = msgspec.json.encode({"code": "unavailable", "message": self.trouble})
-            elif path == "/v1/prefixes" and self.prefixes is None:
-                status, body = HTTPStatus.NOT_FOUND, b'{"code": "not_found", "message": "not found"}'
+            elif path == "/v1/stream":
+                self._stream(request)
+                return
             else:
-                others = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/leases": self.leases}
-                body = msgspec.json.encode(self._now() if path == "/v1/status" else others[path])
+                values = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/leases": self.leases}
+                body = msgspec.json.encode(values[path])
         else:
             file = PAGE / (path[1:] or "index.html")
             if file.is_file() and not (self.missing and path.startswith(self.missing)):
                 kind, body = _TYPES[file.suffix], file.read_bytes()
             else:
                 status = HTTPStatus.NOT_FOUND
-        with contextlib.suppress(ConnectionError):  # a page that went while it waited
-            self._send(request, status, kind, body)
+        self._send(request, status, kind, body)
 
     def _change(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers["Content-Length"]))
+        status, answer = HTTPStatus.BAD_REQUEST, {"code": "bad_request", "message": "there is no such thing"}
         if self.needed and request.headers["Authorization"] != f"Bearer {self.needed}":
-            self._send(
-                request, HTTPStatus.UNAUTHORIZED, "application/json", b'{"code": "unauthorized", "message": "no token"}'
-            )
-            return
-        self.changes.append((request.path, msgspec.json.decode(body)))
-        answer = self.answers.get(request.path)
-        status = HTTPStatus.BAD_REQUEST if answer is None else HTTPStatus.OK
-        refusal = {"code": "bad_request", "message": "there is no such thing"}
-        self._send(request, status, "application/json", msgspec.json.encode(answer if answer is not None else refusal))
+            status, answer = HTTPStatus.UNAUTHORIZED, {"code": "unauthorized", "message": "no token"}
+        else:
+            self.changes.append((request.path, msgspec.json.decode(body)))
+            if request.path in self.answers:
+                status, answer = HTTPStatus.OK, self.answers[request.path]
+        self._send(request, status, "application/json", msgspec.json.encode(answer))
 
     def _send(self, request: BaseHTTPRequestHandler, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self._head(request, status, f"{kind}; charset=utf-8")
+        request.wfile.write(body)
+
+    def _head(self, request: BaseHTTPRequestHandler, status: HTTPStatus, kind: str) -> None:
         request.send_response(status)
-        request.send_header("Content-Type", f"{kind}; charset=utf-8")
-        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Type", kind)
         request.send_header("Content-Security-Policy", CSP)
         request.end_headers()
-        request.wfile.write(body)
 
 
 def empty_status(**changes: Any) -> Status:
@@ -172,13 +182,14 @@ def example_prefixes() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def a_lease(name: str, size: int, ends_s: float | None) -> LeaseStatus:
-    """A lease of kind retain that holds `size` bytes."""
-    return LeaseStatus(name, "", "retain", "toy", NORMAL, 8, size, ends_s)
+def a_lease(name: str, size: int, ends_s: float | None) -> dict[str, Any]:
+    """A lease of kind retain that holds `size` bytes, as `GET /v1/leases` lists it."""
+    return {"name": name, "tenant": "", "kind": "retain", "model": "toy", "priority": NORMAL, "chunks": 8,
+            "bytes": size, "ends_s": ends_s}  # fmt: skip
 
 
-def example_leases() -> list[LeaseStatus]:
-    """Two leases, as `GET /v1/leases` lists them."""
+def example_leases() -> list[dict[str, Any]]:
+    """One without an end, and one that ends."""
     return [a_lease("system-prompt", int(1.2 * GIB), None), a_lease("handbook", int(4.7 * GIB), 5_400.0)]
 
 
@@ -246,7 +257,8 @@ def example_status(wall_s: float = 0.0) -> Status:
         ],
         counters={
             "lookups": 91_422, "lookup_chunks": 1_410_226, "hit_chunks": 984_716, "tier_hit_chunks": 11_431,
-            "stored_chunks": 214_426, "dropped_chunks": 12, "expired_chunks": 840, "clients_died": 1,
+            "stored_chunks": 214_426, "evicted_chunks": 182_944, "dropped_chunks": 12, "expired_chunks": 840,
+            "clients_died": 1,
         },
         events=[
             Event(now - 84_000, "clients_died", "engine 71c0e0d1 died; what it held is free"),
@@ -268,45 +280,38 @@ def _latency(request: str, count: int, middle_s: float, errors: int = 0) -> Late
 
 
 def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
-    """The last quarter of an hour, as in the server's history."""
+    """The last quarter of an hour of `example_status`, as in the server's history."""
     chance = random.Random(6)
-    times = [now - seconds + i for i in range(seconds)]
     wave = [math.sin(i / 90) + 0.4 * math.sin(i / 23) for i in range(seconds)]
+    last = example_status(now)
 
     def noisy(middle: float, swing: float, noise: float) -> list[float]:
         return [max(middle + swing * w + chance.gauss(0, noise), 0.0) for w in wave]
 
-    hits = [min(v, 0.97) for v in noisy(0.76, 0.03, 0.003)]
-    tokens, seconds_saved = 198_734_336.0 - 900 * 700, 41_220.0 - 900 * 0.14
-    asked, asked_tokens, saved_requests = 361_017_856.0 - 900 * 1_300, [], []
-    saved_tokens, saved_prefill = [], []
-    for w in wave:
-        tokens += max(700 + 400 * w, 0)
-        seconds_saved += max(0.14 + 0.08 * w, 0)
-        asked += max(1_300 + 500 * w, 0)
-        asked_tokens.append(asked)
-        saved_requests.append(64_210.0 + len(saved_requests) // 3)
-        saved_tokens.append(tokens)
-        saved_prefill.append(seconds_saved)
+    def rising(end: float, rates: list[float]) -> list[float]:
+        """A counter that ends at `end` and rises at these rates per second."""
+        return list(accumulate(rates, initial=end - sum(rates)))[1:]
+
+    asked = noisy(5_000, 700, 200)
     lookups, retrieves = noisy(0.00042, 0.0001, 0.00003), noisy(0.013, 0.003, 0.0008)
     return {
-        "times_s": times,
+        "times_s": [now - seconds + 1 + i for i in range(seconds)],
         "series": {
-            "reuse_rate": [hit - 0.17 for hit in hits],
-            "hit_rate": hits,
-            "ceiling": [min(hit + 0.06 + 0.008 * w, 1.0) for hit, w in zip(hits, wave, strict=True)],
-            "boot": [boot_number("a1")] * seconds,
-            "asked_tokens": asked_tokens,
-            "saved_tokens": saved_tokens,
-            "saved_requests": saved_requests,
-            "saved_prefill_s": saved_prefill,
-            "stored_bytes_s": noisy(1.9e9, 0.8e9, 0.12e9),
-            "retrieved_bytes_s": noisy(6.3e9, 2.2e9, 0.3e9),
+            "boot": [float(int(last.boot, 16))] * seconds,
+            "asked_tokens": rising(last.tokens.asked, asked),
+            "found_tokens": rising(last.tokens.found, [0.76 * each for each in asked]),
+            "reused_tokens": rising(last.tokens.reused, [0.613 * each for each in asked]),
+            "bound_tokens": rising(last.tokens.bound or 0, [0.84 * each for each in asked]),
+            "saved_requests": rising(64_210, [0.4] * seconds),
+            "saved_prefill_s": rising(last.saved.prefill_s, noisy(0.26, 0.08, 0.01)),
+            "stored_bytes": rising(last.stored_bytes, noisy(1.9e9, 0.8e9, 0.12e9)),
+            "retrieved_bytes": rising(last.retrieved_bytes, noisy(6.3e9, 2.2e9, 0.3e9)),
             "used_bytes": [min(232 + i / 85, 241.3) * GIB for i in range(seconds)],
             "tier_bytes.disk": [(1459 + i / 160) * GIB for i in range(seconds)],
             "tier_bytes.s3": [(4912 + i / 300) * GIB for i in range(seconds)],
-            "evicted_chunks_s": noisy(21, 11, 2),
-            "dropped_chunks_s": [4.0 if 300 < i < 306 else 0.0 for i in range(seconds)],
+            "evicted_chunks": rising(182_944, noisy(21, 11, 2)),
+            "dropped_chunks": rising(12, [2.0 if 300 < i < 306 else 0.0 for i in range(seconds)]),
+            "expired_chunks": [840.0] * seconds,
             "lookup_p50_s": lookups,
             "lookup_p99_s": [v * 4.2 for v in lookups],
             "retrieve_p50_s": retrieves,

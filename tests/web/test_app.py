@@ -26,8 +26,8 @@ from tests.web.samples import read, samples
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
-    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-    "/v1/prefixes", "/v1/config", "/metrics", "/schema/openapi.json",
+    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/metrics",
+    "/schema/openapi.json",
 )  # fmt: skip
 
 
@@ -66,12 +66,9 @@ def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Pa
             assert said[name] == direct[name], name
         for name in ("stored_chunks", "lookups"):
             assert said["counters"].get(name, 0) == direct["counters"].get(name, 0)
-        assert web.get("/v1/namespaces").value == said["namespaces"]
         assert [namespace["model"] for namespace in said["namespaces"]] == [engine.model]
         assert said["namespaces"][0]["chunks"] == 2
-        assert [tier["name"] for tier in web.get("/v1/tiers").value] == [f"disk://{tmp_path}/kv"]
-        assert isinstance(web.get("/v1/engines").value, list)
-        assert isinstance(web.get("/v1/events").value, list)
+        assert [tier["name"] for tier in said["tiers"]] == [f"disk://{tmp_path}/kv"]
     finally:
         engine.close()
 
@@ -86,13 +83,13 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
         (found,) = web.get("/v1/prefixes?most=5&sort=bytes").value
         assert (found["model"], found["prompts"], found["hits"]) == (engine.model, 2, 1)
         assert (found["shared_tokens"], found["tokens"], found["hit_tokens"]) == (2 * CHUNK, 4 * CHUNK, 3 * CHUNK)
-        pinned = web.change("/v1/pin", {"prefix": found["hash"], "model": found["model"], "name": "listed"})
+        pinned = web.change("/v1/lease", {"prefix": found["hash"], "model": found["model"], "name": "listed"})
         assert pinned.value == {"chunks": 2, "of_chunks": 2}, pinned.body
         assert [(each["name"], each["chunks"]) for each in web.get("/v1/leases").value] == [("listed", 2)]
         large = Engine(web.depot, model=f"{engine.model}-large")
         large.store([7] * CHUNK, list(range(PER_CHUNK)))
         (other,) = web.get(f"/v1/prefixes?model={large.model}").value
-        refused = web.change("/v1/pin", {"prefix": other["hash"], "model": engine.model, "name": "listed"})
+        refused = web.change("/v1/lease", {"prefix": other["hash"], "model": engine.model, "name": "listed"})
         assert refused.status == 400 and "no whole prompt" in refused.value["message"], "it is another model's"
         assert [(each["name"], each["chunks"]) for each in web.get("/v1/leases").value] == [("listed", 2)]
         large.close()
@@ -226,13 +223,13 @@ def test_history_grows_by_a_point_a_second_and_its_series_are_of_one_length(web:
     figures = web.get("/v1/history").value
     assert len(figures["times_s"]) >= 3
     assert all(len(values) == len(figures["times_s"]) for values in figures["series"].values())
-    assert {"hit_rate", "used_bytes", "stored_bytes_s", "lookup_p99_s"} <= figures["series"].keys()
+    assert {"reused_tokens", "used_bytes", "stored_bytes", "evicted_chunks"} <= figures["series"].keys()
 
 
 # -- changing
 
 
-def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
+def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)
     tokens = list(range(3 * CHUNK))
@@ -249,12 +246,13 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
             "chunks": 3, "of_chunks": 3,
         }  # fmt: skip
         assert web.depot.status()["chunks"] == 3
-        pinned = web.change("/v1/pin", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
+        pinned = web.change("/v1/lease", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
         assert pinned.value == {"chunks": 2, "of_chunks": 2}
         assert [lease["name"] for lease in web.get("/v1/leases").value] == ["system"]
-        assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}
+        assert web.change("/v1/release", {"name": "system", "drops": False}).value["name"] == "system"
         assert web.depot.status()["lease_count"] == 0
-        again = web.change("/v1/unpin", {"name": "system"})
+        assert web.depot.status()["chunks"] == 3, "they stay"
+        again = web.change("/v1/release", {"name": "system", "drops": False})
         assert (again.status, again.value["code"]) == (400, "bad_request")
         assert "there is no lease 'system'" in again.value["message"]
         tier = f"disk://{tmp_path}/kv"
@@ -333,8 +331,8 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/forget", b"", ""),
         ("/v1/warm", {}, "give exactly one of `tokens`, `hashes` and `prefix`"),
         ("/v1/warm", {"tokens": [1], "hashes": ["0" * 64]}, "give exactly one of `tokens`, `hashes` and `prefix`"),
-        ("/v1/pin", {"prefix": "0" * 63, "name": "a"}, "prefix"),
-        ("/v1/pin", {"prefix": "0" * 64, "name": "a"}, "no engine has registered yet"),
+        ("/v1/lease", {"prefix": "0" * 63, "name": "a"}, "prefix"),
+        ("/v1/lease", {"prefix": "0" * 64, "name": "a"}, "no engine has registered yet"),
         ("/v1/release", {"name": "a", "prefix": "0" * 64}, "either the `name`"),
         ("/v1/warm", {"keys": ["0" * 64]}, "keys"),
         ("/v1/warm", {"tokens": [-1]}, "tokens[0]: must be at least 0"),
@@ -342,16 +340,14 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/warm", {"tokens": [1.5]}, "tokens"),
         ("/v1/warm", {"hashes": ["xyz"]}, "hashes[0]: must match the pattern"),
         ("/v1/warm", {"tokens": [1, 2, 3]}, "no engine has registered yet"),
-        ("/v1/pin", {"tokens": [1]}, "name"),
-        ("/v1/pin", {"tokens": [1], "name": ""}, "name"),
-        ("/v1/unpin", {}, "name"),
+        ("/v1/lease", {"tokens": [1], "name": ""}, "name"),
         ("/v1/lease", {"tokens": [1]}, "name"),
         ("/v1/lease", {"tokens": [1], "name": "a", "kind": "keep"}, "kind: 'keep' is not one of retain"),
         ("/v1/lease", {"tokens": [1], "name": "a", "kind": "expire"}, "ttl_s"),
         ("/v1/lease", {"tokens": [1], "name": "a", "priority": 101}, "priority"),
         ("/v1/release", {}, "either the `name`"),
         ("/v1/release", {"name": "a", "tokens": [1]}, "either the `name`"),
-        ("/v1/unpin", [1], "must be an object, not a list"),
+        ("/v1/release", [1], "must be an object, not a list"),
     ],
 )
 def test_a_wrong_body_is_refused_with_what_is_wrong(web: Web, path: str, body: Any, said: str) -> None:
@@ -370,6 +366,8 @@ def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: W
     assert (wrong.status, wrong.value["code"]) == (405, "method")
     assert "GET" in wrong.headers["allow"]
     assert web.get("/v1/forget").status == 405
+    removed = web.change("/v1/pin", {})
+    assert (removed.status, removed.value) == (410, {"code": "gone", "message": "/v1/pin was removed: use /v1/lease"})
 
 
 def test_every_error_there_is_has_an_http_status() -> None:
@@ -385,9 +383,8 @@ def test_every_error_there_is_has_an_http_status() -> None:
 def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
-        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease",
-        "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
+        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm",
+        "/v1/lease", "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

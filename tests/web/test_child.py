@@ -264,10 +264,10 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
     assert seen["lease_count"] == 1
-    for path in ("/v1/warm", "/v1/pin", "/v1/lease"):
+    for path in ("/v1/warm", "/v1/lease"):
         body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path != "/v1/warm" else {})}
         assert web.change(path, body).value == {"chunks": 0, "of_chunks": 2}
-    assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}  # its own, of no chunks
+    assert web.change("/v1/release", {"name": "system", "drops": False}).status == 200  # its own, of no chunks
     assert web.change("/v1/release", {"name": "system"}).status == 400
     assert web.change("/v1/release", {"tokens": tokens, "model": engine.model}).value["removed_chunks"] == 0
     for what in ({"all": True}, {"model": engine.model}):

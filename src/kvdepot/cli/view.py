@@ -1,6 +1,6 @@
-"""A server's status as text for a terminal; for `kvdepot status` and `kvdepot top`.
+"""A server's status and lists as text for a terminal; for `kvdepot status`, `kvdepot top` and the lists' commands.
 
-It reads only a Status. Invariant: text that may come from a client passes through `clean`.
+Invariant: text that may come from a client passes through `clean`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
-from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Status, TenantStatus, TierStatus, Usage
+from kvdepot.protocol.status import (
+    OTHERS,
+    Engine,
+    NamespaceStatus,
+    Status,
+    TenantStatus,
+    TierStatus,
+    TokenCounts,
+    Usage,
+)
 from kvdepot.values import plural
 
 __all__ = [
     "LOST",
     "Listing",
-    "Speeds",
     "engines",
     "events",
     "headline",
+    "increase",
     "is_sum",
     "leases",
     "listings",
@@ -50,89 +59,81 @@ LOST = "evictions, failures, refusals"
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """Rates per second, between two statuses."""
-
-    stored_bytes: float
-    retrieved_bytes: float
-    lookups: float
-    evicted_chunks: float
-
-
-@dataclass(frozen=True)
 class Listing:
     """A table. heads: names of the columns; those of numeric columns begin with >."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
 
-    def table(self, width: int, most: int | None = None, chosen: int | None = None) -> Table:
-        """The table; if it has more than `most` lines, the last one says how many are left out.
-
-        Columns that do not fit into `width` are left out from the right: a number cut short is another number.
-        chosen: the number of a row to highlight.
-        """
-        cut = most is not None and len(self.rows) > most
-        rows = self.rows[: most - 1] if most is not None and cut else self.rows
+    def table(self, width: int) -> Table:
+        """The table, without columns from the right that do not fit: a number cut short is another number."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        columns = self._fitting(width)
+        columns = len(self.widths(width))
         for number, head in enumerate(self.heads[:columns]):
             is_number = head.startswith(">")
             table.add_column(
                 head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
             )
-        for number, row in enumerate(rows):
+        for row in self.rows:
             cells = (Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row[:columns])
-            table.add_row(*cells, style="reverse" if number == chosen else None)
-        if most is not None and cut:
-            table.add_row(Text(f"... {len(self.rows) - most + 1} more", "dim", no_wrap=True))
+            table.add_row(*cells)
         return table
 
-    def _fitting(self, width: int) -> int:
-        """The number of columns that fit while the first one stays readable."""
+    def widths(self, width: int) -> list[int]:
+        """The cells that each column gets of `width`; columns from the right that do not fit are left out.
+
+        Two cells separate columns, and the first one has what remains, at least `_NAME_CELLS` if its text is that long.
+        """
         widths = [
             max(cell_len(clean(str(cell))) for cell in (head.lstrip(">"), *column))
             for head, *column in zip(self.heads, *self.rows, strict=True)
         ]
-        left = width - min(widths[0], _NAME_CELLS)
-        for number, cells in enumerate(widths[1:], 1):
-            left -= cells + 2
-            if left < 0:
-                return number
-        return len(widths)
+        while len(widths) > 1 and min(widths[0], _NAME_CELLS) + sum(cells + 2 for cells in widths[1:]) > width:
+            widths.pop()
+        return [min(widths[0], width - sum(cells + 2 for cells in widths[1:])), *widths[1:]]
 
 
-def summary(now: Status, url: str, speeds: Speeds | None = None, old: str = "") -> Group:
-    """The summary above the tables. For `kvdepot top`, speeds: rates to show instead of totals; old: why the figures
-    are old, instead of the state."""
+def summary(now: Status, url: str, since: Status | None = None, old: str = "") -> Group:
+    """The summary above the tables. since: an earlier status, to show rates instead of totals. old: why the figures are
+    old, instead of the state."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in _lines(now, speeds):
+    for label, text in _lines(now, since):
         grid.add_row(label, Text(old, "bold yellow") if old and label == "state" else text)
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
     return Group(head, grid)
 
 
-def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
+def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
     if now.holds_s is not None:
         held = f"holds about {_about(now.holds_s)} of traffic: the median idle time of evicted chunks"
         lines.append(("", Text(held)))
-    lines += _reused(now)
+    lines.append(("reused", _reused(now.tokens, "in all")))
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
         saved += f", {duration(now.saved.prefill_s)} of prefill"
-    lines.append(("saved", Text(saved)))
-    if speeds is None:
+    if since is None:
         moved = f"stored {size(now.stored_bytes)}, retrieved {size(now.retrieved_bytes)}"
         moved += f", evicted {count(now.evicted_chunks)} chunks"
     else:
-        moved = f"stores {size(speeds.stored_bytes)}/s, retrieves {size(speeds.retrieved_bytes)}/s"
-        moved += f", {count(speeds.lookups)} lookups/s, {count(speeds.evicted_chunks)} evictions/s"
-    lines.append(("traffic", Text(moved)))
+        passed_s = now.uptime_s - since.uptime_s
+        lines.append(("", _reused(increase(since.tokens, now.tokens), f"in {duration(round(passed_s))}")))
+        lookups = now.counters.get("lookups", 0) - since.counters.get("lookups", 0)
+        moved = f"stores {size((now.stored_bytes - since.stored_bytes) / passed_s)}/s"
+        moved += f", retrieves {size((now.retrieved_bytes - since.retrieved_bytes) / passed_s)}/s"
+        moved += f", {count(lookups / passed_s)} lookups/s"
+        moved += f", {count((now.evicted_chunks - since.evicted_chunks) / passed_s)} evictions/s"
+    lines += [("saved", Text(saved)), ("traffic", Text(moved))]
     lines += [("" if number else "warnings", Text(text, "yellow")) for number, text in enumerate(_warnings(now))]
     return lines
+
+
+def increase(before: TokenCounts, now: TokenCounts) -> TokenCounts:
+    """How much each of the counts rose."""
+    bound = None if before.bound is None or now.bound is None else now.bound - before.bound
+    return TokenCounts(now.asked - before.asked, now.found - before.found, now.reused - before.reused, bound)
 
 
 def _about(seconds: float) -> str:
@@ -142,16 +143,15 @@ def _about(seconds: float) -> str:
     return f"{seconds / unit_s:.0f} {unit}"
 
 
-def _reused(now: Status) -> list[tuple[str, Text]]:
+def _reused(tokens: TokenCounts, when: str) -> Text:
     """The share of prompt tokens that engines loaded; of the same tokens, what was found and could have been."""
-    asked = now.tokens.asked
-    if not asked:
-        return [("reused", Text("no lookup by an engine yet"))]
-    found = min(now.tokens.found / asked, 1.0)
-    text = f" of {count(asked)} prompt tokens since the start; found {share(found)}"
-    if now.tokens.bound is not None:
-        text += f", upper bound {share(min(max(now.tokens.bound / asked, found), 1.0))}"
-    return [("reused", Text.assemble((share(min(now.tokens.reused / asked, 1.0)), "bold"), text))]
+    if not tokens.asked:
+        return Text("no lookup by an engine yet" if when == "in all" else f"no lookup {when}")
+    found = min(tokens.found / tokens.asked, 1.0)
+    text = f" of {count(tokens.asked)} tokens {when}; found {share(found)}"
+    if tokens.bound is not None:
+        text += f", upper bound {share(min(max(tokens.bound / tokens.asked, found), 1.0))}"
+    return Text.assemble((share(min(tokens.reused / tokens.asked, 1.0)), "bold"), text)
 
 
 def headline(now: Status) -> tuple[str, str]:
@@ -359,11 +359,11 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
         (
             lease.name, lease.kind, count(lease.chunks), size(lease.bytes),
             f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never", str(lease.priority),
-            lease.tenant or "-", lease.model,
+            lease.model or "-", lease.tenant or "-",
         )
         for lease in shown
     ]  # fmt: skip
-    return Listing(("leases", "kind", ">chunks", ">bytes", "ends", ">priority", "tenant", "model"), rows)
+    return Listing(("leases", "kind", ">chunks", ">bytes", "ends", ">priority", "model", "tenant"), rows)
 
 
 def needs(reach: int) -> str:

@@ -1,6 +1,6 @@
 """The health of a server: a headline, and for each problem what to do. Plain data and one function.
 
-The web process adds it to each status (web/turns.py). The page, `kvdepot status` and `kvdepot
+The web process adds it to each status (web/live.py). The page, `kvdepot status` and `kvdepot
 top` show it unchanged, so that they use the same words.
 """
 

@@ -1,6 +1,6 @@
 """The web process. child.py starts it and passes its settings through standard input; it ends when that closes.
 
-Its main thread runs the event loop, one thread is the server's client (poll.py), two wait for the end, and one exits
+Its main thread runs the event loop, one thread is the server's client (poll.py), one waits for the end, and one exits
 the process if the loop hangs. Invariant: it leaves nothing behind, and ends at most some seconds after its server.
 """
 
@@ -23,6 +23,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.processes import prepare_standard_files
 from kvdepot.protocol.curve import Key
 from kvdepot.web.child import Order
+from kvdepot.web.server import MOST_CONNECTIONS, HttpConnection, HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -42,26 +43,23 @@ def main() -> int:
     except msgspec.DecodeError:
         print("`kvdepot serve` starts kvdepot.web; do not start it yourself", file=sys.stderr)
         return 2
-    ended, serving = threading.Event(), threading.Event()
-    threading.Thread(target=_await_end, args=(ended, serving), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(order.log_level, order.settings["log_format"])
     try:
-        return _serve(order, ended, serving)
+        return _serve(order)
     except KVDepotError as exc:
         log.error("%s", exc)
         return 1
 
 
-def _await_end(ended: threading.Event, serving: threading.Event) -> None:
-    """Set `ended` when the server has ended or tells us to; then exit the process if it does not end by itself."""
+def _await_end(server: HttpServer) -> None:
+    """End the web server when standard input closes, then the process if it does not end by itself."""
     while os.read(0, 1):  # not sys.stdin, whose lock would block the interpreter's exit
         pass
-    ended.set()
-    if serving.is_set():
-        threading.Event().wait(_END_S)
+    server.end()
+    time.sleep(_END_S)
     os._exit(0)
 
 
@@ -76,8 +74,8 @@ class _Watchdog:
         self._missed = 0  # checks since the loop's last sign of life; both threads write it, and either may win
         threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True).start()
 
-    def live_on(self) -> None:
-        """The loop is alive."""
+    def reset(self) -> None:
+        """Note that the loop is alive."""
         self._missed = 0
 
     def _run(self) -> None:
@@ -91,22 +89,20 @@ class _Watchdog:
         os._exit(1)
 
 
-def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> int:
+def _serve(order: Order) -> int:
     import uvicorn
 
     from kvdepot.web.app import make_app
-    from kvdepot.web.connections import MOST_CONNECTIONS, Connection, Server
+    from kvdepot.web.live import LiveStatus
     from kvdepot.web.poll import Poll
-    from kvdepot.web.turns import Turns
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
-    serving.set()
     poll = Poll(order.url, key)
-    turns = Turns(poll)
+    live = LiveStatus(poll)
     try:
         config = uvicorn.Config(
-            make_app(poll, turns, order.settings, order.address, order.token),
-            http=Connection,
+            make_app(poll, live, order.settings, order.address, order.token),
+            http=HttpConnection,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -120,9 +116,11 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,
         )
+        server = HttpServer(config, _Watchdog().reset, live.end)
+        threading.Thread(target=_await_end, args=(server,), daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
-        Server(config, ended, _Watchdog().live_on, turns.end).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         poll.close()
     return 0

@@ -1,7 +1,7 @@
-"""The operations of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
+"""The endpoints of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
 
 __main__.py creates the application; uvicorn runs it on the web process's event loop. Requests that read are answered
-from poll.py's last result, except those for prefixes (prefixes.py); requests that change something ask the server, on
+from poll.py's last result, except those for lists (cached.py); requests that change something ask the server, on
 threads, a few at a time.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import mimetypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
@@ -29,17 +29,15 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
-from kvdepot.protocol.metrics import Event
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
-from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
+from kvdepot.web.cached import CachedLists
 from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
 from kvdepot.web.guard import App, Guard, Scope
-from kvdepot.web.history import Figures
+from kvdepot.web.history import TimeSeries
+from kvdepot.web.live import LiveStatus, StatusNow
 from kvdepot.web.poll import Poll
-from kvdepot.web.prefixes import Prefixes
 from kvdepot.web.prometheus import StatusCollector
-from kvdepot.web.turns import StatusNow, Turns
 
 __all__ = ["make_app"]
 
@@ -48,14 +46,14 @@ _MOST_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What operations use. settings: shown to clients, without secrets."""
+class ApiState:
+    """What endpoints use. settings: shown to clients, without secrets."""
 
     poll: Poll
-    turns: Turns
-    prefixes: Prefixes
+    live: LiveStatus
     settings: dict[str, Any]
     registry: CollectorRegistry
+    lists: CachedLists = field(default_factory=CachedLists)
     changes: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_MOST_CHANGES))
 
 
@@ -66,20 +64,14 @@ class Well(msgspec.Struct, frozen=True):
     lag_s: float
 
 
-class Pinned(msgspec.Struct, frozen=True):
-    """Chunks of the prompt's prefix that are in memory, or pinned, and chunks of the prompt."""
+class ChunkCount(msgspec.Struct, frozen=True):
+    """Chunks of the prompt's beginning that are in memory, or leased, so far; and chunks of the prompt."""
 
     chunks: int
     of_chunks: int
 
 
-class Unpinned(msgspec.Struct, frozen=True):
-    """The pin that was ended."""
-
-    name: str
-
-
-class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PromptBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt, and its model, by name or a unique prefix. The prompt: exactly one of token ids, chunk hashes in hex,
     and `prefix`, the hash of its last chunk, as `/v1/prefixes` lists it, if memory has all of it."""
 
@@ -90,43 +82,26 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
 
 
-class PinRequest(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt, the name of the pin, and its duration in seconds; 0: no end."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    ttl_s: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
-
-
-class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name of a pin."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-
-
-class LeaseRequest(PinRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LeaseBody(PromptBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt, and a lease of its chunks: `ttl_s` 0: no end; `drops`: remove its chunks when it ends.
 
     `retain` and `prefetch` load the chunks from the tiers and keep them in memory; `expire` keeps nothing, and removes
     them when it ends. If leases exceed the tenant's budget, those of the lowest priority end first.
     """
 
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    ttl_s: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     kind: Literal["retain", "prefetch", "expire"] = "retain"
     priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = NORMAL
     drops: bool = False
 
 
-class ReleaseRequest(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Either the name of a lease, or a prompt, whose first `keep` chunks stay."""
+class ReleaseBody(PromptBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Either the name of a lease, whose chunks stay unless `drops`, or a prompt, whose first `keep` chunks stay."""
 
     name: Annotated[str, Meta(max_length=256)] = ""
+    drops: bool = True
     keep: Annotated[int, Meta(ge=0, le=wire.MAX_CHUNKS)] = 0
-
-
-class Leased(msgspec.Struct, frozen=True):
-    """Chunks of the prompt that the lease has so far, and chunks of the prompt."""
-
-    chunks: int
-    of_chunks: int
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -136,7 +111,7 @@ class Released(msgspec.Struct, frozen=True):
     removed_chunks: int | None = None
 
 
-class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuotaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A quota; caps and `ttl_s`: 0 means none."""
 
     floor_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -147,14 +122,14 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_cap_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
-class QuotaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant, or its requests with the cache salt `salt`, and the quota until the server ends; without one, it has
     none. See `tenants` of the status.
     """
 
     tenant: Annotated[str, Meta(max_length=64)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
-    quota: Share | None = None
+    quota: QuotaLimits | None = None
 
 
 class QuotaSet(msgspec.Struct, frozen=True):
@@ -162,90 +137,72 @@ class QuotaSet(msgspec.Struct, frozen=True):
 
     tenant: str
     salt: str
-    quota: Share | None
+    quota: QuotaLimits | None
 
 
-class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to forget: chunks of models whose name begins with `model`, of requests with `salt`, of both, or all."""
 
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     all: bool = False
 
+    def check(self) -> None:
+        """Raises BadRequest if it names nothing, or too much."""
+        if self.all and (self.model or self.salt):
+            raise BadRequest("give either `all`, or `model` and `salt`")
+        if not (self.model or self.salt or self.all):
+            raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
+
 
 # -- reading
 
 
 @get("/healthz", 503)
-async def healthz(state: State) -> Well:
+async def healthz(state: ApiState) -> Well:
     """Health: whether the server answers, with its loop lag within bounds."""
-    poll = state.poll
-    if trouble := poll.trouble():
+    if trouble := state.poll.trouble():
         raise Unavailable(trouble)
-    return Well("ok", poll.latest().lag_s)
+    return Well("ok", state.poll.latest().lag_s)
 
 
 @get("/readyz", 503)
-async def readyz(state: State) -> Well:
+async def readyz(state: ApiState) -> Well:
     """Readiness: whether the server has answered recently."""
     return Well("ok", state.poll.latest().lag_s)
 
 
 @get("/metrics")
-async def metrics(state: State, scope: Scope) -> Encoded[bytes]:
+async def metrics(state: ApiState, scope: Scope) -> Encoded[bytes]:
     """Metrics for Prometheus."""
     accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
     encode, media_type = choose_encoder(accepted.decode("latin-1"))
     return Encoded(encode(state.registry), media_type)
 
 
-class StatusQuery(msgspec.Struct, frozen=True):
-    """Which status is wanted."""
-
-    after: (
-        Annotated[
-            int, Meta(ge=0, description="The `turn` of the last status seen; waits some seconds for the next one.")
-        ]
-        | UnsetType
-    ) = UNSET
+@get("/v1/status", 401, 503)
+async def status(state: ApiState) -> Encoded[StatusNow]:
+    """The server's latest status, at most a few seconds old; `/v1/stream` sends each one as an event."""
+    return Encoded(state.live.encoded())
 
 
-@get("/v1/status", 400, 401, 503)
-async def status(state: State, query: StatusQuery, scope: Scope) -> Encoded[StatusNow]:
-    """The server's latest status, at most a few seconds old; with `after`, the next one after that turn."""
-    if query.after is not UNSET:
-        await state.turns.wait(query.after, scope["state"]["connection"])
-    return Encoded(state.turns.encoded())
+@get("/v1/stream", 401)
+async def stream(state: ApiState) -> AsyncIterator[bytes]:
+    """The latest status and each next one, about one a second; why there is none, as an event `problem`."""
+    async for event in state.live.events():
+        yield event
 
 
 @get("/v1/history", 401, 503)
-async def history(state: State) -> Figures:
+async def history(state: ApiState) -> TimeSeries:
     """Time series for charts: a point per second, and older ones every ten seconds."""
-    return state.poll.history.figures()
-
-
-@get("/v1/namespaces", 401, 503)
-async def namespaces(state: State) -> list[NamespaceStatus]:
-    """Distinct models, shapes and layouts, largest first."""
-    return state.poll.latest().status.namespaces
-
-
-@get("/v1/engines", 401, 503)
-async def engines(state: State) -> list[Engine]:
-    """Connected schedulers and workers."""
-    return state.poll.latest().status.engines
-
-
-@get("/v1/tiers", 401, 503)
-async def tiers(state: State) -> list[TierStatus]:
-    """Storage tiers behind memory, nearest first."""
-    return state.poll.latest().status.tiers
+    return state.poll.history.series()
 
 
 @get("/v1/leases", 401, 429, 500, 503, 504)
-def leases(state: State) -> list[LeaseStatus]:
-    """Leases and what they hold, those that hold most first; at most two seconds old."""
-    return state.prefixes.leases()
+def leases(state: ApiState) -> list[LeaseStatus]:
+    """Leases: what they hold and until when; at most two seconds old."""
+    return state.lists.get("leases", lambda: admin.leases(state.poll.client))
 
 
 class PrefixQuery(msgspec.Struct, frozen=True):
@@ -257,24 +214,18 @@ class PrefixQuery(msgspec.Struct, frozen=True):
     ] = ""
     sort: Annotated[
         Literal["hits", "bytes", "tokens", "idle"],
-        Meta(description="What to sort by, the highest first; `idle`: seconds since a lookup found some of it."),
+        Meta(description="What to sort by, the highest first; `idle`: seconds since some of it was used."),
     ] = "hits"
 
 
 @get("/v1/prefixes", 400, 401, 429, 500, 503, 504)
-def prefixes(state: State, query: PrefixQuery) -> list[Prefix]:
+def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
     """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
-    return state.prefixes.get(query.model, query.sort, query.most)
-
-
-@get("/v1/events", 401, 503)
-async def events(state: State) -> list[Event]:
-    """Recent events, oldest first."""
-    return state.poll.latest().status.events
+    return state.lists.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
 
 
 @get("/v1/config", 401)
-async def config(state: State) -> dict[str, Any]:
+async def config(state: ApiState) -> dict[str, Any]:
     """The server's settings; secrets are masked."""
     return state.settings
 
@@ -283,7 +234,7 @@ async def config(state: State) -> dict[str, Any]:
 
 
 @contextmanager
-def _change(state: State) -> Iterator[None]:
+def _change(state: ApiState) -> Iterator[None]:
     """Limit the number of changes at a time. Raises Busy."""
     if not state.changes.acquire(blocking=False):
         raise Busy(f"{_MOST_CHANGES} changes are in progress: wait until one has finished")
@@ -293,7 +244,7 @@ def _change(state: State) -> Iterator[None]:
         state.changes.release()
 
 
-def _prompt(poll: Poll, data: Prompt) -> PromptChunks:
+def _prompt(poll: Poll, data: PromptBody) -> PromptChunks:
     if sum(map(bool, (data.tokens, data.hashes, data.prefix))) != 1:
         raise BadRequest("give exactly one of `tokens`, `hashes` and `prefix`")
     if data.prefix:
@@ -303,31 +254,15 @@ def _prompt(poll: Poll, data: Prompt) -> PromptChunks:
 
 
 @post("/v1/warm")
-def warm(state: State, data: Prompt) -> Pinned:
+def warm(state: ApiState, data: PromptBody) -> ChunkCount:
     """Load a prompt's chunks from the tiers into memory."""
     with _change(state):
         prompt = _prompt(state.poll, data)
-        return Pinned(admin.warm(state.poll.client, prompt), len(prompt))
-
-
-@post("/v1/pin")
-def pin(state: State, data: PinRequest) -> Pinned:
-    """Pin a prompt's chunks in memory under a name, loading them from the tiers if needed."""
-    with _change(state):
-        prompt = _prompt(state.poll, data)
-        return Pinned(admin.lease(state.poll.client, data.name, prompt, LeaseTerms(ttl_s=data.ttl_s)), len(prompt))
-
-
-@post("/v1/unpin")
-def unpin(state: State, data: UnpinRequest) -> Unpinned:
-    """End a pin."""
-    with _change(state):
-        admin.end_lease(state.poll.client, data.name)
-        return Unpinned(data.name)
+        return ChunkCount(admin.warm(state.poll.client, prompt), len(prompt))
 
 
 @post("/v1/lease")
-def lease(state: State, data: LeaseRequest) -> Leased:
+def lease(state: ApiState, data: LeaseBody) -> ChunkCount:
     """Begin a lease of a prompt's chunks, in place of one of the same name."""
     if data.kind == "expire" and not data.ttl_s:
         raise BadRequest("a lease of kind `expire` needs `ttl_s`, after which its chunks are removed")
@@ -336,60 +271,52 @@ def lease(state: State, data: LeaseRequest) -> Leased:
         prompt = _prompt(state.poll, data)
         terms = LeaseTerms(data.kind, data.ttl_s, data.priority, data.drops)
         leased = admin.lease(client, data.name, prompt, terms)
-        return Leased(leased, len(prompt))
+        return ChunkCount(leased, len(prompt))
 
 
 @post("/v1/release")
-def release(state: State, data: ReleaseRequest) -> Released:
+def release(state: ApiState, data: ReleaseBody) -> Released:
     """End a lease and remove its chunks, or remove a prompt's: from its end to the first chunk that others use."""
     if bool(data.name) == bool(data.tokens or data.hashes or data.prefix):
         raise BadRequest("give either the `name` of a lease, or a prompt as `tokens`, `hashes` or `prefix`")
     with _change(state):
         client = state.poll.client
         if data.name:
-            admin.end_lease(client, data.name, drops=True)
+            admin.end_lease(client, data.name, drops=data.drops)
             return Released(data.name)
         return Released(removed_chunks=admin.drop(client, _prompt(state.poll, data), data.keep))
 
 
-def _refuse_odd(data: ForgetRequest) -> None:
-    """Raises BadRequest."""
-    if data.all and (data.model or data.salt):
-        raise BadRequest("give either `all`, or `model` and `salt`")
-    if not (data.model or data.salt or data.all):
-        raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
-
-
 @post("/v1/forget/preview")
-def preview(state: State, data: ForgetRequest) -> admin.Preview:
+def preview(state: ApiState, data: ForgetBody) -> admin.Preview:
     """What `/v1/forget` would remove: chunks and bytes in memory, and the most that it could from each tier."""
-    _refuse_odd(data)
+    data.check()
     with _change(state):
         return admin.preview(state.poll.client, data.model, data.salt)
 
 
 @post("/v1/forget")
-def forget(state: State, data: ForgetRequest) -> dict[str, int]:
+def forget(state: ApiState, data: ForgetBody) -> dict[str, int]:
     """Remove chunks from memory and all tiers; returns how many from each. An error if some may remain."""
-    _refuse_odd(data)
+    data.check()
     with _change(state):
-        said = admin.forget(state.poll.client, data.model, data.salt)
-        if left := admin.not_forgotten(said):
-            done = "; ".join(f"{place}: {what} chunks" for place, what in said.items() if isinstance(what, int))
+        removed = admin.forget(state.poll.client, data.model, data.salt)
+        if left := admin.not_forgotten(removed):
+            done = "; ".join(f"{place}: {what} chunks" for place, what in removed.items() if isinstance(what, int))
             raise TierError(f"some chunks may remain: {'; '.join(left)}; removed: {done}")
-        return said
+        return removed
 
 
 @post("/v1/quota")
-def quota(state: State, data: QuotaRequest) -> QuotaSet:
+def quota(state: ApiState, data: QuotaBody) -> QuotaSet:
     """Give a tenant, or one cache salt of it, a quota until the server ends, or none; returns it."""
     if not (data.tenant or data.salt):
         raise BadRequest("give `tenant`, `salt` or both")
-    share = data.quota
+    limits = data.quota
     with _change(state):
-        asked = None if share is None else Quota(**msgspec.structs.asdict(share))
+        asked = None if limits is None else Quota(**msgspec.structs.asdict(limits))
         admin.set_quota(state.poll.client, data.tenant, asked, data.salt)
-        return QuotaSet(data.tenant, shown_tag(salt_tag(data.salt)), share)
+        return QuotaSet(data.tenant, shown_tag(salt_tag(data.salt)), limits)
 
 
 # -- the page
@@ -401,36 +328,31 @@ def _read_page() -> dict[str, Encoded[bytes]]:
     todo = [("/", resources.files("kvdepot.web") / "page")]
     while todo:
         path, folder = todo.pop()
-        if not folder.is_dir():
-            continue
         for entry in folder.iterdir():
             if entry.is_dir():
                 todo.append((f"{path}{entry.name}/", entry))
-            elif not entry.name.endswith((".py", ".pyc")):
-                kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
-                if kind in ("text/javascript", "application/javascript"):
-                    kind = "text/javascript"  # the host's table may have either
-                charset = "; charset=utf-8" if kind.startswith("text/") else ""
-                found[path + entry.name] = Encoded(entry.read_bytes(), kind + charset)
-    if "/index.html" in found:
-        found["/"] = found["/index.html"]
-    return found
+                continue
+            kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
+            if kind == "application/javascript":
+                kind = "text/javascript"  # the host's table may have either
+            charset = "; charset=utf-8" if kind.startswith("text/") else ""
+            found[path + entry.name] = Encoded(entry.read_bytes(), kind + charset)
+    return {**found, "/": found["/index.html"]}
 
 
-_OPERATIONS = [
-    healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, config,
-    warm, pin, unpin, lease, release, preview, forget, quota,
+_ENDPOINTS = [
+    healthz, readyz, metrics, status, stream, history, leases, prefixes, config,
+    warm, lease, release, preview, forget, quota,
 ]  # fmt: skip
 
 
-def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, token: str) -> App:
+def make_app(poll: Poll, live: LiveStatus, settings: dict[str, Any], address: str, token: str) -> App:
     """The application. settings: shown to clients, without secrets. address: HOST:PORT that we listen at."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
-    state = State(poll, turns, Prefixes(poll.client), settings, registry)
-    document: Encoded[bytes] = Encoded(describe(_OPERATIONS, __version__))
-    app = Dispatch(_OPERATIONS, {**pages, "/schema/openapi.json": document}, state)
+    document: Encoded[bytes] = Encoded(describe(_ENDPOINTS, __version__))
+    app = Dispatch(_ENDPOINTS, {**pages, "/schema/openapi.json": document}, ApiState(poll, live, settings, registry))
     is_local = is_loopback(f"tcp://{address}")
     return Guard(app, token, is_local, is_local and not settings["keys"], pages)

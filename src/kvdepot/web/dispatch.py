@@ -1,7 +1,8 @@
 """Operations of the HTTP API: which function answers a method of a path, with what types, and their OpenAPI document.
 
-An operation is a function whose annotations say all: its struct of query parameters or its body, and its answer. The
-application (app.py) runs coroutine functions on the event loop and others on threads, because they wait for the server.
+An operation is a function whose annotations say all: its struct of query parameters or its body, and its answer.
+Coroutine functions run on the event loop and others on threads, because they wait for the server; an asynchronous
+generator answers a stream of server-sent events.
 Every error has the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from kvdepot.errors import BadRequest, InternalError, KVDepotError
 from kvdepot.values import fault_of
 from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send
 
-__all__ = ["HTTP_STATUS", "Dispatch", "Encoded", "Operation", "describe", "get", "post"]
+__all__ = ["HTTP_STATUS", "Dispatch", "Encoded", "Endpoint", "describe", "get", "post"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ HTTP_STATUS = {
 """HTTP status by code of errors.py."""
 _CHANGE = (400, 401, 404, 413, 429, 500, 502, 503, 504)
 """HTTP statuses of errors that every operation that changes something may return."""
+_REMOVED = {
+    "/v1/pin": "/v1/lease",
+    "/v1/unpin": '/v1/release with `"drops": false`',
+    **{f"/v1/{part}": f"`{part}` of /v1/status" for part in ("namespaces", "engines", "tiers", "events")},
+    "/v1/fleet": "the Grafana dashboard",
+}
+"""Paths of the version before this one, and what to use instead."""
 _THREADS = 40
 _JSON = "application/json"
 
@@ -76,18 +84,19 @@ class _Gone(Exception):
     """The client has closed the connection."""
 
 
-class Operation:
+class Endpoint:
     """One method of one path.
 
     errors: HTTP statuses of its errors. given: the struct of its query parameters or its body, None if it takes none.
-    reply: the type of its answer, bytes if that is not JSON.
+    reply: the type of its answer; None if that is not JSON.
     """
 
     def __init__(self, method: str, path: str, run: Callable[..., Any], errors: tuple[int, ...]) -> None:
         self.method, self.path, self.run, self.errors = method, path, run, errors
         hints = get_type_hints(run, include_extras=True)
         answer = hints.pop("return")
-        self.reply = get_args(answer)[0] if get_origin(answer) is Encoded else answer
+        reply = get_args(answer)[0] if get_origin(answer) is Encoded else answer
+        self.reply = None if reply is bytes or inspect.isasyncgenfunction(run) else reply
         self.takes_scope = hints.pop("scope", None) is not None
         del hints["state"]
         self.given: Any = next(iter(hints.values()), None)
@@ -97,22 +106,24 @@ class Operation:
         self._decoder = decoder if method == "POST" else None
 
     def __repr__(self) -> str:
-        return f"<Operation {self.method} {self.path}>"
+        return f"<Endpoint {self.method} {self.path}>"
 
-    async def answer(self, state: object, scope: Scope, receive: Receive, threads: ThreadPoolExecutor) -> Encoded[Any]:
-        """The encoded answer. Raises KVDepotError or _Refused."""
+    async def run_on(self, state: object, scope: Scope, receive: Receive, threads: ThreadPoolExecutor) -> Any:
+        """The encoded answer, or an iterator of events. Raises KVDepotError or _Refused."""
         body = await _read(scope, receive) if self._decoder else b""
 
         def arguments() -> list[Any]:
             given = [self._parse(scope["query_string"], body)] if self.given else []
             return [state, *given, *([scope] if self.takes_scope else [])]
 
+        if inspect.isasyncgenfunction(self.run):
+            return self.run(*arguments())
         if inspect.iscoroutinefunction(self.run):
-            said = await self.run(*arguments())
+            answer = await self.run(*arguments())
         else:
             loop = asyncio.get_running_loop()
-            said = await loop.run_in_executor(threads, lambda: self.run(*arguments()))
-        return said if isinstance(said, Encoded) else Encoded(msgspec.json.encode(said))
+            answer = await loop.run_in_executor(threads, lambda: self.run(*arguments()))
+        return answer if isinstance(answer, Encoded) else Encoded(msgspec.json.encode(answer))
 
     def _parse(self, query: bytes, body: bytes) -> Any:
         try:
@@ -128,30 +139,30 @@ class Operation:
             raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc, self.given)}") from exc
 
 
-def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Operation]:
+def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Endpoint]:
     """Make a function the operation that answers GET."""
-    return lambda run: Operation("GET", path, run, errors)
+    return lambda run: Endpoint("GET", path, run, errors)
 
 
-def post(path: str) -> Callable[[Callable[..., Any]], Operation]:
+def post(path: str) -> Callable[[Callable[..., Any]], Endpoint]:
     """Make a function the operation that answers POST, with a body in JSON."""
-    return lambda run: Operation("POST", path, run, _CHANGE)
+    return lambda run: Endpoint("POST", path, run, _CHANGE)
 
 
 class Dispatch:
-    """Answers each request by the operation of its method and path, or by a file."""
+    """Answers each request by the endpoint of its method and path, or by a file."""
 
-    def __init__(self, operations: Iterable[Operation], files: Mapping[str, Encoded[bytes]], state: object) -> None:
-        """files: by path. state: passed to each operation."""
-        self._operations: dict[str, dict[str, Operation]] = {}
-        for operation in operations:
-            self._operations.setdefault(operation.path, {})[operation.method] = operation
+    def __init__(self, endpoints: Iterable[Endpoint], files: Mapping[str, Encoded[bytes]], state: object) -> None:
+        """files: by path. state: passed to each endpoint."""
+        self._endpoints: dict[str, dict[str, Endpoint]] = {}
+        for endpoint in endpoints:
+            self._endpoints.setdefault(endpoint.path, {})[endpoint.method] = endpoint
         self._files = files
         self._state = state
         self._threads = ThreadPoolExecutor(_THREADS, "kvdepot-http")
 
     def __repr__(self) -> str:
-        return f"<Dispatch {len(self._operations)} paths, {len(self._files)} files>"
+        return f"<Dispatch {len(self._endpoints)} paths, {len(self._files)} files>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, headers = 200, dict[str, str]()
@@ -162,23 +173,46 @@ class Dispatch:
         except Exception as exc:  # noqa: BLE001 - answered, and logged if it is not the client's
             status, problem, headers = _refusal(exc)
             answer = Encoded(msgspec.json.encode(problem))
-        headers = {"content-type": answer.media_type, "content-length": str(len(answer.body)), **headers}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": encoded})
-        await send({"type": "http.response.body", "body": answer.body})
+        if isinstance(answer, Encoded):
+            headers = {"content-type": answer.media_type, "content-length": str(len(answer.body)), **headers}
+            await send(_head(status, headers))
+            await send({"type": "http.response.body", "body": answer.body})
+        else:
+            await send(_head(status, {"content-type": "text/event-stream"}))
+            await _send_events(scope, answer, send)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Encoded[Any]:
-        method, path = scope["method"], scope["path"]
-        methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._operations.get(path, {})
+    async def _answer(self, scope: Scope, receive: Receive) -> Any:
+        path = scope["path"]
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body
+        methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._endpoints.get(path, {})
         if not methods:
+            if path in _REMOVED:
+                raise _Refused(410, Problem("gone", f"{path} was removed: use {_REMOVED[path]}"))
             raise _Refused(404, Problem("not_found", "no such path; /schema/openapi.json lists them"))
         if method not in methods:
             allowed = ", ".join(methods)
             raise _Refused(405, Problem("method", f"{path} answers {allowed}, not {method}"), {"allow": allowed})
         found = methods[method]
-        if isinstance(found, Operation):
-            return await found.answer(self._state, scope, receive, self._threads)
-        return found  # type: ignore[no-any-return]
+        if isinstance(found, Endpoint):
+            return await found.run_on(self._state, scope, receive, self._threads)
+        return found
+
+
+def _head(status: int, headers: Mapping[str, str]) -> dict[str, object]:
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": encoded}
+
+
+async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -> None:
+    """Send events until there are no more, or the client has gone."""
+    connection = scope["state"]["connection"]
+    if scope["method"] != "HEAD":
+        async for event in events:
+            if connection.transport.is_closing():
+                return
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            connection.events += 1
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes:
@@ -207,28 +241,31 @@ def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
     return 500, Problem(InternalError.code, "internal error; see the server log"), {}
 
 
-def describe(operations: Iterable[Operation], version: str) -> bytes:
-    """The OpenAPI document of all operations that answer JSON."""
-    shown = [operation for operation in operations if operation.reply is not bytes]
-    bodies = [operation.given for operation in shown if operation.method == "POST"]
-    types = [*bodies, *(operation.reply for operation in shown), Problem]
+def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
+    """The OpenAPI document of all endpoints that answer JSON."""
+    shown = [endpoint for endpoint in endpoints if endpoint.reply is not None]
+    bodies = [endpoint.given for endpoint in shown if endpoint.method == "POST"]
+    types = [*bodies, *(endpoint.reply for endpoint in shown), Problem]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     body, reply = iter(schemas), iter(schemas[len(bodies) :])
     paths: dict[str, dict[str, Any]] = {}
-    for operation in shown:
-        name = operation.run.__name__
-        said: dict[str, Any] = {"operationId": name, "summary": name, "description": inspect.getdoc(operation.run)}
-        if operation.method == "POST":
-            said |= {"security": [{"token": []}], "requestBody": {"required": True, "content": _content(next(body))}}
-        elif operation.given:
-            said["parameters"] = _parameters(operation.given)
-        said["responses"] = {"200": {"description": "Done, or found.", "content": _content(next(reply))}}
-        for status in (403, *operation.errors):
-            said["responses"][str(status)] = {
+    for endpoint in shown:
+        name = endpoint.run.__name__
+        described: dict[str, Any] = {"operationId": name, "summary": name, "description": inspect.getdoc(endpoint.run)}
+        if endpoint.method == "POST":
+            described |= {
+                "security": [{"token": []}],
+                "requestBody": {"required": True, "content": _content(next(body))},
+            }
+        elif endpoint.given:
+            described["parameters"] = _parameters(endpoint.given)
+        described["responses"] = {"200": {"description": "Done, or found.", "content": _content(next(reply))}}
+        for status in (403, *endpoint.errors):
+            described["responses"][str(status)] = {
                 "description": HTTPStatus(status).phrase,
                 "content": _content(schemas[-1]),
             }
-        paths.setdefault(operation.path, {})[operation.method.lower()] = said
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = described
     description = "Status, metrics and manual operations of a kvdepot server."
     return msgspec.json.encode(
         {

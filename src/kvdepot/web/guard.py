@@ -73,7 +73,7 @@ class Guard:
         if scope["type"] != "http":
             return
 
-        body = _Body(scope, receive)
+        body = _RequestBody(scope, receive)
 
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -88,9 +88,7 @@ class Guard:
 
         refused = self._refusal(scope)
         if refused is None:
-            # HEAD is answered like GET; uvicorn omits the body.
-            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-            await self._app(inner, body.receive, send_guarded)
+            await self._app(scope, body.receive, send_guarded)
             return
         status, problem = refused
         answer = msgspec.json.encode(problem)
@@ -118,12 +116,14 @@ class Guard:
             given = _header(scope, b"authorization") or ""
             scheme, _, token = given.partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
-                message = "this needs the header `Authorization: Bearer TOKEN`; `kvdepot status --http` prints it"
+                message = (
+                    "this needs the header `Authorization: Bearer TOKEN`; `kvdepot status --http` prints the token"
+                )
                 return 401, Problem("unauthorized", message)
         return None
 
 
-class _Body:
+class _RequestBody:
     """The body of one request, which may be answered before all of it has come."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -142,7 +142,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read the rest of it, unless there is too much; connections.py limits the time."""
+        """Read the rest of it, unless there is too much; server.py limits the time."""
         discarded = 0
         while self.is_left and max(self._announced, discarded) <= _DISCARDED:
             discarded += len((await self.receive()).get("body", b""))

@@ -1,7 +1,7 @@
 """The web process's client: polls the server's status once a second, and keeps the last answer.
 
 It has a thread of its own; the event loop reads its results, and can be notified of new ones. Invariant: an HTTP
-request that only reads never causes a request to the server, except for prefixes (prefixes.py).
+request that only reads never causes a request to the server, except for lists (cached.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvdepot.errors import DeadlineExceeded, InternalError, KVDepotError, Protoc
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
 from kvdepot.protocol.status import Status, read
-from kvdepot.web.history import History, measure
+from kvdepot.web.history import History
 
-__all__ = ["STALE_S", "Answer", "Poll", "Turn"]
+__all__ = ["Poll", "PolledStatus", "Turn"]
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ _PROBLEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A server's answer: its status, when it came (monotonic), and the loop lag."""
+class PolledStatus:
+    """A status, when it came (monotonic), and the loop lag."""
 
     status: Status
     at: float
@@ -52,10 +52,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The result of poll number `number`: the last answer, and why there is no newer one (empty if there is)."""
+    """The result of poll number `number`: the last status, and why there is no newer one (empty if there is)."""
 
     number: int
-    answer: Answer | None
+    answer: PolledStatus | None
     problem: str
 
 
@@ -93,8 +93,8 @@ class Poll:
             return f"no new engine can connect: {answer.status.unreachable}"
         return ""
 
-    def latest(self) -> Answer:
-        """The last answer. Raises Unavailable if it is too old."""
+    def latest(self) -> PolledStatus:
+        """The last status. Raises Unavailable if it is too old."""
         answer = self.turn.answer
         if answer is None or time.monotonic() - answer.at > STALE_S:
             raise Unavailable(self.trouble() or "the server has not answered yet")
@@ -107,11 +107,7 @@ class Poll:
             answer, problem = before.answer, ""
             try:
                 answer = self._ask()
-                if (last := before.answer) is not None:
-                    point = measure(last.status, answer.status, answer.at - last.at)
-                else:
-                    point = measure(None, answer.status, 0.0)
-                self.history.add(time.time(), point)
+                self.history.add(time.time(), answer.status)
             except KVDepotError as exc:
                 problem = exc.code
                 if problem != before.problem and not self._stopping.is_set():  # `close` fails what is asked
@@ -125,14 +121,14 @@ class Poll:
             due = max(due + POLL_S, time.monotonic())
             self._stopping.wait(due - time.monotonic())
 
-    def _ask(self) -> Answer:
+    def _ask(self) -> PolledStatus:
         began = time.monotonic()
         self.client.ask(wire.Noop(), deadline_s=_ANSWER_S).result(_ANSWER_S)
         between = time.monotonic()
         status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
         now = time.monotonic()
         # The longer of both, because a loop that stutters often answers one of them at once.
-        return Answer(status, now, max(between - began, now - between))
+        return PolledStatus(status, now, max(between - began, now - between))
 
     def close(self) -> None:
         """Blocks for some seconds at most."""

@@ -1,4 +1,4 @@
-// What an operator can do: load, pin, unpin, forget. Each in one dialogue, which says beforehand what will happen.
+// What an operator can do: load, pin, end a lease, forget. Each in one dialogue, which says beforehand what will happen.
 
 import { $, make, say } from "./dom.js";
 import { bytes, count, short } from "./format.js";
@@ -67,7 +67,7 @@ const ACTIONS = {
     what: () => "Its chunks are loaded from the tiers and not evicted until the pin ends. A pin of the same name is replaced. Leases can hold half of the memory at most.",
     verb: "Pin",
     fields: ["name", "model", "prompt", "salt", "ttl"],
-    path: "v1/pin",
+    path: "v1/lease",
     body: (given) => ({ name: given.name, ttl_s: Number(given.ttl), ...promptBody(given) }),
     done: (answer) => `${chunksOf(answer)} are pinned.`,
   },
@@ -79,20 +79,20 @@ const ACTIONS = {
     },
     verb: "Pin",
     fields: ["name", "ttl"],
-    path: "v1/pin",
+    path: "v1/lease",
     body: (given, of) => {
       const { model, hash } = JSON.parse(of);
       return { name: given.name, ttl_s: Number(given.ttl), model, prefix: hash };
     },
     done: (answer) => `${chunksOf(answer)} are pinned.`,
   },
-  unpin: {
+  release: {
     title: (of) => `End the lease ${of}`,
     what: () => "Its chunks stay in memory until their turn to be evicted. The client that started the lease is not notified.",
     verb: "End the lease",
     fields: [],
-    path: "v1/unpin",
-    body: (_, of) => ({ name: of }),
+    path: "v1/release",
+    body: (_, of) => ({ name: of, drops: false }),
     done: () => "The lease has ended.",
   },
   forget: {
@@ -124,7 +124,7 @@ export function open(name, of, status) {
   });
   if (of && inputs.models) inputs.models.value = of;
   inputs.token = make("input", { type: "password", autocomplete: "off", "aria-describedby": "token-help" });
-  const help = make("small", { id: "token-help", class: "soft" }, "Asked once; kept until this tab is closed. ", make("code", {}, "kvdepot status --http"), " prints it behind #token=.");
+  const help = make("small", { id: "token-help", class: "soft" }, "Asked once; kept until this tab is closed. ", make("code", {}, "kvdepot status --http"), " prints it.");
   const token = make("div", { id: "action-token" }, make("label", {}, make("span", {}, "Token"), inputs.token), help);
   $("action-fields").replaceChildren(...fields, token);
   current = { action, of, inputs };

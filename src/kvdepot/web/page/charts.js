@@ -20,7 +20,8 @@ const TIME_STEPS = [
 
 /**
  * Charts: those of the first screen, then those of memory and tiers. colour: a custom property of style.css. dash: so
- * that lines differ by more than colour. by: the line is how much a counter rose, over "time" or another counter.
+ * that lines differ by more than colour. by: the line is how much a counter rose, over "time" or another counter; over_s:
+ * in this time.
  * level: a constant line. most: the end of the axis can be no higher. ticks: like format, for the axis. isMore: not shown
  * where there is little room.
  */
@@ -29,7 +30,7 @@ export const GAINS = [
     title: "Prompt tokens per second",
     format: format.rate,
     lines: [
-      { name: "saved_tokens", by: "time", label: "Reused", colour: "--blue", filled: true },
+      { name: "reused_tokens", by: "time", label: "Reused", colour: "--blue", filled: true },
       { name: "asked_tokens", by: "time", label: "Asked", colour: "--grey", dash: [6, 3] },
     ],
   },
@@ -40,9 +41,9 @@ export const GAINS = [
     most: 1,
     isMore: true,
     lines: [
-      { name: "reuse_rate", label: "Reused", colour: "--blue", filled: true },
-      { name: "hit_rate", label: "Found", colour: "--orange", dash: [6, 3] },
-      { name: "ceiling", label: "Upper bound", colour: "--grey", dash: [2, 3] },
+      { name: "reused_tokens", by: "asked_tokens", over_s: 60, label: "Reused", colour: "--blue", filled: true },
+      { name: "found_tokens", by: "asked_tokens", over_s: 60, label: "Found", colour: "--orange", dash: [6, 3] },
+      { name: "bound_tokens", by: "asked_tokens", over_s: 60, label: "Upper bound", colour: "--grey", dash: [2, 3] },
     ],
   },
   {
@@ -53,18 +54,18 @@ export const GAINS = [
   },
 ];
 
-const USES = [
+const usesAt = (bounds_s) => [
   {
     title: "Loaded and stored",
     format: format.byteRate,
     lines: [
-      { name: "retrieved_bytes_s", label: "Loaded", colour: "--blue" },
-      { name: "stored_bytes_s", label: "Stored", colour: "--orange", dash: [6, 3] },
+      { name: "retrieved_bytes", by: "time", label: "Loaded", colour: "--blue" },
+      { name: "stored_bytes", by: "time", label: "Stored", colour: "--orange", dash: [6, 3] },
     ],
   },
   {
     title: "Request latency",
-    format: format.latency,
+    format: (value) => format.latency(value, bounds_s),
     ticks: format.duration,
     logarithmic: true,
     lines: [
@@ -74,17 +75,20 @@ const USES = [
       { name: "retrieve_p99_s", label: "Load p99", colour: "--orange", dash: [4, 3] },
     ],
   },
-  {
+];
+
+/** The lines of the first counters of chunks that memory lost or did not take, beside evictions, which are always shown. */
+const LOOKS = [["--blue"], ["--red", [6, 3]], ["--purple", [2, 3]], ["--grey", [8, 3, 2, 3]], ["--orange", [4, 2]], ["--teal", [1, 3]]];
+
+function lostOf(losses) {
+  const evicted = { counter: "evicted_chunks", what: "evicted to make room" };
+  const lost = [evicted, ...losses.filter((loss) => loss.where === "Memory" && loss.counter !== evicted.counter)];
+  return {
     title: "Chunks evicted or not stored",
     format: format.rate,
-    lines: [
-      { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
-      { name: "dropped_chunks_s", label: "Memory full", colour: "--red", dash: [6, 3] },
-      { name: "failed_chunks_s", label: "Store failed", colour: "--purple", dash: [2, 3] },
-      { name: "expired_chunks_s", label: "Expired", colour: "--grey", dash: [8, 3, 2, 3] },
-    ],
-  },
-];
+    lines: LOOKS.slice(0, lost.length).map(([colour, dash], i) => ({ name: lost[i].counter, by: "time", label: lost[i].what, colour, dash })),
+  };
+}
 
 const bytesOf = (title, name, capacity) => ({
   title,
@@ -101,7 +105,8 @@ export function usesOf(status) {
   return [
     bytesOf("Bytes in memory", "used_bytes", status.capacity_bytes),
     ...status.tiers.map((tier) => bytesOf(`Bytes in ${format.place(tier.name)}`, `tier_bytes.${tier.name}`, tier.capacity_bytes)),
-    ...USES,
+    ...usesAt(status.bounds_s),
+    lostOf(status.losses),
   ];
 }
 
@@ -176,7 +181,7 @@ export class Chart {
       ...lines.map((line) => {
         if (line.level) return times.map(() => line.level);
         if (!line.by) return series[line.name];
-        return slope(series[line.name], line.by === "time" ? times : series[line.by], boots);
+        return slope(series[line.name], line.by === "time" ? times : series[line.by], boots, times, line.over_s);
       }),
     ];
     this.none.hidden = !lines.every((line, i) => line.level || this.#data[i + 1].every((value) => value == null));

@@ -1,7 +1,5 @@
 // Formats numbers. Sizes are in binary units, like memory; rates in decimal units, like buses.
 
-import { BOUNDS_S } from "./series.js";
-
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const NONE = "–";
@@ -64,7 +62,7 @@ export function duration(value) {
 }
 
 /** A latency, as precise as its bucket: the first one begins at 0, the last one has no end. */
-export function latency(value, bounds = BOUNDS_S) {
+export function latency(value, bounds) {
   if (value > 0 && value < bounds[0]) return `<${duration(bounds[0])}`;
   return value >= bounds.at(-1) ? `≥${duration(bounds.at(-1))}` : duration(value);
 }
@@ -81,7 +79,6 @@ export function place(name) {
 
 /** The first characters of a long id. */
 export const short = (id) => id.slice(0, 8);
-
 
 /** A size that is a limit, of which 0 means none. */
 export const limit = (value) => (value ? bytes(value) : NONE);

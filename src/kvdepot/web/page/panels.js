@@ -4,8 +4,15 @@ import { $, bar, fillFacts, list, make, say, sayProse, set } from "./dom.js";
 import { bytes, byteRate, count, duration, exact, latency, none, place, rough, share } from "./format.js";
 import { below, histogram, percentile } from "./series.js";
 
+const HEADLINE_S = 3600;
 /** Chunks that were evicted sooner than this after their last use were evicted too soon: memory is short. */
 const YOUNG_S = 300;
+
+/** The name of a time in which something happened: hour, 10 min, 23 min. */
+export const windowName = (window_s) => {
+  const near = Object.entries({ minute: 60, hour: 3600 }).find(([, size_s]) => Math.abs(window_s - size_s) < 0.1 * size_s);
+  return near ? near[0] : rough(60 * Math.max(1, Math.round(window_s / 60)));
+};
 
 export function showVerdict({ level, headline, concerns }, since) {
   set($("verdict"), "data-level", level);
@@ -41,20 +48,34 @@ export function showFacts(status) {
   ]);
 }
 
-/** The share of tokens asked; null if nothing was asked, or the share is not known. */
-export const shareOf = (of, tokens) => (of.asked_tokens && tokens != null ? tokens / of.asked_tokens : null);
+/** Tokens of the last minute, ten minutes, hour and six hours, as far as the history goes back, and of all time. */
+export function windowsOf(status, history) {
+  const found = [];
+  for (const range_s of [60, 600, 3600, 21_600]) {
+    const window = history.tokens(range_s);
+    if (window.asked && window.window_s > 1.1 * (found.at(-1)?.window_s ?? 0)) found.push(window);
+  }
+  return [...found, { window_s: status.uptime_s, isAll: true, ...status.tokens }];
+}
 
-export function showGain(status) {
-  const { asked, found, reused, bound } = status.tokens;
-  const [rate, most] = [asked ? Math.min(reused / asked, 1) : null, asked && bound != null ? Math.min(bound / asked, 1) : null];
-  say($("hit-rate"), asked ? share(rate) : none);
+/** The share of the tokens asked for; null if nothing was asked, or the share is not known. */
+export const shareOf = (window, tokens) => (window.asked && tokens != null ? Math.min(tokens / window.asked, 1) : null);
+
+export function showGain(status, history) {
+  const windows = windowsOf(status, history);
+  const recent = status.uptime_s > HEADLINE_S ? windows.findLast((window) => window.window_s < 1.1 * HEADLINE_S) : null;
+  const headline = recent ?? windows.at(-1);
+  const rate = shareOf(headline, headline.reused);
+  const most = shareOf(headline, headline.bound);
+  say($("hit-window"), headline.isAll ? "since the start" : `last ${windowName(headline.window_s)}`);
+  say($("hit-rate"), share(rate));
   bar($("hit-bar"), rate, share(rate));
   $("hit-mark").hidden = most === null;
   if (most !== null) $("hit-mark").style.insetInlineStart = `${100 * most}%`;
-  const parts = [`of ${count(asked)} prompt tokens`];
-  if (found) parts.push(`${share(found / asked)} found here`);
+  const parts = [`of ${count(headline.asked)} prompt tokens`];
+  if (headline.found) parts.push(`${share(shareOf(headline, headline.found))} found here`);
   if (most !== null) parts.push(`upper bound (infinite cache) ${share(most)}`);
-  say($("hit-ceiling"), asked ? parts.join("; ") : "No engine has looked anything up yet.");
+  say($("hit-ceiling"), headline.asked ? parts.join("; ") : "No engine has looked anything up yet.");
 
   const saved = histogram(status, "saved_seconds");
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);

@@ -1,9 +1,4 @@
-// Time series: the server's history (/v1/history), continued from one status to the next.
-
-/** Upper bounds of the latency buckets (kvdepot.metrics.BOUNDS_S), in seconds; one more bucket holds the rest. */
-export const BOUNDS_S = [
-  0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-];
+// Time series: the server's history (/v1/history), continued by the point of each status.
 
 /** The longest range of the charts. */
 const LONGEST_S = 6 * 3600;
@@ -16,7 +11,7 @@ const MOST_POINTS = 150;
  * The value that `part` of what is in these buckets does not exceed: linear within a bucket, the last bound for values
  * beyond it; null if they are empty. Counts may have one bucket more than there are bounds.
  */
-export function percentile(counts, part, bounds = BOUNDS_S) {
+export function percentile(counts, part, bounds) {
   const total = counts.reduce((sum, value) => sum + value, 0);
   if (!total) return null;
   const wanted = part * total;
@@ -50,60 +45,20 @@ export function histogram(owner, name) {
   return found?.counts.some((count) => count) ? found : null;
 }
 
-/** Counters of chunks that were not kept, with a series each; kvdepot.web.history has the same list. */
-const LOST = ["dropped_chunks", "failed_chunks", "expired_chunks"];
+/** Series of percentiles, of which a line shows means; of all others, which are counters and sizes, the latest value. */
+const isPercentile = (name) => /_p\d+_s$/.test(name);
 
-/** A number that identifies a run of the server, the same as in kvdepot.web.history: 48 bits of its boot id. */
-export const bootNumber = (boot) => Number.parseInt(boot.slice(0, 12) || "0", 16);
-
-const counter = (name) => (status) => status.counters[name] ?? 0;
-
-function bucketsOf(status, request) {
-  return status.latencies.find((latency) => latency.request === request)?.buckets ?? [];
-}
-
-/** The values of all series between two statuses of one boot, the same as in kvdepot.web.history.measure. */
-export function point(before, now) {
-  const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is that of the last tick, in whole seconds
-  const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
-  const asked = now.tokens.asked - before.tokens.asked;
-  const part = (name) => (asked > 0 && now.tokens[name] != null ? Math.min((now.tokens[name] - before.tokens[name]) / asked, 1) : null);
-  const values = {
-    reuse_rate: part("reused"),
-    boot: bootNumber(now.boot),
-    asked_tokens: now.tokens.asked,
-    hit_rate: part("found"),
-    ceiling: part("bound"),
-    saved_tokens: now.saved.tokens,
-    saved_prefill_s: now.saved.prefill_s,
-    saved_requests: (now.histograms ?? [])
-      .filter((each) => each.name === "saved_seconds")
-      .reduce((sum, each) => sum + each.counts.reduce((all, count) => all + count, 0), 0),
-    stored_bytes_s: a_second((status) => status.stored_bytes),
-    retrieved_bytes_s: a_second((status) => status.retrieved_bytes),
-    used_bytes: now.used_bytes,
-    evicted_chunks_s: a_second((status) => status.evicted_chunks),
-  };
-  for (const name of LOST) values[`${name}_s`] = a_second(counter(name));
-  for (const request of ["Lookup", "Retrieve"]) {
-    const old = bucketsOf(before, request);
-    const buckets = bucketsOf(now, request).map((value, i) => value - (old[i] ?? 0));
-    values[`${request.toLowerCase()}_p50_s`] = percentile(buckets, 0.5);
-    values[`${request.toLowerCase()}_p99_s`] = percentile(buckets, 0.99);
-  }
-  for (const tier of now.tiers) values[`tier_bytes.${tier.name}`] = tier.bytes;
-  return values;
-}
-
-/** Series that only rise within a boot; a bin has their latest value, not the mean. As in kvdepot.web.history. */
-const EXACT = new Set(["asked_tokens", "saved_tokens", "saved_prefill_s", "saved_requests", "boot"]);
-
-/** How much a counter rose from each point to the next, over `by`: times, or another counter; null across boots. */
-export function slope(line, by, boots) {
+/**
+ * How much a counter rose from each point to the next, over `by`: times, or another counter; null across boots. over_s:
+ * since the first point within that time, instead of the last one.
+ */
+export function slope(line, by, boots, times, over_s = 0) {
+  let from = 0;
   return line.map((value, i) => {
-    const before = line[i - 1];
-    if (value == null || before == null || by[i] == null || by[i - 1] == null || boots[i] !== boots[i - 1]) return null;
-    return by[i] > by[i - 1] ? Math.max(value - before, 0) / (by[i] - by[i - 1]) : null;
+    if (!over_s) from = i - 1;
+    else while (from < i - 1 && (times[from] < times[i] - over_s || boots[from] !== boots[i])) from += 1;
+    if (value == null || line[from] == null || boots[from] !== boots[i]) return null;
+    return by[i] > by[from] ? Math.max(value - line[from], 0) / (by[i] - by[from]) : null;
   });
 }
 
@@ -143,12 +98,12 @@ export class History {
     return this.times.at(-1) ?? 0;
   }
 
-  add(wall_s, values) {
-    if (wall_s <= this.end_s) return;
+  /** Add the next point. */
+  add({ time_s, ...values }) {
     for (const name of Object.keys(values)) {
       this.series[name] ??= new Array(this.times.length).fill(null);
     }
-    this.times.push(wall_s);
+    this.times.push(time_s);
     for (const [name, line] of Object.entries(this.series)) line.push(values[name] ?? null);
     const old = this.#first(LONGEST_S);
     this.times.splice(0, old);
@@ -157,7 +112,7 @@ export class History {
 
   /**
    * The last `range_s` seconds of some series: the times, then each series; null also where a gap begins. With more than
-   * MOST_POINTS seconds, points are the means of some seconds (the latest value, of counters).
+   * MOST_POINTS seconds, a point stands for some seconds.
    */
   window(names, range_s) {
     const step_s = Math.max(1, Math.round(range_s / MOST_POINTS));
@@ -183,10 +138,23 @@ export class History {
         const line = lines[at];
         const last = line.length - 1;
         counts[at] += 1;
-        line[last] = EXACT.has(name) || counts[at] === 1 ? value : line[last] + (value - line[last]) / counts[at];
+        line[last] = counts[at] === 1 || !isPercentile(name) ? value : line[last] + (value - line[last]) / counts[at];
       });
     }
     return [times, ...lines];
+  }
+
+  /** How much the counts of tokens rose in the last `range_s` seconds of this boot, as far as there are points. */
+  tokens(range_s) {
+    const last = this.times.length - 1;
+    let first = this.#first(range_s);
+    const boots = this.series.boot ?? [];
+    while (first < last && boots[first] !== boots[last]) first += 1;
+    const rose = (name) => {
+      const line = this.series[`${name}_tokens`];
+      return line?.[last] == null || line[first] == null ? null : line[last] - line[first];
+    };
+    return { window_s: last < 0 ? 0 : this.times[last] - this.times[first], asked: rose("asked"), found: rose("found"), reused: rose("reused"), bound: rose("bound") };
   }
 
   #first(range_s) {

@@ -1,6 +1,6 @@
 // Requests to the server. The token comes in the URL's fragment (`kvdepot status --http`), which browsers do not send.
 
-/** Longer than the server's long poll. */
+/** Longer than the server needs to notice that the depot does not answer. */
 const TIMEOUT_MS = 8000;
 /** Loading a prompt from slow tiers takes minutes. */
 const CHANGE_TIMEOUT_MS = 180_000;
@@ -41,26 +41,55 @@ export class Refusal extends Error {
 }
 
 /** The server's response as plain data. Throws Refusal, or what fetch throws without a response or after stop.abort(). */
-export const ask = (path, stop = new AbortController()) => request(path, {}, stop, TIMEOUT_MS);
+export const ask = (path, stop = new AbortController()) =>
+  within(TIMEOUT_MS, stop, async () => (await request(path, {}, stop)).json());
 
 /** Change something: POST `body`. Throws like `ask`. */
-export const send = (path, body, stop = new AbortController()) =>
-  request(path, { method: "POST", body: JSON.stringify(body) }, stop, CHANGE_TIMEOUT_MS);
+export const send = (path, body) => {
+  const stop = new AbortController();
+  return within(CHANGE_TIMEOUT_MS, stop, async () => (await request(path, { method: "POST", body: JSON.stringify(body) }, stop)).json());
+};
 
-async function request(path, options, stop, timeout_ms) {
+/**
+ * The server-sent events of a path, as [kind, data], until the server ends them. Throws like `ask`, also if none comes in
+ * time. (An EventSource could not send the token in a header.)
+ */
+export async function* events(path, stop) {
+  const answer = await within(TIMEOUT_MS, stop, () => request(path, {}, stop));
+  if (!answer.headers.get("Content-Type").startsWith("text/event-stream")) throw new TypeError("not a stream of events");
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await within(TIMEOUT_MS, stop, () => reader.read());
+    if (done) return;
+    const parts = (text + value).split("\n\n");
+    text = parts.pop();
+    for (const part of parts) {
+      const [, kind = "message", data] = part.match(/^(?:event: (.*)\n)?data: (.*)$/);
+      yield [kind, JSON.parse(data)];
+    }
+  }
+}
+
+/** Wait for `task`, and abort it after a time. */
+async function within(timeout_ms, stop, task) {
   const timer = setTimeout(() => stop.abort(), timeout_ms);
   try {
-    const headers = { ...(token && { Authorization: `Bearer ${token}` }), ...(options.body && { "Content-Type": "application/json" }) };
-    const answer = await fetch(path, { ...options, cache: "no-store", headers, signal: stop.signal });
-    if (answer.ok) return await answer.json();
-    let message = `HTTP ${answer.status}`;
-    try {
-      message = String((await answer.json()).message || message);
-    } catch {
-      // not our response, but a proxy's
-    }
-    throw new Refusal(answer.status, message);
+    return await task();
   } finally {
     clearTimeout(timer);
   }
+}
+
+async function request(path, options, stop) {
+  const headers = { ...(token && { Authorization: `Bearer ${token}` }), ...(options.body && { "Content-Type": "application/json" }) };
+  const answer = await fetch(path, { ...options, cache: "no-store", headers, signal: stop.signal });
+  if (answer.ok) return answer;
+  let message = `HTTP ${answer.status}`;
+  try {
+    message = String((await answer.json()).message || message);
+  } catch {
+    // not our response, but a proxy's
+  }
+  throw new Refusal(answer.status, message);
 }

@@ -2,7 +2,7 @@
 
 import { $, child, list, make, rows, say, set } from "./dom.js";
 import * as format from "./format.js";
-import { shareOf } from "./panels.js";
+import { shareOf, windowName, windowsOf } from "./panels.js";
 import { percentile } from "./series.js";
 
 const { bytes, count, duration, exact, limit, none, rough, share, short } = format;
@@ -39,7 +39,7 @@ export function showUsers(status) {
   rows($("namespaces"), spaces, (space) => JSON.stringify(full(space)), [
     ["name", (space) => (space.tenant ? `${space.tenant}: ${space.model}` : space.model), (space) => full(space).filter(Boolean).join(", ")],
     ["num", (space) => (space.asked_tokens ? count(space.asked_tokens) : none), (space) => exact(space.asked_tokens)],
-    ["num", (space) => share(shareOf(space, space.reused_tokens)), (space) => `${exact(space.reused_tokens)} tokens; found: ${share(shareOf(space, space.found_tokens))}`],
+    ["num", (space) => share(shareOf(tokensOf(space), space.reused_tokens)), (space) => `${exact(space.reused_tokens)} tokens; found: ${share(shareOf(tokensOf(space), space.found_tokens))}`],
     ["num", (space) => bytes(space.bytes), (space) => `${exact(space.chunks)} chunks`],
     ["num more", (space) => share(status.capacity_bytes ? space.bytes / status.capacity_bytes : null)],
     ["num more", (space) => count(space.engines)],
@@ -50,7 +50,7 @@ export function showUsers(status) {
   rows($("tenants"), tenants, whose, [
     ["name", (tenant) => whose(tenant) || "others", whose],
     ["num", (tenant) => (tenant.asked_tokens ? count(tenant.asked_tokens) : none), (tenant) => exact(tenant.asked_tokens)],
-    ["num", (tenant) => share(shareOf(tenant, tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
+    ["num", (tenant) => share(shareOf(tokensOf(tenant), tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
     ["num", (tenant) => bytes(tenant.used_bytes)],
     ["num", (tenant) => limit(tenant.floor_bytes)],
     ["num", (tenant) => limit(tenant.cap_bytes)],
@@ -58,6 +58,9 @@ export function showUsers(status) {
     ["num more", (tenant) => count(tenant.capped_chunks)],
   ]);
 }
+
+/** As `shareOf` takes it. */
+const tokensOf = (usage) => ({ asked: usage.asked_tokens });
 
 /** Tenants by name, with what they asked for and their quotas; none if there is only the nameless one. */
 function tenantsOf(status) {
@@ -76,13 +79,12 @@ export function showLeases(leases) {
     ["more", (lease) => lease.kind],
     ["num", (lease) => bytes(lease.bytes), (lease) => `${exact(lease.chunks)} chunks of ${lease.model}`],
     ["num", (lease) => (lease.ends_s == null ? "never" : duration(Math.round(lease.ends_s)))],
-    ["action", null, null, actionCell("unpin", "End", (lease) => lease.name)],
+    ["num more", (lease) => lease.priority],
+    ["action", null, null, actionCell("release", "End", (lease) => lease.name)],
   ]);
 }
 
 export function showPrefixes(prefixes) {
-  $("prefixes-part").hidden = prefixes === null;
-  if (prefixes === null) return;
   rows($("prefixes"), prefixes, (prefix) => `${prefix.tenant}/${prefix.model}/${prefix.id}`, [
     ["", null, null, idCell((prefix) => prefix.id)],
     ["name", (prefix) => (prefix.tenant ? `${prefix.tenant}: ${prefix.model}` : prefix.model), (prefix) => prefix.model],
@@ -152,7 +154,16 @@ const NAMES = {
   saved_seconds: "TTFT saved per request",
 };
 
-export function showDetails(status) {
+const windowOf = (window) => (window.isAll ? "since the start" : windowName(window.window_s));
+
+export function showDetails(status, history) {
+  rows($("windows"), windowsOf(status, history).filter((window) => window.asked), (window) => String(windowOf(window)), [
+    ["", windowOf],
+    ["num", (window) => count(window.asked), (window) => exact(window.asked)],
+    ["num", (window) => share(shareOf(window, window.reused)), (window) => exact(window.reused)],
+    ["num", (window) => share(shareOf(window, window.found || null)), (window) => exact(window.found)],
+    ["num", (window) => share(shareOf(window, window.bound))],
+  ]);
   rows(
     $("latencies"),
     status.latencies.filter((latency) => latency.count),
@@ -161,8 +172,8 @@ export function showDetails(status) {
       ["", (latency) => latency.request],
       ["num", (latency) => count(latency.count)],
       ["num", (latency) => (latency.errors ? count(latency.errors) : none)],
-      ["num", (latency) => format.latency(percentile(latency.buckets, 0.5))],
-      ["num", (latency) => format.latency(percentile(latency.buckets, 0.99))],
+      ["num", (latency) => format.latency(percentile(latency.buckets, 0.5, status.bounds_s), status.bounds_s)],
+      ["num", (latency) => format.latency(percentile(latency.buckets, 0.99, status.bounds_s), status.bounds_s)],
       ["num", (latency) => duration(latency.sum_s / latency.count)],
     ],
   );

@@ -1,0 +1,53 @@
+"""Lists that the server makes on request, unlike the status: prefixes and leases. An answer is kept for a moment.
+
+Used by app.py on its threads. Invariant: however many ask, the server gets one request at a time, and the same one
+again only after `_FRESH_S`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvdepot.errors import Busy
+
+__all__ = ["CachedLists"]
+
+_FRESH_S = 2.0
+_MOST_WAITING = 8
+"""HTTP requests that wait for an answer; each occupies a thread."""
+_MOST_KEPT = 16
+"""Answers to different questions that are kept."""
+
+T = TypeVar("T")
+
+
+class CachedLists:
+    """The latest answers of one server, by question."""
+
+    def __init__(self) -> None:
+        self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
+        self._asking = threading.Lock()
+        self._kept: dict[object, tuple[float, Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"<CachedLists {len(self._kept)} answers>"
+
+    def get(self, question: object, ask: Callable[[], T]) -> T:
+        """The answer of `ask`, at most two seconds old. Blocks. Raises what `ask` raises, and Busy if too many wait."""
+        if not self._waiting.acquire(blocking=False):
+            raise Busy(f"{_MOST_WAITING} requests for lists are waiting: retry later")
+        try:
+            with self._asking:
+                asked, answer = self._kept.pop(question, (0.0, None))
+                if not asked or time.monotonic() - asked >= _FRESH_S:
+                    asked, answer = time.monotonic(), ask()
+                while len(self._kept) >= _MOST_KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[question] = asked, answer
+                found: T = answer
+                return found
+        finally:
+            self._waiting.release()

@@ -1,0 +1,102 @@
+"""The HTTP server: uvicorn's, plus a timeout for every state of a connection and a bound on their number.
+
+Runs on the event loop, and checks all connections once a second. uvicorn's own timeout covers only the time between a
+response and the next request, and its `limit_concurrency` would answer a health probe with 503 while idle connections
+fill the limit. Here a connection beyond the maximum replaces the one that has been in its state for longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from socket import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["MOST_CONNECTIONS", "HttpConnection", "HttpServer"]
+
+MOST_CONNECTIONS = 128
+_CHECK_S = 1.0
+_REQUEST_S = 10.0
+"""Time for a request's headers, from the connection or the last response; then again for its body."""
+_READ_S = 20.0
+"""Time for the client to read a response, or one event of a stream."""
+
+
+class HttpConnection(H11Protocol):
+    """One client's connection. events: how many events of a stream it has taken."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}  # a request's `scope["state"]`
+        self.events = 0
+        self._state: Any = None  # at the last check
+        self._since = self.loop.time()
+        others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        if len(others) >= MOST_CONNECTIONS:
+            min(others, key=lambda each: each._since).transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse data that is not HTTP. If a request's head was already read, uvicorn would send two responses."""
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+            self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """Abort the connection if it has been in its state for too long. now: by the loop's clock."""
+        cycle = self.cycle
+        most_s = _REQUEST_S
+        if self.transport.get_write_buffer_size():
+            state: Any = ("response", cycle, self.events)
+            most_s = _READ_S
+        elif cycle is None or cycle.response_complete:
+            state = ("request", cycle)
+        elif cycle.more_body:
+            state = ("body", cycle)
+        else:
+            state = ("work", cycle)  # our handler runs, which has deadlines of its own
+            self._since = now
+        if state != self._state:
+            self._state, self._since = state, now
+        if now - self._since > most_s:
+            self.transport.abort()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, but it wakes once a second instead of ten times, because each time may disturb a lookup."""
+
+    def __init__(self, config: uvicorn.Config, on_check: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """on_check: called each second on the loop. on_end: called on the loop when the end begins."""
+        super().__init__(config)
+        self._on_check = on_check
+        self._on_end = on_end
+        self._ended = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def end(self) -> None:
+        """End the server. Any thread may call this, also before it runs."""
+        self.should_exit = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):  # also updates the Date header of responses
+            self._on_check()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _CHECK_S)
+            connections: list[Any] = list(self.server_state.connections)
+            for connection in connections:
+                connection.check(self._loop.time())
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        self._on_end()
+        await super().shutdown(sockets)
