@@ -240,7 +240,7 @@ def test_a_pause_is_shown() -> None:
     drive(steps, MANY)
 
 
-def test_the_overview_has_rates_of_the_watched_time_and_charts_of_one_run_of_the_server() -> None:
+def test_the_overview_has_rates_and_charts_of_the_time_watched() -> None:
     def at(number: int) -> Status:
         tokens = TokenCounts(1000 + 100 * number, 600 + 80 * number, 500 + 50 * number)
         return a_status(tokens=tokens, stored_bytes=number**2 << 20, uptime_s=90.0 + number)

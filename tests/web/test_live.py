@@ -145,7 +145,7 @@ def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> N
     eventually(lambda: web.latest()["trouble"] == "" and web.is_well())
 
 
-def test_as_many_streams_as_connections_are_served_and_a_probe_takes_the_place_of_one(web: Web) -> None:
+def test_128_streams_are_served_and_a_probe_takes_the_place_of_one(web: Web) -> None:
     with contextlib.ExitStack() as crowd:
         readers = [crowd.enter_context(connect(web)) for _ in range(128)]
         eventually(lambda: open_connections(web) == 128)

@@ -44,7 +44,7 @@ def test_the_layouts_of_a_model_are_one_series() -> None:
     assert values(status, "namespace_chunks") == {"twice": 3}
 
 
-def test_models_beyond_the_fifty_with_most_bytes_in_all_their_layouts_are_told_as_a_sum() -> None:
+def test_models_beyond_the_fifty_largest_are_one_sum() -> None:
     large = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1000 + number, 1) for number in range(50)]
     parts = [NamespaceStatus("", "parts", 1, 4, 1, 600, 1)] * 2
     beyond = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 5, 0)  # what the status itself does not list
@@ -56,7 +56,7 @@ def test_models_beyond_the_fifty_with_most_bytes_in_all_their_layouts_are_told_a
     assert values(status, "namespace_chunks")[OTHERS] == 1 + 7
 
 
-def test_tokens_are_counted_by_model_and_by_tenant_and_in_all_and_shares_are_left_to_whoever_asks() -> None:
+def test_tokens_are_counted_by_model_by_tenant_and_in_all() -> None:
     usage = [Usage("", 10, 8, 5), Usage("blue", 7, 3, 2)]
     models = [Usage("", 10, 8, 5, "m"), Usage("blue", 6, 3, 2, "n"), Usage(OTHERS, 1, 0, 0, OTHERS)]
     tokens = TokenCounts(17, 11, 7, 12)
@@ -127,7 +127,7 @@ def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None
     assert values(empty_status(), "tenant_used_bytes") == {} == values(status, "tenant_disk_bytes")
 
 
-def test_salts_with_quotas_have_a_label_and_what_is_on_disk_is_shown_where_there_is_a_disk() -> None:
+def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
     tenants = [
         TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
         TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6, 11, 12, 13),

@@ -31,7 +31,7 @@ def wait_for_end(connection: socket.socket) -> None:
             pass
 
 
-def test_requests_and_bodies_that_never_end_are_cut_off_also_where_a_byte_comes_now_and_then(web: Web) -> None:
+def test_requests_and_bodies_that_never_end_are_cut_off(web: Web) -> None:
     head = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nX: "
     token = f"Authorization: Bearer {web.token}"
     body = f"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n{token}\r\n\r\n".encode()

@@ -5,11 +5,9 @@ Called by app.py for each scrape. Values are those of the status, unchanged.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,15 +21,7 @@ from prometheus_client.registry import Collector
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
-from kvdepot.protocol.status import (
-    OTHERS,
-    Device,
-    Histogram,
-    Status,
-    TenantStatus,
-    TierStatus,
-    Usage,
-)
+from kvdepot.protocol.status import OTHERS, Histogram, Status, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
@@ -84,7 +74,44 @@ _GAUGES = {
 """Name and help text of the metric, by field of the status."""
 _SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}
 """Names of metrics that are not those of their fields."""
-_Labelled = TypeVar("_Labelled", GaugeMetricFamily, CounterMetricFamily)
+_LABELS = {"uuid": "device", "name": "tier"}
+"""Names of labels that are not those of their fields."""
+_TIER, _DEVICE = ("tier", "name"), ("device", "uuid")
+_OF_NAMESPACE = {
+    "chunks": "Chunks in memory of a tenant, model and shape.",
+    "bytes": "Bytes in memory of a tenant, model and shape.",
+    "engines": "Connected workers of a tenant, model and shape: one per rank of each engine.",
+}
+_OF_TENANT = {
+    "used_bytes": "Memory of a tenant.",
+    "floor_bytes": "Memory that others cannot take from a tenant.",
+    "cap_bytes": "Most memory that a tenant can have; 0: no cap.",
+}
+_ON_DISK_OF_TENANT = {
+    "disk_bytes": "Bytes of a tenant in tiers disk://, as of their last probes.",
+    "disk_floor_bytes": "Bytes in each tier disk:// that others cannot take.",
+    "disk_cap_bytes": "Most bytes of a tenant in each tier disk://; 0: no cap.",
+}
+_LOST_OF_TENANT = {
+    "evicted_chunks": "Chunks of a tenant evicted from memory.",
+    "capped_chunks": "Shards not stored because of a tenant's cap.",
+}
+_OF_TIER = {
+    "objects": "Objects in a tier.",
+    "bytes": "Bytes in a tier.",
+    "capacity_bytes": "Capacity of a tier.",
+    "free_bytes": "Bytes that a tier's file system has free.",
+    "queued_bytes": "Bytes waiting to be saved.",
+    "saves": "Calls in progress that save up to 16 shards each.",
+    "loads": "Calls in progress that load up to 16 shards each.",
+}
+_OF_DEVICE = {
+    "registrations": "Registrations of a GPU's tensors.",
+    "context_bytes": "GPU memory used by the server's context.",
+    "staging_bytes": "GPU memory used by staging buffers.",
+    "pinned_bytes": "Bytes of the arena registered with the driver, once for all GPUs.",
+}
+"""Help texts by field, as the ones above."""
 
 
 class StatusCollector(Collector):
@@ -125,12 +152,39 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _latencies(status)
     for histogram in status.histograms:
         yield _histogram(f"kvdepot_{histogram.name}", {"": histogram})
-    yield from _namespaces(status)
-    yield from _usages("model", status.model_usage)
-    yield from _usages("tenant", status.usage)
-    yield from _tenants(status.tenants)
+    shape = "namespace", "tenant", "model", "world_size", "blocks_in_chunk"
+    yield from _labelled(shape, _OF_NAMESPACE, _shapes(status))
+    helps = {f"{name}_tokens": meaning for name, meaning in _TOKENS.items()}
+    yield from _labelled(("model", "tenant", "model"), helps, status.model_usage, kind=CounterMetricFamily)
+    yield from _labelled(("tenant", "tenant"), helps, status.usage, kind=CounterMetricFamily)
+    tenant = "tenant", "tenant", "salt"
+    on_disk = [each for each in status.tenants if each.disk_bytes is not None]
+    yield from _labelled(tenant, _OF_TENANT, status.tenants)
+    yield from _labelled(tenant, _ON_DISK_OF_TENANT, on_disk)
+    yield from _labelled(tenant, _LOST_OF_TENANT, status.tenants, kind=CounterMetricFamily)
     yield from _tiers(status.tiers)
-    yield from _devices(status.devices)
+    yield from _labelled(
+        _DEVICE, {"up": "0 while a GPU's copies fail."}, status.devices, lambda each, _: not each.failure
+    )
+    yield from _labelled(_DEVICE, _OF_DEVICE, status.devices)
+
+
+def _labelled(
+    key: tuple[str, ...],
+    helps: Mapping[str, str],
+    rows: Iterable[Any],
+    value: Callable[[Any, str], float | None] = getattr,
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Iterator[Metric]:
+    """A metric for each field of some rows. key: their kind, then the fields that identify one. helps: help texts."""
+    of, *labels = key
+    names = [_LABELS.get(label, label) for label in labels]
+    for field, meaning in helps.items():
+        family = kind(f"kvdepot_{of}_{_SERIES.get(field, field)}", meaning, labels=names)
+        for row in rows:
+            if (found := value(row, field)) is not None:
+                family.add_metric([getattr(row, label) for label in labels], float(found))
+        yield family
 
 
 def _counters(status: Status) -> Iterator[Metric]:
@@ -186,138 +240,57 @@ def _buckets(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, in
     return list(zip((*bounds, "+Inf"), accumulate(counts), strict=True))
 
 
-def _by_field(kind: type[_Labelled], of: str, labels: Sequence[str], helps: Mapping[str, str]) -> dict[str, _Labelled]:
-    """A metric with these labels for each field of what is counted. helps: help texts by field."""
-    return {
-        field: kind(f"kvdepot_{of}_{_SERIES.get(field, field)}", meaning, labels=labels)
-        for field, meaning in helps.items()
-    }
+class _Shape(NamedTuple):
+    """What the namespaces of one tenant, model and shape have together; their layouts differ."""
+
+    tenant: str
+    model: str
+    world_size: str
+    blocks_in_chunk: str
+    chunks: int
+    bytes: int
+    engines: int
 
 
-def _namespaces(status: Status) -> Iterator[Metric]:
-    labels = ["tenant", "model", "world_size", "blocks_in_chunk"]
-    helps = {
-        "chunks": "Chunks in memory of a tenant, model and shape.",
-        "bytes": "Bytes in memory of a tenant, model and shape.",
-        "engines": "Connected workers of a tenant, model and shape: one per rank of each engine.",
-    }
-    gauges = _by_field(GaugeMetricFamily, "namespace", labels, helps)
-    # Namespaces that differ only in layout are one series. They are summed before the smallest are told as one.
-    sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys(gauges, 0))
+def _shapes(status: Status) -> list[_Shape]:
+    """The largest shapes, and the sum of the others."""
+    sums: dict[tuple[str, str, str, str], tuple[int, int, int]] = {}
 
-    def add(names: tuple[str, ...], values: Callable[[str], int]) -> None:
-        for name in gauges:
-            sums[names][name] += values(name)
+    def add(shape: tuple[str, str, str, str], chunks: int, size: int, engines: int) -> None:
+        before = sums.get(shape, (0, 0, 0))
+        sums[shape] = before[0] + chunks, before[1] + size, before[2] + engines
 
-    for namespace in status.namespaces:
-        shape = namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)
-        add(shape, partial(getattr, namespace))
-    ranked = sorted(sums, key=lambda names: -sums[names]["bytes"])
+    for each in status.namespaces:
+        shape = each.tenant, each.model, str(each.world_size), str(each.blocks_in_chunk)
+        add(shape, each.chunks, each.bytes, each.engines)
     others = OTHERS, OTHERS, "", ""
-    for smaller in ranked[_NAMESPACES:]:
-        add(others, sums.pop(smaller).__getitem__)
-    if status.other_namespaces is not None:
-        add(others, partial(getattr, status.other_namespaces))
-    for series, values in sums.items():
-        for name, gauge in gauges.items():
-            gauge.add_metric(list(series), values[name])
-    yield from gauges.values()
-
-
-def _usages(by: str, usages: Sequence[Usage]) -> Iterator[Metric]:
-    """Tokens by tenant and model, or by tenant; there are at most as many as core/usage.py keeps apart."""
-    labels = ["tenant", "model"] if by == "model" else ["tenant"]
-    for name, meaning in _TOKENS.items():
-        family = CounterMetricFamily(f"kvdepot_{by}_{name}_tokens", meaning, labels=labels)
-        for usage in usages:
-            family.add_metric([getattr(usage, label) for label in labels], getattr(usage, f"{name}_tokens"))
-        yield family
-
-
-def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
-    """At most protocol.quotas.MOST_QUOTAS tenants and salts, and the others together under empty names."""
-    labels = ["tenant", "salt"]
-    held = {
-        "used_bytes": "Memory of a tenant.",
-        "floor_bytes": "Memory that others cannot take from a tenant.",
-        "cap_bytes": "Most memory that a tenant can have; 0: no cap.",
-        "disk_bytes": "Bytes of a tenant in tiers disk://, as of their last probes.",
-        "disk_floor_bytes": "Bytes in each tier disk:// that others cannot take.",
-        "disk_cap_bytes": "Most bytes of a tenant in each tier disk://; 0: no cap.",
-    }
-    lost = {
-        "evicted_chunks": "Chunks of a tenant evicted from memory.",
-        "capped_chunks": "Shards not stored because of a tenant's cap.",
-    }
-    gauges = _by_field(GaugeMetricFamily, "tenant", labels, held)
-    counters = _by_field(CounterMetricFamily, "tenant", labels, lost)
-    for tenant in tenants:
-        whose = [tenant.tenant, tenant.salt]
-        for name, gauge in gauges.items():
-            if tenant.disk_bytes is not None or not name.startswith("disk"):
-                gauge.add_metric(whose, getattr(tenant, name))
-        for name, counter in counters.items():
-            counter.add_metric(whose, getattr(tenant, name))
-    yield from gauges.values()
-    yield from counters.values()
+    for smaller in sorted(sums, key=lambda shape: -sums[shape][1])[_NAMESPACES:]:
+        add(others, *sums.pop(smaller))
+    if (rest := status.other_namespaces) is not None:
+        add(others, rest.chunks, rest.bytes, rest.engines)
+    return [_Shape(*shape, *held) for shape, held in sums.items()]
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
-    up = GaugeMetricFamily(
-        "kvdepot_tier_up", "0 while a tier's circuit breaker is open, or calls of some kind fail.", labels=["tier"]
-    )
-    helps = {
-        "objects": "Objects in a tier.",
-        "bytes": "Bytes in a tier.",
-        "capacity_bytes": "Capacity of a tier.",
-        "free_bytes": "Bytes that a tier's file system has free.",
-        "queued_bytes": "Bytes waiting to be saved.",
-        "saves": "Calls in progress that save up to 16 shards each.",
-        "loads": "Calls in progress that load up to 16 shards each.",
-    }
-    gauges = _by_field(GaugeMetricFamily, "tier", ["tier"], helps)
+    up = {"up": "0 while a tier's circuit breaker is open, or calls of some kind fail."}
+    yield from _labelled(_TIER, up, tiers, lambda tier, _: tier.state == "up")
+    yield from _labelled(_TIER, _OF_TIER, tiers)
     # Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase.
-    counters = {
-        counted.name: CounterMetricFamily(f"kvdepot_tier_{counted.series}", counted.meaning, labels=["tier"])
-        for counted in TIER
-    }
+    helps = {counted.series: counted.meaning for counted in TIER}
+    names = {counted.series: counted.name for counted in TIER}
+    yield from _labelled(
+        _TIER, helps, tiers, lambda tier, series: tier.counters.get(names[series], 0), CounterMetricFamily
+    )
     own = CounterMetricFamily(
         "kvdepot_tier_events", "Counters of a store that this version does not know.", labels=["tier", "event"]
     )
     histograms: dict[str, dict[str, Histogram]] = {}
     for tier in tiers:
-        up.add_metric([tier.name], float(tier.state == "up"))
-        for name, gauge in gauges.items():
-            if (value := getattr(tier, name)) is not None:
-                gauge.add_metric([tier.name], value)
-        for name, counter in counters.items():
-            counter.add_metric([tier.name], tier.counters.get(name, 0))
-        for event in sorted(tier.counters.keys() - counters.keys()):
+        for event in sorted(tier.counters.keys() - {*names.values()}):
             own.add_metric([tier.name, event], tier.counters[event])
         for histogram in tier.histograms:
             histograms.setdefault(histogram.name, {})[tier.name] = histogram
-    yield up
-    yield from gauges.values()
-    yield from counters.values()
     if own.samples:
         yield own
     for name, by_tier in histograms.items():
         yield _histogram(f"kvdepot_tier_{name}", by_tier)
-
-
-def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("kvdepot_device_up", "0 while a GPU's copies fail.", labels=["device"])
-    helps = {
-        "registrations": "Registrations of a GPU's tensors.",
-        "context_bytes": "GPU memory used by the server's context.",
-        "staging_bytes": "GPU memory used by staging buffers.",
-        "pinned_bytes": "Bytes of the arena registered with the driver, once for all GPUs.",
-    }
-    gauges = _by_field(GaugeMetricFamily, "device", ["device"], helps)
-    for device in devices:
-        up.add_metric([device.uuid], float(not device.failure))
-        for name, gauge in gauges.items():
-            if (value := getattr(device, name)) is not None:
-                gauge.add_metric([device.uuid], value)
-    yield up
-    yield from gauges.values()
