@@ -50,7 +50,7 @@ async def top(seen: list[Status], columns: int = 80, lines: int = 24, *keys: str
     with zmq.Context() as context:
         client = Client(PLACE, context)  # nobody answers it
         try:
-            screen = Top(client, 3600.0)
+            screen = Top(client, None)
             async with screen.run_test(size=(columns, lines)) as pilot:
                 for each in seen:
                     screen.show_status(each)

@@ -76,7 +76,7 @@ def drive(steps: Callable[[Keyboard], Awaitable[None]], status: Status, width: i
     from kvdepot.cli.tui import Top
 
     async def start(client: Client) -> None:
-        top = Top(client, 3600.0)
+        top = Top(client, None)
         async with top.run_test(size=(width, height)) as pilot:
             top.show_status(status)
             await steps(Keyboard(top, pilot))

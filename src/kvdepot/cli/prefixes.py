@@ -128,7 +128,7 @@ def _print(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> 
         total = max(len(numbers), len(there))
         tokens = parts[0].chunk_tokens
         lines = [
-            f"{clean(named(tenant, model, True))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+            f"{clean(named(tenant, model))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
             f"{count(len(there))} of {count(total)} chunks in memory, {count(len(there) * tokens)} of "
             f"{count(total * tokens)} tokens, {size(sum(each.bytes for each in parts))}",
         ]

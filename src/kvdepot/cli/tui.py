@@ -118,7 +118,8 @@ class Top(App[int]):
         Binding("q,Q", "quit"),
     ]
 
-    def __init__(self, client: Client, interval: float) -> None:
+    def __init__(self, client: Client, interval: float | None) -> None:
+        """interval: seconds between requests for a status; None: show only what `show_status` is given."""
         super().__init__(ansi_color=True)
         self._client = client
         self._interval = interval
@@ -154,7 +155,8 @@ class Top(App[int]):
         self.theme = "ansi-dark"
         self.query_one(Input).display = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.action_interrupt)
-        self.set_interval(_TICK_S, self._tick)
+        if self._interval is not None:
+            self.set_interval(_TICK_S, self._tick)
         self._draw()
 
     def on_resize(self) -> None:
@@ -164,6 +166,7 @@ class Top(App[int]):
 
     def _tick(self) -> None:
         """Send requests that are due, and show what has changed."""
+        assert self._interval is not None
         now = time.monotonic()
         changed = False
         if self._future is not None and self._future.query():
@@ -389,7 +392,7 @@ class Top(App[int]):
         return foot
 
     def _overview(self, now: Status) -> Group:
-        since = self._statuses[0] if len(self._statuses) > 1 else None
+        since = self._statuses[0] if self._statuses[0].uptime_s < now.uptime_s else None
         silence = f" for {duration(self._silent_s)}" if self._silent_s else ""
         old = f"No answer{silence}; figures of {self._clock}" if silence or self._trouble else ""
         parts: list[Any] = [view.summary(now, self._client.server_url, since, old), self._sparks()]

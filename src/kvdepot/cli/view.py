@@ -233,12 +233,12 @@ def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
     return engine.models, engine.ranks, engine.id
 
 
-def engines(shown: Sequence[Engine], is_long: bool = False) -> Listing:
-    """The table of engines. is_long: names in full."""
+def engines(shown: Sequence[Engine]) -> Listing:
+    """The table of engines."""
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
-            engine.engine if is_long else shorten(engine.engine, _ENGINE_CELLS),
+            shorten(engine.engine, _ENGINE_CELLS),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
             str(engine.pid or "-"),
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
@@ -256,7 +256,7 @@ def models(shown: Sequence[NamespaceStatus]) -> Listing:
     """The table of models, shapes and layouts."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model, True),
+            OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model),
             str(namespace.world_size or "-"),
             count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
@@ -380,7 +380,8 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     """The table of prefix families. is_long: ids and names in full."""
     rows: list[tuple[str | Text, ...]] = [
         (
-            each.id if is_long else each.id[:_HASH_DIGITS], named(each.tenant, each.model, is_long),
+            each.id[: None if is_long else _HASH_DIGITS],
+            shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
             count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
             count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
         )
@@ -392,10 +393,9 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     return Listing(heads, rows)
 
 
-def named(tenant: str, model: str, is_long: bool) -> str:
+def named(tenant: str, model: str) -> str:
     """A model's name with its tenant."""
-    name = f"{tenant}: {model}" if tenant else model
-    return name if is_long else shorten(name, _MODEL_CELLS)
+    return f"{tenant}: {model}" if tenant else model
 
 
 _EVENTS = 8
