@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from common import Scale, say
 from report import Figure, at_most
 
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records

@@ -12,8 +12,8 @@ from common import Scale, say
 from report import Figure, at_least
 
 from kvdepot.config import Config
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Run
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator

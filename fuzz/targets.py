@@ -23,9 +23,9 @@ from fuzz.choices import Choices, Script
 from kvdepot import config as settings
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import matching
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
+from kvdepot.core.index.runs import Run
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT

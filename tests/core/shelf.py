@@ -7,8 +7,9 @@ from typing import Any
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace
-from kvdepot.core.index.events import IndexEvent, Listener, Reservation, Run
+from kvdepot.core.index.events import IndexEvent, Listener
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Reservation, Run
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 

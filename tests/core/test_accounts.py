@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot.core.index import matching
 from kvdepot.core.index import quotas as quotas_module
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
-from kvdepot.core.index.events import Refusal, Reservation, Run
+from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
+from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -219,7 +220,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 4))
     def trim(self, most: int) -> None:
         before = self.index.evicted
-        goes_on = self.index.trim(most)
+        goes_on = trim(self.index, most)
         assert self.index.evicted - before <= most
         for owner, quota in self.quotas.items() if not goes_on else ():
             if quota.cap_bytes and self.used()[owner] * PAGE > quota.cap_bytes:
@@ -291,8 +292,8 @@ def test_the_excess_over_a_lowered_cap_goes_in_steps_and_nothing_is_added() -> N
     house.index.set_quota("a", pages(cap=10))
     assert house.reserve("a", (7,), PAGE).refusal is Refusal.OVER_CAP
     assert house.used("a") == 40, "a store does not evict the excess at once"
-    assert house.index.trim(16) and house.used("a") == 24
-    assert not house.index.trim(16) and house.used("a") == 10
+    assert trim(house.index, 16) and house.used("a") == 24
+    assert not trim(house.index, 16) and house.used("a") == 10
     assert house.store("a") is not None and house.used("a") == 10
 
 
@@ -377,10 +378,10 @@ def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> Non
     house.store("")
     house.index.set_quota("a", pages())
     house.index.set_quota("a", pages(ttl_s=10))
-    assert house.index.expire(10) == 1 and house.used("a") == 0
+    assert expire(house.index, 10) == 1 and house.used("a") == 0
     house.store("a")
     house.index.set_quota("a", None)
-    assert house.index.expire(1000) == 0 and house.used("a") == 1
+    assert expire(house.index, 1000) == 0 and house.used("a") == 1
 
 
 def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
@@ -391,14 +392,14 @@ def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
     for tag in (x, y, b""):
         house.store("a", tag=tag)
     house.index.set_quota("a", pages(ttl_s=50))  # also for what is in the accounts of salts
-    assert [house.index.expire(wall) for wall in (19, 20, 49, 50)] == [0, 1, 0, 2]
+    assert [expire(house.index, wall) for wall in (19, 20, 49, 50)] == [0, 1, 0, 2]
     chunk = house.store("a", tag=y, born=50)
     assert chunk is not None
     assert house.index.accounts.ttl_of(chunk) == 50
-    assert [house.index.expire(wall) for wall in (99, 100)] == [0, 1]
+    assert [expire(house.index, wall) for wall in (99, 100)] == [0, 1]
     house.store("a", tag=y, born=100)
     house.index.set_quota("a", None)
-    assert [house.index.expire(wall) for wall in (189, 190)] == [0, 1]
+    assert [expire(house.index, wall) for wall in (189, 190)] == [0, 1]
 
 
 @pytest.mark.parametrize("first", [None, Quota()])
@@ -408,16 +409,16 @@ def test_a_chunk_being_stored_does_not_expire_when_its_tenant_gets_a_quota(first
         house.index.set_quota("a", first)
     (chunk,) = house.reserve("a", (1,), PAGE).chunks
     house.index.set_quota("a", pages(ttl_s=10))
-    assert house.index.expire(1000) == 0
+    assert expire(house.index, 1000) == 0
     house.index.seal(chunk, 0, born=1000)
-    assert house.index.expire(1009) == 0 and house.used("a") == 1
-    assert house.index.expire(1010) == 1 and house.used("a") == 0
+    assert expire(house.index, 1009) == 0 and house.used("a") == 1
+    assert expire(house.index, 1010) == 1 and house.used("a") == 0
 
 
 def test_many_chunks_expire_in_steps() -> None:
     house = House(16, ttl_s=5)
     house.fill("a", chunks=10)
-    assert [house.index.expire(9, most=4) for _ in range(4)] == [4, 4, 2, 0]
+    assert [expire(house.index, 9, most=4) for _ in range(4)] == [4, 4, 2, 0]
 
 
 # -- a restart
@@ -434,7 +435,7 @@ def test_a_restart_puts_chunks_into_their_accounts_and_trims_to_a_lower_cap() ->
     restore(index)
     index.validate()
     assert [account.chunks for account in index.accounts.all()] == [20, 20, 0]
-    assert index.trim(5) and index.accounts.of("a").chunks == 15
-    assert not index.trim(100)
+    assert trim(index, 5) and index.accounts.of("a").chunks == 15
+    assert not trim(index, 100)
     assert [account.used // PAGE for account in index.accounts.all()] == [20, 8, 0]
     index.validate()

@@ -259,7 +259,7 @@ class States(RuleBasedStateMachine):
             self.index.hide(next(reversed(self.shelf.namespace.chunks.values())))
         self.index.validate()
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains._waiting and not self.shelf.namespace.broken
+        assert not self.index._chains.waiting and not self.shelf.namespace.broken
 
 
 TestStates = States.TestCase
@@ -366,7 +366,7 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
     assert first is not None and second is not None
     shelf.index.seal(second, 0)
     shelf.index.discard(first, 0)
-    assert not shelf.index._chains._waiting
+    assert not shelf.index._chains.waiting
     again = shelf.reserve(chain, 1)
     assert again is not None
     shelf.index.seal(again, 0)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
+from kvdepot.core.index.runs import Run
 from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord

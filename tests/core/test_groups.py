@@ -14,6 +14,7 @@ from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Reason
+from kvdepot.core.index.excess import expire
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.wire import Group
@@ -311,7 +312,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains._waiting and not any(each.broken for each in self.rack.namespaces)
+        assert not self.index._chains.waiting and not any(each.broken for each in self.rack.namespaces)
         for namespace in self.rack.namespaces:
             assert not namespace.gone
             namespace.live = 0
@@ -559,9 +560,9 @@ def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() 
     rack.store(0, chain, born=5)
     rack.store(1, chain, [0, 1], born=5)
     rack.store(1, chain, [2, 3], born=1)
-    assert rack.index.expire(10) == 0
+    assert expire(rack.index, 10) == 0
     pinned = rack.pin(chain)
-    assert rack.index.expire(11) == 2
+    assert expire(rack.index, 11) == 2
     assert rack.boundary(chain) == 2
     found = matching.find(rack.namespaces[1], 0, b"".join(chain))
     assert [each is not None for each in found] == [True] * 4
@@ -572,9 +573,9 @@ def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() 
     assert rack.there(chain) == [[0, 1, 2, 3], [0, 1, 3]]
     rack.store(1, chain, [2], born=11)
     assert rack.boundary(chain) == 4
-    assert rack.index.expire(15) == 6
+    assert expire(rack.index, 15) == 6
     assert rack.boundary(chain) == 0
-    assert rack.index.expire(21) == 2
+    assert expire(rack.index, 21) == 2
     rack.index.validate()
     assert rack.index.chunks == 0 and rack.index.allocator.free_bytes == rack.index.allocator.capacity
 
@@ -584,7 +585,7 @@ def test_an_unbounded_part_that_is_too_old_takes_all_boundaries_behind_it_whatev
     rack.store(0, chain, [0, 1], born=5)
     rack.store(0, chain, [2, 3], born=1)
     rack.store(1, chain, born=9)
-    assert rack.index.expire(11) == 2
+    assert expire(rack.index, 11) == 2
     rack.index.validate()
     assert rack.boundary(chain) == 2
     rack.store(0, chain, [2, 3], born=11)

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Queue, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
-from kvdepot.core.index.events import Refusal, Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire

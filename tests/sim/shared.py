@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.index.chunk import Chunk, State
-from kvdepot.core.index.events import Reservation
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Reservation
 from kvdepot.devices.cpu import HostTensors, _rows
 from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire

@@ -12,13 +12,13 @@ import pytest
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.worker import WorkerClient
+from kvdepot.core import depot
 from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index, matching, recovery
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Account, State, join_groups
-from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.leases import Leases
 from kvdepot.core.rates import Rates
@@ -485,7 +485,7 @@ def ends_leases_with_their_client(patch: Patch) -> None:
 
 @breaks(38)
 def serves_what_is_too_old(patch: Patch) -> None:
-    patch.setattr(Index, "expire", lambda self, *_: 0)
+    patch.setattr(depot, "expire", lambda index, *_: 0)
 
 
 @breaks(123)

@@ -121,6 +121,7 @@ class Client:
     pid: int = 0
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
+    is_seen: bool = False  # core/engines.py knows that it belongs to an engine
     unreported: Unreported = field(default_factory=Unreported)  # its lookups with `reports`, until their EndSession
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)

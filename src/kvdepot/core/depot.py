@@ -21,6 +21,7 @@ from kvdepot.core.engines import Engines, client_figures
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.events import Listener
+from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
 from kvdepot.core.leases import Leases
@@ -148,9 +149,14 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            actions = self._decide(client, number, self._naming.rename(request, client.tenant))
-            if client.is_engine:
+            is_named = isinstance(request, wire.Store | wire.Retrieve) and all(
+                part.model == client.model for part in request.shards
+            )  # as it was registered, under the server's name
+            renamed = request if is_named else self._naming.rename(request, client.tenant)
+            actions = self._decide(client, number, renamed)
+            if client.is_engine and not client.is_seen:
                 self.engines.see(client)
+                client.is_seen = True
         except KVDepotError as exc:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
@@ -160,7 +166,8 @@ class Depot:
 
     def _publish(self, actions: list[Action]) -> list[Action]:
         """Hand what has happened to chunks to the listeners, in their order, until nothing more happens."""
-        while events := self.index.take_events():
+        while self.index.events:
+            events = self.index.take_events()
             for listener in self._listeners:
                 actions += listener.notice(events, self.now)
         return actions
@@ -277,9 +284,9 @@ class Depot:
 
     def _drop_excess(self) -> None:
         """Remove some of the chunks that have expired, and of those of tenants above their caps."""
-        expired = self.index.expire(self.wall, self._step_chunks)
+        expired = expire(self.index, self.wall, self._step_chunks)
         self.counters["expired_chunks"] += expired
-        self._is_behind = self.index.trim(self._step_chunks) or expired == self._step_chunks
+        self._is_behind = trim(self.index, self._step_chunks) or expired == self._step_chunks
 
     def _set_quota(self, client: Client, request: wire.SetQuota) -> None:
         """Raises BadRequest or Busy, and then changes nothing."""

@@ -18,8 +18,8 @@ from kvdepot.core.admission import check_shards, check_source, check_targets
 from kvdepot.core.clients import Client, Instance, Liveness
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten
-from kvdepot.core.index.events import Refusal, Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
 from kvdepot.errors import Busy, UnknownInstance
@@ -169,7 +169,8 @@ class Transfers:
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
         """The namespace of a checked part's chunks. Raises Busy."""
         blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
-        return self._registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+        known = instance.namespaces.get((part.model, part.world_size, part.rank, blocks))
+        return known or self._registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
 
     def _admit(self, client: Client, number: int) -> Instance:
         instance = client.instances.get(number)

@@ -168,9 +168,6 @@ class Learned:
                 self._shrink(shadow, self._room)
         self._note_gone(run)
 
-    def touch(self, chunk: Victim) -> None:
-        """Does nothing: a chain loses its end first, wherever it is in a queue."""
-
     def add(self, chunk: Victim) -> None:
         run = chunk.place
         if chunk.queued or chunk.uses - self._runs.start[run] + 1 < self._runs.real[run]:

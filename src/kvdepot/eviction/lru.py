@@ -20,14 +20,13 @@ class Lru:
         return f"<Lru {len(self._queue)} queued>"
 
     def insert(self, chunks: Sequence[Victim]) -> None:
-        for chunk in chunks:
-            self.use(chunk)
+        for chunk in reversed(chunks):  # the head last, so that the tail is evicted first
+            self._clock += 1
+            chunk.order = self._clock
 
     def use(self, chunk: Victim) -> None:
         self._clock += 1
         chunk.order = self._clock
-
-    touch = use
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:

@@ -42,13 +42,10 @@ class Policy(Protocol):
 
     def insert(self, chunks: Sequence[Victim]) -> None:
         """`chunks`, each behind the one before it, are new, or back after they were removed. The first call for them;
-        they are not evictable before `add`."""
+        they are not evictable before `add`, and of loose ones the last goes first."""
 
     def use(self, chunk: Victim) -> None:
         """A request hit `chunk`. Called once per request."""
-
-    def touch(self, chunk: Victim) -> None:
-        """Refresh the date of `chunk` without a use, to order new chunks."""
 
     def add(self, chunk: Victim) -> None:
         """`chunk` may have become evictable, because a hold or child was removed. It may be queued already."""

@@ -18,8 +18,8 @@ import numpy as np
 from blake3 import blake3
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Run
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator

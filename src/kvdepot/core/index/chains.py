@@ -16,13 +16,13 @@ _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes
 class Chains:
     """The chains of one index."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("waiting",)
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
+        self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
     def __repr__(self) -> str:
-        return f"<Chains with {len(self._waiting)} chunks awaited>"
+        return f"<Chains with {len(self.waiting)} chunks awaited>"
 
     def join(self, chunk: Chunk) -> None:
         """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
@@ -33,19 +33,19 @@ class Chains:
             chunk.state = TRANSITIONS[chunk.state][_CHAIN]
             if chunk.broken:
                 self._mend(chunk)
-            if self._waiting:
+            if self.waiting:
                 self._join_behind(chunk)
         elif before is not None and not before.gone:
             self.wait(chunk, before)
 
     def wait(self, chunk: Chunk, before: Chunk) -> None:
         """Chain a whole chunk once its parent is chained."""
-        self._waiting.setdefault(id(before), {})[id(chunk)] = chunk
+        self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]
         while chained:
-            for each in self._waiting.pop(id(chained.pop()), {}).values():
+            for each in self.waiting.pop(id(chained.pop()), {}).values():
                 if each.state is _WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
                     each.state = TRANSITIONS[each.state][_CHAIN]
                     self._mend(each)
@@ -64,11 +64,11 @@ class Chains:
         for each in (chunk, before):
             if each is not None and each.broken and each.gone and not each.children:
                 self._mend(each)  # with children it stays broken: they can never be chained to it again
-        if self._waiting:
-            self._waiting.pop(id(chunk), None)
-            waiting = self._waiting.get(id(before), {})
+        if self.waiting:
+            self.waiting.pop(id(chunk), None)
+            waiting = self.waiting.get(id(before), {})
             if waiting.pop(id(chunk), None) is not None and not waiting:
-                del self._waiting[id(before)]
+                del self.waiting[id(before)]
 
     def _mend(self, chunk: Chunk) -> None:
         if chunk.broken:

@@ -1,4 +1,4 @@
-"""What the index is asked for, and what it answers: runs, reservations, and the events of its mutations. Plain values.
+"""The events of the index: what its mutations have done to chunks. Plain values.
 
 Events are collected while a request is decided, and handed to the listeners once, after the mutation (core/depot.py).
 Listeners import this file, never the index: what an event says has happened already, and later events may have
@@ -21,52 +21,13 @@ __all__ = [
     "IndexEvent",
     "Listener",
     "Reason",
-    "Refusal",
     "Removed",
     "Replaced",
-    "Reservation",
-    "Run",
     "Stored",
     "Used",
 ]
 
 A_co = TypeVar("A_co", covariant=True)
-
-
-class Run(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive chunks of one prompt, of which one rank's shards are to be reserved."""
-
-    hashes: bytes
-    """32 bytes per chunk."""
-    size: int
-    """Bytes of one shard."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one; empty: unknown, so that all of them are loose."""
-    position: int = 0
-    """The number of the first chunk in its prompt, counted from 1."""
-    salt: bytes = b""
-    """The salt that the chunks are stored under."""
-
-
-class Refusal(Enum):
-    """Why the rest of a run was not reserved."""
-
-    NO_ROOM = "nothing more can be evicted for it"
-    OVER_CAP = "its account would exceed its cap, and nothing of that account can be evicted now"
-    OTHER_SIZE = "memory has the shard in another size, which the new bytes do not fit"
-
-
-class Reservation(msgspec.Struct, gc=False):
-    """What became of a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
-
-    chunks: list[Chunk]
-    places: list[int]
-    """The places of `chunks` in the run."""
-    known: int = 0
-    """Chunks that exist, or that others write or still read."""
-    refusal: Refusal | None = None
-    refused: int = 0
-    """Chunks from the first refused one on: they are useless without it."""
 
 
 class Reason(Enum):

@@ -1,27 +1,14 @@
 """The index: which chunks exist, what holds them, and where their bytes are. No I/O, thread or clock.
 
 Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
-pinned, being copied, or has a chunk behind it is not evicted.
+pinned, being copied, or has a chunk behind it is not evicted. Every mutation appends what happened to `events`
+(events.py); whoever wants to know reads it afterwards, so nothing re-enters. Space is made before chunks are inserted.
+Each change that a restart must know is written into `records` at once: a record is erased before its bytes are free.
 
-A chunk belongs to a `Namespace` and has one `Shard` per rank; chunk.py defines their states and transitions. Every
-mutation appends what happened to `events` (events.py); whoever wants to know reads it afterwards, so nothing re-enters.
-Space is made before chunks are inserted. Each change that a restart must know is written into `records` at once: a
-record is erased before the bytes are free. Queries are in matching.py.
-
-**Chains.** In token mode a key's parent is known, so chunks form trees, and a `CHAINED` chunk is sealed together with
-all its ancestors. Only leaves are evicted, hence:
-
-- the longest prefix is found by binary search over the keys, O(log n) for any prompt length;
-- pinning the deepest chunk of a match protects all of it, O(1).
-
-A chunk and its parent have the same salt, and so the same account and policy.
-
-Chunks without a known parent (engine hashes, or the parent was missing) are **loose**, position 0: they are found one
-by one behind the chained part, and pinned one by one.
-
-**KV cache groups.** A hybrid model has a namespace per group. Unbounded groups have chains as above. Of a bounded group
-only the last parts before a boundary are needed, so its parts are no chain: each is found, pinned and evicted by
-itself, before the part of the first unbounded group with the same key.
+A chunk belongs to a `Namespace` and has one `Shard` per rank; chunk.py defines their states and transitions. Chains:
+only leaves are evicted, so pinning the deepest chunk of a match protects all of it; a chunk and its parent have the
+same salt, and so the same account and policy. Chunks without a known parent are **loose**, position 0. Parts of bounded
+KV cache groups are no chain: each is evicted before the part of the first unbounded group with the same key.
 """
 
 from __future__ import annotations
@@ -40,24 +27,13 @@ from kvdepot.core.index.chunk import (
     Shard,
     State,
     is_evictable,
-    is_hidden,
+    is_forgotten,
 )
-from kvdepot.core.index.events import (
-    Failed,
-    Hidden,
-    IndexEvent,
-    Reason,
-    Refusal,
-    Removed,
-    Replaced,
-    Reservation,
-    Run,
-    Stored,
-    Used,
-)
+from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Replaced, Stored, Used
 from kvdepot.core.index.matching import is_free_to_write
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.quotas import queue, set_quota
+from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records
@@ -68,8 +44,8 @@ __all__ = ["Index"]
 
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
-_WHOLE, _PENDING_REMOVAL = State.WHOLE, State.PENDING_REMOVAL
-_RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
+_WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
+_RESERVE, _SEAL, _COMPLETE, _CHAIN, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.CHAIN, Event.REMOVE
 _EVICTED, _DROPPED, _FAILED = Reason.EVICTED, Reason.DROPPED, Reason.FAILED
 
 
@@ -86,10 +62,8 @@ class Index:
         salt_ttls: Mapping[bytes, int] | None = None,
     ) -> None:
         """policy: makes the policy of each account. records: what survives a restart; None: nothing. ttl_s: of all
-        chunks, see `expire`; 0 = never. salt_ttls: of chunks with these salts, if that is sooner.
-
-        chunk_tokens: of namespaces that do not say, such as those in records of an earlier version.
-        """
+        chunks; 0 = never. salt_ttls: of chunks with these salts, if sooner. chunk_tokens: of namespaces that do not
+        say, such as those in records of an earlier version."""
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
@@ -159,7 +133,7 @@ class Index:
         room = min(self.allocator.free_bytes, account.cap - account.used) // taken
         if wanted and room < wanted:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
-            before = [_link(namespace, *link, run.salt)[0] for link in links]
+            before = [_link(namespace, *link, run.salt)[0] for link in links if link[0] not in chunks]
             room = self.make_room(account, size, wanted, [*there, *(each for each in before if each is not None)])
         extents = self.allocator.allocate_run(size, min(room, wanted))
         result = Reservation([], [])
@@ -170,7 +144,7 @@ class Index:
             chunk = chunks.get(key)
             shard = chunk.shards.get(rank) if chunk is not None else None
             if chunk is not None and (shard is not None or chunk.account is not account):
-                if shard is not None and shard.size != size:
+                if shard is not None and shard.size != size and not shard.sealed:
                     result.refusal = Refusal.OTHER_SIZE
                 elif shard is None or not self._take_over(chunk, rank, extents, wall):
                     result.known += 1  # a chunk of another account: its bytes would not count for the one that asks
@@ -179,7 +153,9 @@ class Index:
                 result.refusal = Refusal.OVER_CAP if account.is_over_cap_with((fresh + 1) * taken) else Refusal.NO_ROOM
             else:
                 if chunk is None:
-                    chunk = self._insert(namespace, key, parent, position, run.salt)
+                    is_behind_last = new and new[-1].key == parent and new[-1].position == position - 1
+                    link = (new[-1], position) if is_behind_last else _link(namespace, key, parent, position, run.salt)
+                    chunk = self._insert(namespace, account, key, run.salt, *link)
                     new.append(chunk)
                 else:
                     chunk.state = TRANSITIONS[chunk.state][_RESERVE]
@@ -198,32 +174,26 @@ class Index:
         self.held += fresh
         self.reserved += fresh
         namespace.bytes += fresh * taken
-        account.charge(fresh * taken)
+        account.used += fresh * taken  # as `charge`, without the cost of a call
+        account.spare += fresh * taken
         for unused in extents:
             self.allocator.free(unused)
         if new:
             account.policy.insert(new)
-        for chunk in reversed(new):  # the head last, so that the tail is evicted first
-            account.policy.touch(chunk)
         return result
 
-    def _insert(self, namespace: Namespace, key: bytes, parent: bytes, position: int, salt: bytes) -> Chunk:
-        """Insert a chunk without shards. parent, position: of this chunk, as in `Run`."""
-        before, position = _link(namespace, key, parent, position, salt)
+    def _insert(
+        self, namespace: Namespace, account: Account, key: bytes, salt: bytes, before: Chunk | None, position: int
+    ) -> Chunk:
+        """Insert a chunk without shards."""
         chunk = namespace.chunks[key] = Chunk(
-            key=key,
-            salt=salt,
-            namespace=namespace,
-            account=namespace.account_of(salt),
-            parent=before,
-            position=position,
-            generation=self.namespaces.generation,
-            used_s=self.wall,
-        )
+            key=key, salt=salt, namespace=namespace, account=account, parent=before, position=position,
+            generation=self.namespaces.generation, used_s=self.wall,
+        )  # fmt: skip
         if before is not None:
             before.children += 1
         self.chunks += 1
-        chunk.account.chunks += 1
+        account.chunks += 1
         return chunk
 
     def _take_over(self, chunk: Chunk, rank: int, extents: list[Extents], wall: int | None) -> bool:
@@ -279,7 +249,9 @@ class Index:
         """
         sealed = []
         for place, shard in enumerate(shards):
-            if place in sums and not is_hidden(shard[0]):
+            chunk = shard[0]
+            is_hidden = chunk.state is _PENDING_REMOVAL or (chunk.namespace.hiding and is_forgotten(chunk))
+            if place in sums and not is_hidden:
                 self.seal(*shard, sums[place], wall)
                 sealed.append(shard)
             else:
@@ -308,8 +280,12 @@ class Index:
             self.namespaces.record(chunk, rank, self._serial)
         if shard.slot is None:
             self.unrecorded += 1
-        if is_last:
-            self._chains.join(chunk)
+        if is_last and chunk.position:  # otherwise it is found by its key alone
+            before = chunk.parent
+            if before is not None and before.state is _CHAINED and not (self._chains.waiting or chunk.broken):
+                chunk.state = TRANSITIONS[chunk.state][_CHAIN]  # as `join`, in the usual case
+            else:
+                self._chains.join(chunk)
         self.events.append(Stored(chunk, rank))
         self.release((chunk,))
 
@@ -357,10 +333,9 @@ class Index:
         self.held += len(chunks)
 
     def use(self, chunks: list[Chunk]) -> None:
-        """Count a use of chunks by a request, once per request: the head last, so that the tail is evicted first.
+        """Count a use of chunks, once per request: the head last, so that the tail is evicted first.
 
-        A request's further holds of the same chunks (one retrieve per rank, a repeated lookup) are not uses: they would
-        make the chunks look as if many requests wanted them.
+        A request's further holds of the same chunks (one retrieve per rank, a repeated lookup) are not uses.
         """
         for chunk in reversed(chunks):
             self._uses += 1
@@ -462,7 +437,8 @@ class Index:
                     pending = before
                 else:
                     account.policy.add(before)
-        self._chains.leave(chunk, before)
+        if self._chains.waiting or chunk.broken or (before is not None and before.broken):
+            self._chains.leave(chunk, before)
         return pending
 
     def remove_forgotten(self, chunk: Chunk) -> bool:
@@ -474,47 +450,10 @@ class Index:
         self.hide(chunk)
         return True
 
-    # -- what must go by itself, in steps
-
-    def expire(self, wall: int, most: int = 1 << 62) -> int:
-        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than a limit of theirs: the
-        server's, their tenant's or their salt's.
-
-        Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
-        """
-        self.wall = wall
-        expired = 0
-        for chunk in self.accounts.ages.due(wall):
-            if chunk.state is not _PENDING_REMOVAL:
-                expired += 1
-                self.hide(chunk, at_once=False)
-                if expired >= most:
-                    break
-        return expired
-
-    def trim(self, most: int) -> bool:
-        """Evict up to `most` chunks of accounts above their caps. Returns whether it must go on.
-
-        What is held stays; call this again once a second.
-        """
-        for account in self.accounts.over_cap():
-            while account.used > account.cap and (victim := account.victim()) is not None:
-                self.remove(victim, _EVICTED)
-                most -= 1
-                if most <= 0:
-                    return True
-        return False
-
     # -- the whole index
 
     def set_quota(self, tenant: str, quota: Quota | None, tag: bytes = b"") -> None:
-        """Give a tenant a quota, or another one, or one of its cache salts (tag: keys.salt_tag). None: none, so that a
-        salt's chunks belong to its tenant, and a tenant's to the rest.
-
-        Chunks beyond a lower cap stay until `trim` evicts them. With a first quota, or without one, chunks change their
-        account, and policies learn afresh about the chunks that they get. Raises BadRequest, or Busy if more than
-        quotas.MOST_MOVED chunks would have to change their account, or have their age noted, and then changes nothing.
-        """
+        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See quotas.set_quota."""
         set_quota(self.accounts, self.namespaces, (tenant, tag), quota)
 
     def adopt(self, namespaces: list[Namespace], serial: int) -> None:

@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_hidden
-from kvdepot.core.index.events import Run
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary, needed_parts
+from kvdepot.core.index.runs import Run
 from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
 from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
 from kvdepot.errors import KVDepotError

@@ -1,0 +1,39 @@
+"""Chunks that must go although nobody needs their space: too old, or above a cap. Used by core/depot.py, in steps."""
+
+from __future__ import annotations
+
+from kvdepot.core.index.chunk import State
+from kvdepot.core.index.events import Reason
+from kvdepot.core.index.index import Index
+
+__all__ = ["expire", "trim"]
+
+
+def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
+    """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than a limit of server, tenant or salt.
+
+    Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
+    """
+    index.wall = wall
+    expired = 0
+    for chunk in index.accounts.ages.due(wall):
+        if chunk.state is not State.PENDING_REMOVAL:
+            expired += 1
+            index.hide(chunk, at_once=False)
+            if expired >= most:
+                break
+    return expired
+
+
+def trim(index: Index, most: int) -> bool:
+    """Evict up to `most` chunks of accounts above their caps; returns whether it must go on.
+
+    What is held stays; call this again once a second.
+    """
+    for account in index.accounts.over_cap():
+        while account.used > account.cap and (victim := account.victim()) is not None:
+            index.remove(victim, Reason.EVICTED)
+            most -= 1
+            if most <= 0:
+                return True
+    return False
