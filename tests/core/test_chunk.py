@@ -93,7 +93,7 @@ def facts(index: Index) -> Any:
             for c in namespace.chunks.values()
         ],
         (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes),
-        [len(each.hiding) for each in index.namespaces.all()], index._serial, index.records.used,
+        [len(each.hiding) for each in index.namespaces.all()], index.serial, index.records.used,
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ class States(RuleBasedStateMachine):
             self.index.hide(next(reversed(self.shelf.namespace.chunks.values())))
         self.index.validate()
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains.waiting and not self.shelf.namespace.broken
+        assert not self.index.chains.waiting and not self.shelf.namespace.broken
 
 
 TestStates = States.TestCase
@@ -366,7 +366,7 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
     assert first is not None and second is not None
     shelf.index.seal(second, 0)
     shelf.index.discard(first, 0)
-    assert not shelf.index._chains.waiting
+    assert not shelf.index.chains.waiting
     again = shelf.reserve(chain, 1)
     assert again is not None
     shelf.index.seal(again, 0)

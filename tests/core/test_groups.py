@@ -312,7 +312,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._chains.waiting and not any(each.broken for each in self.rack.namespaces)
+        assert not self.index.chains.waiting and not any(each.broken for each in self.rack.namespaces)
         for namespace in self.rack.namespaces:
             assert not namespace.gone
             namespace.live = 0

@@ -17,6 +17,7 @@ from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.lists import Lists
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Learned, Lru
@@ -626,3 +627,26 @@ def test_using_chunks_again_and_again_queues_each_once(shelf: Shelf) -> None:
         shelf.index.release(shelf.pin(chain))
         shelf.index.release(shelf.pin(keys("loose", 2)))
     assert int(repr(shelf.policy).split()[1]) <= 6
+
+
+def test_a_shard_of_another_size_is_not_written_over_and_is_no_lack_of_room(shelf: Shelf) -> None:
+    chain = keys("c", 2)
+    shelf.store(chain)
+    shelf.index.mark_corrupt(shelf.namespace.chunks[chain[0]], 0)
+    made = shelf.index.reserve(shelf.namespace, 0, Run(b"".join(chain), 2 * PAGE, b"root", 1), 0)
+    assert (made.refusal, made.refused, made.chunks) == (Refusal.OTHER_SIZE, 2, [])
+    assert shelf.reserve(chain, 1) is not None, "one of its size is"
+
+
+def test_a_run_evicts_before_it_is_inserted_and_never_its_own_chunks(shelf: Shelf) -> None:
+    own, other = keys("own", 5), keys("other", 3)
+    shelf.store(own[:2])
+    shelf.store(other)
+    run = Run(b"".join(own), PAGE, b"root", 1)
+    made = shelf.index.reserve(shelf.namespace, 0, run, 0)
+    assert (made.known, made.places, made.refusal) == (2, [2, 3, 4], None)
+    assert shelf.there(own) == [True] * 5 and sum(shelf.there(other)) == 1
+    for chunk in made.chunks:
+        shelf.index.seal(chunk, 0)
+    assert shelf.matched(own) == 5
+    shelf.index.validate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdepot.core.rates import Rates
+from kvdepot.core.connections import Rates
 
 
 def test_a_client_is_served_so_many_requests_a_second_and_others_as_many() -> None:

@@ -1,4 +1,8 @@
-"""One message crosses few files of the server: the walk of a store, and of a lookup that memory answers."""
+"""One message crosses few files of the server: the walk of a store, and of a lookup that memory answers.
+
+Counted are the files that decide; not those of protocol/, which only encode and measure, nor the listeners, which read
+the events afterwards.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,16 @@ from kvdepot.core.actions import Reply
 from kvdepot.memory.copier import Copy
 from kvdepot.protocol import wire
 from kvdepot.protocol.wire import Request
-from tests.core.desk import Desk, lookup, prompt, store
+from tests.core.desk import PER_CHUNK, Desk, layout, lookup, prompt, store
 from tests.core.walk import Walk
 
 CHUNKS = 4
+MOST_STORE, MOST_LOOKUP = 9, 10
+MOST_STAYS = 21
+"""Stays of a store's request in all files, those of protocol/ included."""
+LISTENERS = {"lifetimes", "tiering", "leases", "sessions", "waiting"}
+COUNTING = {"usage", "histograms", "infinite_cache"}
+"""Files that count what a lookup has found, and decide nothing."""
 
 
 def walk(desk: Desk, request: Request) -> tuple[Walk, Walk]:
@@ -29,24 +39,32 @@ def walk(desk: Desk, request: Request) -> tuple[Walk, Walk]:
     return asked, ended
 
 
-@pytest.mark.parametrize("evicts", [False, True])
-def test_a_store_crosses_few_files(evicts: bool) -> None:
+@pytest.fixture
+def desk() -> Desk:
     desk = Desk(pages=CHUNKS * 2)
     desk.hello()
-    desk.register(b"one")
+    assert desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)) is None
     desk.ask(b"one", store(prompt("first", CHUNKS)))
-    if evicts:
-        desk.ask(b"one", store(prompt("second", CHUNKS)))
-    for each in walk(desk, store(prompt("third", CHUNKS))):
-        print(each)
+    desk.depot._listeners.remove(desk.heard)  # which no server has
+    return desk
 
 
-def test_a_lookup_that_memory_answers_crosses_few_files() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register(b"one")
-    chain = prompt("first", CHUNKS)
-    desk.ask(b"one", store(chain))
-    desk.ask(b"one", lookup(chain, "before"))
-    for each in walk(desk, lookup(chain)):
-        print(each)
+def deciding(each: Walk, listeners: set[str]) -> list[str]:
+    """The files of a walk that decide, in order."""
+    return [file for file in each.files if not file.startswith("protocol/") and file.split("/")[-1] not in listeners]
+
+
+def test_a_store_crosses_nine_files(desk: Desk) -> None:
+    asked, ended = walk(desk, store(prompt("third", CHUNKS)))
+    files = dict.fromkeys([*deciding(asked, LISTENERS), *deciding(ended, LISTENERS)])
+    assert len(files) <= MOST_STORE and len(asked.stays) <= MOST_STAYS, f"{asked}\n{ended}"
+    assert asked.counts["core/index/index"] == 1, "a request enters the index once"
+    assert asked.counts["core/index/index"] + ended.counts["core/index/index"] <= 3
+
+
+def test_a_lookup_that_memory_answers_crosses_ten_files(desk: Desk) -> None:
+    desk.ask(b"one", lookup(prompt("first", CHUNKS), "before"))
+    asked, ended = walk(desk, lookup(prompt("first", CHUNKS)))
+    beside = LISTENERS - {"sessions"} | COUNTING
+    files = dict.fromkeys([*deciding(asked, beside), *deciding(ended, beside)])
+    assert len(files) <= MOST_LOOKUP, f"{asked}\n{ended}"

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot.core.index import matching
+from kvdepot.core.index import matching, recovery
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
@@ -257,7 +257,7 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
     index.allocator.occupy(taken)
     for chunk in namespace.chunks.values():
         chunk.account = index.accounts.rest  # as recovery sets it
-    index.adopt([namespace], 2000)
+    recovery._adopt(index, [namespace], 2000)
     after.index, after.namespace = index, namespace
     index.validate()
     for _ in range(3):

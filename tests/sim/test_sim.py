@@ -14,6 +14,7 @@ from kvdepot.client.connection import Connection
 from kvdepot.client.worker import WorkerClient
 from kvdepot.core import depot
 from kvdepot.core.actions import Reply
+from kvdepot.core.connections import Rates
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index, matching, recovery
@@ -21,7 +22,6 @@ from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Account, State, join_groups
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.leases import Leases
-from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgettings

@@ -17,12 +17,11 @@ from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_hello
 from kvdepot.core.clients import Client, Liveness
 from kvdepot.core.depot import Depot
-from kvdepot.core.rates import Rates
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, UnknownClient, VersionMismatch
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Challenge, Seal, is_open_to_all, is_sealed
 
-__all__ = ["Connections", "OwnArena"]
+__all__ = ["Connections", "OwnArena", "Rates"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +33,12 @@ _LEASES = 100
 """A list of leases, for which all are compared, counts as one more request for every this many leases."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
+
+
+_UNIT_BYTES = 4096
+"""A message costs one request, plus one per 4 KiB."""
+_LEFT = 100
+"""A flooding client's limit is `max_rate` divided by this."""
 
 
 class OwnArena(Protocol):
@@ -134,7 +139,7 @@ class Connections:
             raise Busy(f"more than {self._config.max_rate} requests per second, the limit set by max_rate")
 
     def only_floods(self) -> bool:
-        """Whether only flooding clients have sent anything recently, so that the loop should pause; see rates.py."""
+        """Whether only flooding clients have sent anything recently, so that the loop should pause."""
         return self._rates.only_floods()
 
     def encode(self, reply: Reply, now: float) -> bytes:
@@ -226,6 +231,52 @@ class Connections:
         """Close all liveness files without removing their files."""
         for client in self._depot.clients:
             client.liveness.close(remove=False)
+
+
+class Rates:
+    """The rate limit: counts of all clients' requests in the current second. A flood does not delay other clients.
+
+    ZeroMQ receives from connections in turn, so a flood delays each other client by one message at most, but it uses
+    CPU time. Hence two limits. Requests beyond `max_rate` in a second are refused without being decoded; a client that
+    exceeds it is limited to a hundredth, until it has kept to that for a second. And if only such clients have sent
+    anything, the loop pauses briefly: their messages queue up, eventually in their own process.
+    """
+
+    def __init__(self, most: int) -> None:
+        """most: requests per second and client."""
+        self._most = most
+        self._seen: dict[bytes, int] = {}
+        self._flooding: set[bytes] = set()
+        self._run = 0  # messages refused in a row, of any client
+
+    def tick(self) -> None:
+        """Begin a new second."""
+        self._flooding = {client for client, seen in self._seen.items() if seen > self._allowed(client)}
+        self._seen.clear()
+
+    def _allowed(self, client: bytes) -> int:
+        return self._most // _LEFT if client in self._flooding else self._most
+
+    def count(self, client: bytes, size: int) -> bool:
+        """Count a message of `size` bytes; returns whether to serve it."""
+        return self.charge(client, 1 + size // _UNIT_BYTES)
+
+    def charge(self, client: bytes, requests: int) -> bool:
+        """Count this many requests for a client; returns whether to serve its message."""
+        seen = self._seen[client] = self._seen.get(client, 0) + requests
+        if seen > self._most or (self._flooding and seen > self._allowed(client)):
+            self._flooding.add(client)
+            self._run += 1
+            return False
+        self._run = 0
+        return True
+
+    def only_floods(self) -> bool:
+        """Whether more messages in a row were refused than there are flooding clients: nobody else is sending."""
+        if self._run <= len(self._flooding):
+            return False
+        self._run = 0
+        return True
 
 
 def _open(client: Client | None, frame: bytes) -> tuple[bytes, wire.Request | ProtocolError]:

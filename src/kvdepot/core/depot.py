@@ -149,11 +149,10 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            is_named = isinstance(request, wire.Store | wire.Retrieve) and all(
-                part.model == client.model for part in request.shards
-            )  # as it was registered, under the server's name
-            renamed = request if is_named else self._naming.rename(request, client.tenant)
-            actions = self._decide(client, number, renamed)
+            models = [part.model for part in getattr(request, "shards", ())] or [getattr(request, "model", "")]
+            if any(model != client.model for model in models):  # else it is the server's own name already
+                request = self._naming.rename(request, client.tenant)
+            actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:
                 self.engines.see(client)
                 client.is_seen = True

@@ -6,9 +6,9 @@ here, and is chained in the step that chains the parent.
 
 from __future__ import annotations
 
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, State
+from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, State
 
-__all__ = ["Chains"]
+__all__ = ["Chains", "link"]
 
 _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes of an enum are slow to get
 
@@ -74,3 +74,18 @@ class Chains:
         if chunk.broken:
             chunk.broken = False
             chunk.namespace.broken -= 1
+
+
+def link(namespace: Namespace, key: bytes, parent: bytes, position: int, salt: bytes) -> tuple[Chunk | None, int]:
+    """The chunk before a new one, if it is known, and the new one's position; parent, position: as in `Run`.
+
+    A parent with another salt is a client's mistake: the chain would be in two accounts.
+    """
+    if namespace.reach:
+        before = None if namespace.trunk is None else namespace.trunk.chunks.get(key)
+        return (before if before is None or before.salt == salt else None), 0
+    if position == 1 and parent:
+        return None, 1
+    before = namespace.chunks.get(parent) if position > 1 else None
+    is_known = before is not None and before.position == position - 1 and before.salt == salt
+    return (before, position) if is_known else (None, 0)

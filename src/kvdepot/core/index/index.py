@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chains import Chains
+from kvdepot.core.index.chains import Chains, link
 from kvdepot.core.index.check import Totals, check
 from kvdepot.core.index.chunk import (
     TRANSITIONS,
@@ -32,7 +32,7 @@ from kvdepot.core.index.chunk import (
 from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Replaced, Stored, Used
 from kvdepot.core.index.matching import is_free_to_write
 from kvdepot.core.index.namespaces import Namespaces
-from kvdepot.core.index.quotas import queue, set_quota
+from kvdepot.core.index.quotas import set_quota
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
@@ -44,7 +44,7 @@ __all__ = ["Index"]
 
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
-_WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
+_CHAINED, _PENDING_REMOVAL = State.CHAINED, State.PENDING_REMOVAL
 _RESERVE, _SEAL, _COMPLETE, _CHAIN, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.CHAIN, Event.REMOVE
 _EVICTED, _DROPPED, _FAILED = Reason.EVICTED, Reason.DROPPED, Reason.FAILED
 
@@ -75,9 +75,9 @@ class Index:
         self.evicted = 0
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
-        self._serial = 0  # shards sealed so far
-        self._uses = 0  # of chunks
-        self._chains = Chains()
+        self.serial = 0  # shards sealed so far
+        self.uses = 0  # of chunks
+        self.chains = Chains()
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
@@ -127,13 +127,13 @@ class Index:
             for key in keys:
                 if key in chunks:
                     self.remove_forgotten(chunks[key])
-        account, taken = namespace.account_of(run.salt), Allocator.rounded(size)
+        account, taken = namespace.salted.get(run.salt, namespace.account), Allocator.rounded(size)
         there = [chunks[key] for key in keys if key in chunks]
         wanted = len(keys) - sum(rank in each.shards and each.shards[rank].state is not _LOADING for each in there)
         room = min(self.allocator.free_bytes, account.cap - account.used) // taken
         if wanted and room < wanted:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
-            before = [_link(namespace, *link, run.salt)[0] for link in links if link[0] not in chunks]
+            before = [link(namespace, *each, run.salt)[0] for each in links if each[0] not in chunks]
             room = self.make_room(account, size, wanted, [*there, *(each for each in before if each is not None)])
         extents = self.allocator.allocate_run(size, min(room, wanted))
         result = Reservation([], [])
@@ -154,8 +154,8 @@ class Index:
             else:
                 if chunk is None:
                     is_behind_last = new and new[-1].key == parent and new[-1].position == position - 1
-                    link = (new[-1], position) if is_behind_last else _link(namespace, key, parent, position, run.salt)
-                    chunk = self._insert(namespace, account, key, run.salt, *link)
+                    found = (new[-1], position) if is_behind_last else link(namespace, key, parent, position, run.salt)
+                    chunk = self._insert(namespace, account, key, run.salt, *found)
                     new.append(chunk)
                 else:
                     chunk.state = TRANSITIONS[chunk.state][_RESERVE]
@@ -199,21 +199,20 @@ class Index:
     def _take_over(self, chunk: Chunk, rank: int, extents: list[Extents], wall: int | None) -> bool:
         """Reserve a shard that exists, if it is corrupt, or being loaded; False if it cannot be had. wall: as above.
 
-        A load is late: the new shard takes one of `extents`, and the hold of the old one, unless the chunk is pending
-        removal and other shards of it are open: those must not become part of a renewed chunk.
+        A late load's place is taken with one of `extents`, and with its hold, unless the chunk is pending removal and
+        other shards of it are open: those must not become part of a renewed chunk.
         """
         shard, is_load = chunk.shards[rank], wall is None
         match shard.state:
             case State.SEALED if chunk.state is _PENDING_REMOVAL and wall is not None:
-                # It was too old, and was computed again. Its bytes stay in place: clients that pinned a chunk behind it
-                # do not hold this one, and may still read them.
+                # It was too old, and was computed again. Its bytes stay: clients may still read them.
                 chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
                 chunk.born = wall
                 self.accounts.ages.record(chunk)
                 if chunk.sealed == chunk.namespace.world_size:
                     chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
                     self.events.append(Stored(chunk, rank))
-                    self._chains.join(chunk)
+                    self.chains.join(chunk)
                 return False
             case State.CORRUPT if is_free_to_write(chunk, is_load):
                 shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
@@ -275,17 +274,17 @@ class Index:
                 self.accounts.ages.record(chunk)
         self.reserved -= 1
         chunk.sealed += 1
-        self._serial += 1
+        self.serial += 1
         if self.records.capacity:
-            self.namespaces.record(chunk, rank, self._serial)
+            self.namespaces.record(chunk, rank, self.serial)
         if shard.slot is None:
             self.unrecorded += 1
         if is_last and chunk.position:  # otherwise it is found by its key alone
             before = chunk.parent
-            if before is not None and before.state is _CHAINED and not (self._chains.waiting or chunk.broken):
+            if before is not None and before.state is _CHAINED and not (self.chains.waiting or chunk.broken):
                 chunk.state = TRANSITIONS[chunk.state][_CHAIN]  # as `join`, in the usual case
             else:
-                self._chains.join(chunk)
+                self.chains.join(chunk)
         self.events.append(Stored(chunk, rank))
         self.release((chunk,))
 
@@ -338,8 +337,8 @@ class Index:
         A request's further holds of the same chunks (one retrieve per rank, a repeated lookup) are not uses.
         """
         for chunk in reversed(chunks):
-            self._uses += 1
-            chunk.used = self._uses
+            self.uses += 1
+            chunk.used = self.uses
             chunk.account.policy.use(chunk)
         if chunks:
             self.events.append(Used(chunks))
@@ -365,7 +364,7 @@ class Index:
         """
         shard = chunk.shards[rank]
         after = TRANSITIONS[shard.state][Event.CORRUPT]
-        self._chains.unchain(chunk, Event.CORRUPT)
+        self.chains.unchain(chunk, Event.CORRUPT)
         shard.state = after
         chunk.sealed -= 1
         self.records.erase(shard.slot)
@@ -381,7 +380,7 @@ class Index:
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
             return
-        self._chains.unchain(chunk, Event.HIDE)
+        self.chains.unchain(chunk, Event.HIDE)
         if chunk.sealed:
             self.events.append(Hidden(chunk))
         for rank, shard in chunk.shards.items() if at_once else ():
@@ -437,8 +436,8 @@ class Index:
                     pending = before
                 else:
                     account.policy.add(before)
-        if self._chains.waiting or chunk.broken or (before is not None and before.broken):
-            self._chains.leave(chunk, before)
+        if self.chains.waiting or chunk.broken or (before is not None and before.broken):
+            self.chains.leave(chunk, before)
         return pending
 
     def remove_forgotten(self, chunk: Chunk) -> bool:
@@ -456,39 +455,7 @@ class Index:
         """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See quotas.set_quota."""
         set_quota(self.accounts, self.namespaces, (tenant, tag), quota)
 
-    def adopt(self, namespaces: list[Namespace], serial: int) -> None:
-        """Take over namespaces with their chunks, sealed and linked, that recovery.py read from the records.
-
-        The index must be empty, and their extents already occupied. serial: the highest serial of their shards.
-        """
-        self.namespaces.adopt(namespaces)
-        self._serial = self._uses = serial
-        found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
-        self.chunks = len(found)
-        for chunk in found:
-            chunk.account.charge(chunk.bytes)
-            chunk.account.chunks += 1
-            if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
-                self._chains.wait(chunk, chunk.parent)
-            self.accounts.ages.record(chunk)
-        queue(found)
-
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
-
-
-def _link(namespace: Namespace, key: bytes, parent: bytes, position: int, salt: bytes) -> tuple[Chunk | None, int]:
-    """The chunk before a new one, if it is known, and the new one's position; parent, position: as in `Run`.
-
-    A parent with another salt is a client's mistake: the chain would be in two accounts.
-    """
-    if namespace.reach:
-        before = None if namespace.trunk is None else namespace.trunk.chunks.get(key)
-        return (before if before is None or before.salt == salt else None), 0
-    if position == 1 and parent:
-        return None, 1
-    before = namespace.chunks.get(parent) if position > 1 else None
-    is_known = before is not None and before.position == position - 1 and before.salt == salt
-    return (before, position) if is_known else (None, 0)

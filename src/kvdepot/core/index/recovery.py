@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.quotas import queue
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import NamespaceRecord, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
@@ -85,10 +86,28 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
             namespace.slot, namespace.recorded = None, 0
     there = [each for each in complete if any(group.chunks for group in each.groups)]
     serial = shards[-1][1].serial if shards else 0
-    index.adopt(sorted(there, key=lambda namespace: namespace.number), serial)
+    _adopt(index, sorted(there, key=lambda namespace: namespace.number), serial)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
+
+
+def _adopt(index: Index, namespaces: list[Namespace], serial: int) -> None:
+    """Hand namespaces to an empty index, with their chunks sealed and linked, and their extents occupied.
+
+    serial: the highest serial of their shards.
+    """
+    index.namespaces.adopt(namespaces)
+    index.serial = index.uses = serial
+    found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
+    index.chunks = len(found)
+    for chunk in found:
+        chunk.account.charge(chunk.bytes)
+        chunk.account.chunks += 1
+        if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
+            index.chains.wait(chunk, chunk.parent)
+        index.accounts.ages.record(chunk)
+    queue(found)
 
 
 def _serial(item: tuple[int, ShardRecord]) -> int:
