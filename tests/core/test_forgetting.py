@@ -152,14 +152,6 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
 
 
-def test_what_is_being_forgotten_already_is_not_counted(desk: Desk) -> None:
-    desk.ask(b"one", store(prompt("a", 3)))
-    desk.send(b"one", wire.Forget())
-    asked = desk.send(b"one", wire.Count())
-    desk.settle()
-    assert desk.answers[asked] == [0, 0]
-
-
 def test_clearing_is_answered_when_it_is_through(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 3)))
     asked = desk.send(b"one", wire.Clear())

@@ -76,13 +76,6 @@ def test_what_was_held_is_not_missed_and_the_count_never_falls() -> None:
     assert missed(cache) == pytest.approx(seen[-1], abs=10 * CHUNK)
 
 
-def test_lookups_without_chunks_are_nothing() -> None:
-    cache = InfiniteCache(100.0)
-    count(cache, b"", held=5)
-    cache.tick(101.0)
-    assert cache.missed == 0
-
-
 def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
     draw = random.Random(5)
     known = b"".join(fresh(draw, 500))

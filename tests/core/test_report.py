@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -98,31 +96,6 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     scheduler.shutdown()
 
 
-@pytest.mark.faults
-def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Depot) -> None:
-    scheduler, worker = an_engine(depot)
-    worker.shutdown()
-    scheduler.shutdown()
-    killed = subprocess.Popen(
-        [sys.executable, "-c", _CLIENT, depot.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert killed.stdout is not None and killed.stdout.readline() == "ok\n"
-    killed.kill()
-    killed.communicate()
-    now = eventually(lambda: (seen := told(depot)).clients == 1 and seen)  # who asks
-    assert now.counters["clients_died"] == 1
-    assert now.events[-1].text.endswith("is gone")
-
-
-_CLIENT = """
-import sys, zmq
-from kvdepot.protocol import wire
-from kvdepot.client import MessageQueueClient
-print(MessageQueueClient(sys.argv[1], zmq.Context()).ask(wire.Noop()).result(10.0), flush=True)
-sys.stdin.read()
-"""
-
-
 def test_what_people_warm_or_lease_makes_them_no_engine_and_is_no_lookup(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(2 * CHUNK))
@@ -138,24 +111,6 @@ def test_what_people_warm_or_lease_makes_them_no_engine_and_is_no_lookup(depot: 
     }  # fmt: skip
     assert (now.namespaces[0].lookup_chunks, now.namespaces[0].hit_chunks) == (0, 0)
     assert now.tokens.asked == 0
-    worker.shutdown()
-    scheduler.shutdown()
-
-
-def test_what_an_engine_had_in_its_own_cache_is_found_but_not_reused(depot: Depot) -> None:
-    scheduler, worker = an_engine(depot)
-    tokens = list(range(4 * CHUNK))
-    move(worker, "first", tokens, is_store=True)
-    with admin.connect(depot.url) as client:
-        hashes = admin.make_prompt(client, tokens, b"", "toy", "").hashes
-        for request in ("own cache", "from the depot"):
-            assert client.ask(wire.Lookup("toy", 1, 0, request, 1, hashes)).result(HANG_S) == 4
-        client.ask(wire.EndSession("own cache")).result(HANG_S)
-        now = told(depot)
-        assert (now.tokens.asked, now.tokens.found, now.tokens.reused) == (8 * CHUNK, 8 * CHUNK, 0)
-        client.ask(wire.EndSession("from the depot", 3 * CHUNK, 0.5)).result(HANG_S)  # it had one of the four itself
-    now = told(depot)
-    assert now.tokens.reused == now.saved.tokens == 3 * CHUNK
     worker.shutdown()
     scheduler.shutdown()
 

@@ -160,7 +160,7 @@ def releases_pins_early(patch: Patch) -> None:
 
     def unpinned(self: Any, pending: Any, pins: Any, matched: int) -> int:
         value = pin(self, pending, pins, matched)
-        self.end(pending.owner, pending.lookup.request)
+        self.end(pending.asker, pending.lookup.request)
         return value
 
     patch.setattr(Sessions, "_pin", unpinned)

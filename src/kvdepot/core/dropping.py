@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
@@ -32,6 +33,14 @@ _MOST_HASHES = 1 << 20
 """Hashes of all drops in progress; with more, clients can ask for none, and begin no lease that ends with one."""
 _WAIT_S = 30.0
 """How long a drop waits for the saves of one chunk; then it ends there."""
+
+
+class _Outcome(Enum):
+    """What became of the last chunk of a drop."""
+
+    REMOVED = "or it was not there"
+    STAYS = "somebody holds it, or another prompt's chunk follows it"
+    BEING_SAVED = "it can be removed once a tier has it"
 
 
 @dataclass(slots=True, eq=False)
@@ -108,15 +117,15 @@ class Drops:
             while drop.left > drop.keep and steps > 0:
                 steps -= 1
                 outcome = self._drop_last(drop)
-                if outcome is None:  # a save of it has not ended
+                if outcome is _Outcome.REMOVED:
+                    drop.left -= 1
+                    drop.waits_since = None
+                    continue
+                if outcome is _Outcome.BEING_SAVED:
                     drop.waits_since = now if drop.waits_since is None else drop.waits_since
                     if now - drop.waits_since < _WAIT_S:
                         break
-                if not outcome:
-                    drop.left = drop.keep
-                else:
-                    drop.left -= 1
-                    drop.waits_since = None
+                drop.left = drop.keep
             if drop.left > drop.keep and steps <= 0:
                 break
             self._ready.popleft()
@@ -140,8 +149,8 @@ class Drops:
             return []
         return [] if drop.asker.dead else [Reply(drop.asker.identity, drop.number, drop.removed)]
 
-    def _drop_last(self, drop: _Drop) -> bool | None:
-        """Remove the last chunk that is left, on all ranks, in memory and tiers. False: it stays; None: not yet."""
+    def _drop_last(self, drop: _Drop) -> _Outcome:
+        """Remove the last chunk that is left, on all ranks, in memory and tiers."""
         key = drop.hashes[(drop.left - 1) * HASH_BYTES : drop.left * HASH_BYTES]
         prompt, index = drop.prompt, self._index
         namespaces = index.namespaces.for_lookup(
@@ -151,12 +160,12 @@ class Drops:
         parts = [part for group in groups if (part := group.chunks.get(key)) is not None]
         for part in parts:
             if part.children > sum(other.parent is part for other in parts):
-                return False
+                return _Outcome.STAYS
         busy = [part for part in parts if part.holds]
         if any(part.holds > self._tiering.saves_of(part) for part in busy):
-            return False
+            return _Outcome.STAYS
         if busy:
-            return None
+            return _Outcome.BEING_SAVED
         salt = tenant_salt(drop.tenant, prompt.salt)
         unsaved = [Unsaved(group, key, _salt_of(group, key, salt)) for group in groups]
         self._tiering.erase(unsaved)
@@ -166,7 +175,7 @@ class Drops:
             if not index.remove_forgotten(part):
                 index.remove(part, Reason.DROPPED)
         drop.removed += bool(parts)
-        return True
+        return _Outcome.REMOVED
 
 
 def _salt_of(group: Namespace, key: bytes, salt: bytes) -> bytes:

@@ -28,7 +28,7 @@ from kvdepot.protocol.status import MOST_NAME
 
 __all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "MOST_SEARCHED", "Lists"]
 
-_STEP = 2048
+_STEP = 1024
 """Chunks that one step passes, in one or two milliseconds."""
 MOST_LISTS = 16
 """Requests at a time."""
@@ -283,8 +283,10 @@ class _Family:
         self.hits += chunk.hits
         self.hit_chunks += chunk.hits * chunk.position
         self.used_s = max(self.used_s, chunk.used_s)
-        parts = (group.chunks.get(chunk.key) for group in chunk.namespace.groups)
-        self.bytes += sum(part.bytes for part in parts if part is not None)
+        self.bytes += chunk.bytes
+        if len(chunk.namespace.groups) > 1:
+            others = (group.chunks.get(chunk.key) for group in chunk.namespace.groups if group is not chunk.namespace)
+            self.bytes += sum(part.bytes for part in others if part is not None)
         if behind != 1 and (self.shared is None or chunk.position < self.shared.position):
             self.shared = chunk  # the first chunk of a chain that has not exactly one behind it
 
@@ -335,20 +337,24 @@ def _families(namespace: Namespace) -> _Walk[list[_Family]]:
     known: dict[int, _Family | None] = {}  # by id() of a chunk
     chunks = list(namespace.chunks.values())  # some ten milliseconds for a million
     for chunk in chunks:
-        passed: list[Chunk] = []
-        top = chunk
-        while id(top) not in known and top.parent is not None:
-            passed.append(top)
-            top = top.parent
-        family = known.get(id(top))
-        if family is None and top.position == 1 and not top.gone:
+        passed = [chunk]
+        while (before := passed[-1].parent) is not None and id(before) not in known:
+            passed.append(before)
+        top = passed[-1]
+        if before is not None:
+            family = known[id(before)]
+        elif id(top) in known:  # it was passed on the way from one behind it
+            family = known[id(top)]
+        elif top.position == 1 and not top.gone:
             family = _Family(top)
             families.append(family)
-        known[id(top)] = family
-        known.update((id(each), family) for each in passed)
+        else:
+            family = None
+        for each in passed:
+            known[id(each)] = family
         if family is not None and not chunk.gone:
             family.add(chunk)
-        yield 1 + len(passed)
+        yield len(passed)
     return families
 
 
