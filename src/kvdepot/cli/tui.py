@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 from rich.console import Group
@@ -62,12 +62,16 @@ _IDENTITY = ("tenant", "model", "name", "id", "kind", "world_size", "blocks_in_c
 """Attributes that together identify a row of any table."""
 
 
+Row: TypeAlias = Any
+"""A struct of the status, or of a list."""
+
+
 @dataclass(frozen=True)
 class TopTab:
     """A tab with a table. rows: of a status; None if the server lists them on request. sorts: attributes of a row."""
 
-    rows: Callable[[Status], Sequence[Any]] | None
-    listing: Callable[[Sequence[Any]], view.Listing]
+    rows: Callable[[Status], Sequence[Row]] | None
+    listing: Callable[[Sequence[Row]], view.Listing]
     sorts: tuple[str, ...] = ()
 
 
@@ -127,10 +131,10 @@ class Top(App[int]):
         self._sort = dict.fromkeys(TABS, 0)
         self._reversed = dict.fromkeys(TABS, False)
         self._is_paused = self._shows_keys = False
-        self._opened: Any = None  # the row whose details are shown, as it was last listed
-        self._shown: list[Any] = []  # the rows of the table
+        self._opened: Row = None  # the row whose details are shown, as it was last listed
+        self._shown: list[Row] = []  # the rows of the table
         self._statuses: deque[Status] = deque()  # of one boot and the last minute, the current one last
-        self._lists: dict[str, list[Any]] = {}  # the server's latest lists, by tab
+        self._lists: dict[str, list[Row]] = {}  # the server's latest lists, by tab
         self._clock = ""  # the time of the last status
         self._trouble = ""  # why the last answer is missing
         self._silent_since: float | None = None  # when the first request was sent that got no answer
@@ -217,7 +221,7 @@ class Top(App[int]):
         except (KVDepotError, msgspec.ValidationError) as exc:
             self._trouble = str(exc)
 
-    def show_list(self, tab: str, rows: list[Any]) -> None:
+    def show_list(self, tab: str, rows: list[Row]) -> None:
         """Show what the server lists on request for a tab."""
         self._lists[tab] = rows
         self._draw()
@@ -323,7 +327,7 @@ class Top(App[int]):
                 self.query_one(f"#{shown}").focus()
 
     def _text(self) -> Text | Table | None:
-        """What to show instead of the overview or table: keys, details, or why there is no row. Fills the table."""
+        """Fill the table; returns keys, details, or why there is no row, if they are shown instead."""
         if self._shows_keys:
             return _grid(_KEYS)
         if not self._statuses:
@@ -401,7 +405,7 @@ class Top(App[int]):
         return Group(*parts)
 
     def _sparks(self) -> Text:
-        """How reuse and throughput were from status to status."""
+        """Charts of reuse and throughput from status to status."""
         pairs = list(pairwise(list(self._statuses)[-_SPARK_CELLS - 1 :]))
         times = [max(now.uptime_s - before.uptime_s, _TICK_S) for before, now in pairs]
         tokens = [view.increase(before.tokens, now.tokens) for before, now in pairs]
@@ -417,7 +421,7 @@ class Top(App[int]):
             parts += [(f"  {name} ", "bold"), (_spark(rates, max(rates, default=0.0)), "cyan")]
         return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
-    def _details(self, rows: Sequence[Any]) -> Table:
+    def _details(self, rows: Sequence[Row]) -> Table:
         """All that is known about the row that was opened."""
         now = next((row for row in rows if _identity(row) == _identity(self._opened)), None)
         self._opened = self._opened if now is None else now
@@ -427,7 +431,7 @@ class Top(App[int]):
         return grid
 
 
-def _fields(row: Any) -> Iterator[tuple[str, str]]:
+def _fields(row: Row) -> Iterator[tuple[str, str]]:
     """Names and values of all fields of a row that have one."""
     for name, value in msgspec.structs.asdict(row).items():
         label = name.replace("_", " ").removesuffix(" s")
@@ -475,11 +479,11 @@ def _grid(fields: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def _identity(row: Any) -> list[object]:
+def _identity(row: Row) -> list[object]:
     return [getattr(row, name, None) for name in _IDENTITY]
 
 
-def _in_order(rows: Sequence[Any], sort: str, is_reversed: bool) -> list[Any]:
+def _in_order(rows: Sequence[Row], sort: str, is_reversed: bool) -> list[Row]:
     """The rows sorted by an attribute: the largest number first, the shortest time, or by the alphabet.
 
     The sum of the rows that the server does not list stays the last.

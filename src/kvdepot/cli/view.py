@@ -131,7 +131,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
 
 
 def increase(before: TokenCounts, now: TokenCounts) -> TokenCounts:
-    """How much each of the counts rose."""
+    """The rise of each count."""
     bound = None if before.bound is None or now.bound is None else now.bound - before.bound
     return TokenCounts(now.asked - before.asked, now.found - before.found, now.reused - before.reused, bound)
 
@@ -186,7 +186,7 @@ def _bar(part: float) -> Text:
 
 
 def _warnings(now: Status) -> list[str]:
-    """What an operator should look at, each with what to do; the page shows the same."""
+    """Each problem with what to do; the page shows the same."""
     return [clean(f"{concern.what} {concern.advice}") for concern in judge(now).concerns]
 
 
@@ -329,7 +329,7 @@ def tiers(shown: Sequence[TierStatus]) -> Listing:
 
 
 def _load_time(tier: TierStatus) -> str:
-    """How long 99 of 100 calls that load from a tier take."""
+    """The 99th percentile of the duration of calls that load from a tier."""
     counts = next((each.counts for each in tier.histograms if each.name == "load_seconds"), [])
     return duration(percentile(counts, 0.99)) if sum(counts) else "-"
 
@@ -367,7 +367,7 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
 
 
 def needs(reach: int) -> str:
-    """What resuming a prompt needs of a KV cache group."""
+    """The chunks of a KV cache group that resuming a prompt needs."""
     return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
 
 
@@ -399,7 +399,7 @@ def named(tenant: str, model: str) -> str:
 
 
 _EVENTS = 8
-"""How many a status shows."""
+"""Events that a status shows."""
 
 
 def events(shown: Sequence[Event]) -> Listing:

@@ -47,7 +47,7 @@ _MOST_CHANGES = 4
 
 @dataclass(frozen=True, slots=True)
 class ApiState:
-    """What endpoints use. settings: shown to clients, without secrets."""
+    """The parts that endpoints use. settings: shown to clients, without secrets."""
 
     poll: Poll
     live: LiveStatus
@@ -141,7 +141,7 @@ class QuotaSet(msgspec.Struct, frozen=True):
 
 
 class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to forget: chunks of models whose name begins with `model`, of requests with `salt`, of both, or all."""
+    """The chunks to forget: of models whose name begins with `model`, of requests with `salt`, of both, or all."""
 
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
@@ -289,7 +289,7 @@ def release(state: ApiState, data: ReleaseBody) -> Released:
 
 @post("/v1/forget/preview")
 def preview(state: ApiState, data: ForgetBody) -> admin.Preview:
-    """What `/v1/forget` would remove: chunks and bytes in memory, and the most that it could from each tier."""
+    """Count what `/v1/forget` would remove: chunks and bytes in memory, and the most that it could from each tier."""
     data.check()
     with _change(state):
         return admin.preview(state.poll.client, data.model, data.salt)

@@ -52,7 +52,7 @@ def missing_packages() -> list[str]:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the process gets through its pipe, as one line of JSON. key: public, secret, server's public; or None."""
+    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; or None."""
 
     url: str
     listener: int

@@ -69,7 +69,7 @@ class History:
             return self._seconds[-1] if self._seconds else {}
 
     def increase(self, counter: str, range_s: float) -> float:
-        """How much a counter of this boot rose in the last `range_s` seconds (15 minutes at most)."""
+        """The rise of a counter of this boot in the last `range_s` seconds (15 minutes at most)."""
         with self._lock:
             last = self._seconds[-1] if self._seconds else {}
             first = next(

@@ -38,7 +38,7 @@ _PROBLEMS = {
     Unavailable.code: "the server cannot be reached: it has stopped, or is starting",
     ProtocolError.code: "the server is of another version than its web process; restart it",
 }
-"""What anybody may read of an error, by its code."""
+"""Texts of errors that anybody may read, by code."""
 
 
 @dataclass(frozen=True, slots=True)

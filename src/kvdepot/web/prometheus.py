@@ -241,7 +241,7 @@ def _buckets(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, in
 
 
 class _Shape(NamedTuple):
-    """What the namespaces of one tenant, model and shape have together; their layouts differ."""
+    """The namespaces of one tenant, model and shape together; their layouts differ."""
 
     tenant: str
     model: str
