@@ -6,9 +6,12 @@ the events afterwards.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvdepot.core.actions import Reply
+from kvdepot.core.index import index
 from kvdepot.memory.copier import Copy
 from kvdepot.protocol import wire
 from kvdepot.protocol.wire import Request
@@ -68,3 +71,8 @@ def test_a_lookup_that_memory_answers_crosses_ten_files(desk: Desk) -> None:
     beside = LISTENERS - {"sessions"} | COUNTING
     files = dict.fromkeys([*deciding(asked, beside), *deciding(ended, beside)])
     assert len(files) <= MOST_LOOKUP, f"{asked}\n{ended}"
+
+
+def test_the_index_stays_small() -> None:
+    source = Path(index.__file__).read_text()
+    assert len(source.splitlines()) <= 450 and source.count("\n    def ") <= 25

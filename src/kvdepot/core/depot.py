@@ -224,7 +224,7 @@ class Depot:
                 raise InternalError("core/connections.py answers Hello and Prove")
         return [Reply(client.identity, number, value)]
 
-    def finished(self, token: object, outcome: Any, now: float = 0.0) -> list[Action]:
+    def finished(self, token: Token | CopyToken | Remapping, outcome: Any, now: float = 0.0) -> list[Action]:
         """Handle the outcome of a task or tier task; see copier.Copier and worker.TierWorker."""
         self.now = now
         match token:
@@ -235,7 +235,6 @@ class Depot:
                 return self._publish(self.transfers.copied(token, outcome, self.wall))
             case Remapping():
                 return self._publish(self.registrations.mapped(token, outcome))
-        raise AssertionError(f"unknown token {token!r}")
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""

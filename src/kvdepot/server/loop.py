@@ -77,7 +77,7 @@ class Server:
         self._stopping = False
         self._ticks = 0
         self._is_releasing = False  # idle GPUs are being released, or are about to be
-        self._outcomes: deque[tuple[object, object]] = deque()
+        self._outcomes: deque[tuple[Any, object]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
         if config.arena_bytes < smallest_arena():

@@ -93,10 +93,9 @@ class Index:
     # -- reserve
 
     def make_room(self, account: Account, size: int, wanted: int, kept: Iterable[Chunk] = ()) -> int:
-        """Evict until an account can take `wanted` times `size` bytes; returns how often it can.
+        """Evict chunks, but none of `kept`, until an account can take `wanted` times `size` bytes; returns how often.
 
-        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one. kept:
-        chunks that may not be evicted for it.
+        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
         """
         allocator, taken, cap = self.allocator, Allocator.rounded(size), account.cap
         if account.used > cap or taken > cap:
@@ -136,10 +135,8 @@ class Index:
             before = [link(namespace, *each, run.salt)[0] for each in links if each[0] not in chunks]
             room = self.make_room(account, size, wanted, [*there, *(each for each in before if each is not None)])
         extents = self.allocator.allocate_run(size, min(room, wanted))
-        result = Reservation([], [])
+        result, new, fresh = Reservation([], []), list[Chunk](), 0  # shards
         parent, position = run.parent, run.position
-        new: list[Chunk] = []
-        fresh = 0  # shards
         for place, key in enumerate(keys):
             chunk = chunks.get(key)
             shard = chunk.shards.get(rank) if chunk is not None else None
@@ -242,10 +239,7 @@ class Index:
     def finish(
         self, shards: Sequence[tuple[Chunk, int]], sums: Mapping[int, int], wall: int
     ) -> list[tuple[Chunk, int]]:
-        """Seal those of a store's reserved shards (chunk, rank) that have arrived and discard the others.
-
-        sums: checksums of those that have arrived, by their places in `shards`. Returns the sealed ones.
-        """
+        """Seal shards (chunk, rank) with a checksum in `sums`, by place; discard others. Returns the sealed ones."""
         sealed = []
         for place, shard in enumerate(shards):
             chunk = shard[0]
@@ -289,10 +283,9 @@ class Index:
         self.release((chunk,))
 
     def discard(self, chunk: Chunk, rank: int) -> None:
-        """Remove a reserved shard that did not arrive, and release its hold.
+        """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk.
 
-        With the last shard the chunk is removed, and nothing else may hold it then. Chunks behind it stay, with a
-        parent that is never chained, so that they are never found as part of a chain.
+        Nothing else may hold it then. Chunks behind it keep a parent that is never chained, so no chain has them.
         """
         shard = chunk.shards[rank]
         assert shard.is_open, shard.state
@@ -358,10 +351,7 @@ class Index:
     # -- mark corrupt, hide, remove
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
-        """Stop using a sealed shard, because its bytes are not what was stored, or were forgotten.
-
-        The chunks behind it are no prefix until it is stored again.
-        """
+        """Stop using a sealed shard, whose bytes are wrong or were forgotten, until it is stored again."""
         shard = chunk.shards[rank]
         after = TRANSITIONS[shard.state][Event.CORRUPT]
         self.chains.unchain(chunk, Event.CORRUPT)
@@ -374,8 +364,7 @@ class Index:
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk; if it is held or others are behind it, hide it and them, and remove it after that.
 
-        at_once: it is not given out any more, even to those who hold it. A later reservation of its key renews it; one
-        in progress does not.
+        at_once: it is not given out even to those who hold it. Only a later reservation of its key renews it.
         """
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
@@ -452,7 +441,7 @@ class Index:
     # -- the whole index
 
     def set_quota(self, tenant: str, quota: Quota | None, tag: bytes = b"") -> None:
-        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See quotas.set_quota."""
+        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See quotas.py."""
         set_quota(self.accounts, self.namespaces, (tenant, tag), quota)
 
     def validate(self) -> None:
