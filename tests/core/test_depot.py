@@ -36,14 +36,6 @@ def client(desk: Desk) -> bytes:
 # -- the plain life of a chunk
 
 
-def test_what_was_stored_is_found_and_retrieved(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    assert desk.ask(client, lookup(chain)) == 0
-    assert desk.ask(client, store(chain)) is True
-    assert desk.ask(client, lookup(chain)) == 3
-    assert desk.ask(client, retrieve(chain)) == [True, True, True]
-
-
 def test_a_store_is_answered_only_when_its_bytes_have_arrived_and_is_invisible_until_then(
     desk: Desk, client: bytes
 ) -> None:
@@ -59,13 +51,6 @@ def test_a_store_is_answered_only_when_its_bytes_have_arrived_and_is_invisible_u
     assert asked not in desk.answers and seen not in desk.answers and desk.answers[taken] == [False] * 3
     desk.settle()
     assert desk.answers[asked] is True and desk.answers[seen] == 3
-
-
-def test_storing_what_is_there_moves_no_bytes(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    asked = desk.send(client, store(chain))
-    assert not desk.tasks and desk.answers[asked] is True
 
 
 def test_a_store_copies_only_the_chunks_that_are_new_from_their_own_blocks(desk: Desk, client: bytes) -> None:
@@ -91,11 +76,6 @@ def test_only_the_first_chunk_of_a_retrieve_skips_blocks(desk: Desk, client: byt
     desk.ask(client, store(chain))
     desk.send(client, retrieve(chain, skip=1))
     assert [piece.skip for copy in desk.copies() for piece in copy.pieces] == [1, 0, 0]
-
-
-def test_a_retrieve_of_nothing_that_is_there_is_answered_at_once(desk: Desk, client: bytes) -> None:
-    asked = desk.send(client, retrieve(prompt("a", 2)))
-    assert not desk.tasks and desk.answers[asked] == [False, False]
 
 
 def test_a_retrieve_whose_copy_failed_says_so_for_the_chunks_of_that_copy(desk: Desk, client: bytes) -> None:
@@ -179,15 +159,6 @@ def test_a_store_whose_fence_was_raised_is_discarded(desk: Desk, client: bytes) 
     desk.assert_empty()
 
 
-def test_a_fence_of_earlier_stores_leaves_later_ones_alone(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    asked = desk.send(client, store(chain, ticket=8))
-    desk.liveness_files[client].fence = 7
-    desk.settle()
-    assert desk.answers[asked] is True
-    assert desk.ask(client, lookup(chain)) == 2
-
-
 def test_a_retrieve_knows_no_fence(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     desk.ask(client, store(chain))
@@ -215,10 +186,6 @@ def test_a_lookup_pins_until_its_session_ends(desk: Desk, client: bytes) -> None
     desk.ask(client, wire.EndSession("r"))
     assert held(desk) == 0
     desk.assert_empty()
-
-
-def test_ending_a_session_nobody_began_is_fine(desk: Desk, client: bytes) -> None:
-    assert desk.ask(client, wire.EndSession("nobody")) is None
 
 
 def test_a_second_lookup_of_a_request_replaces_its_pins(desk: Desk, client: bytes) -> None:
@@ -444,14 +411,6 @@ def test_transfers_of_an_instance_nobody_registered_are_told_so(desk: Desk, clie
         assert isinstance(desk.ask(client, request), UnknownInstance)
 
 
-def test_instances_of_two_clients_are_two(desk: Desk, client: bytes) -> None:
-    other = desk.hello(b"other")
-    assert isinstance(desk.ask(other, store(prompt("a", 1))), UnknownInstance)
-    desk.register(other)
-    desk.ask(client, wire.Unregister(1))
-    assert desk.ask(other, store(prompt("a", 1))) is True
-
-
 # -- forgetting
 
 
@@ -556,14 +515,6 @@ def test_unregistering_is_answered_after_the_last_copy_that_touches_the_tensors(
     assert desk.answers[loading] == [True, True] and desk.answers[storing] is True
 
 
-def test_unregistering_twice_is_answered_twice_after_the_last_copy(desk: Desk, client: bytes) -> None:
-    desk.send(client, store(prompt("a", 1)))
-    asked = [desk.send(client, wire.Unregister(1)) for _ in range(2)]
-    assert not any(number in desk.answers for number in asked)
-    desk.settle()
-    assert [desk.answers[number] for number in asked] == [None, None]
-
-
 def test_registering_again_does_not_make_unregistering_forget_the_copies_of_before(desk: Desk, client: bytes) -> None:
     desk.send(client, store(prompt("a", 1)))
     (old,) = desk.copies()
@@ -596,10 +547,6 @@ def test_a_refused_unregistering_changes_nothing() -> None:
     assert desk.ask(client, retrieve(prompt("b", 1))) == [True]
     assert desk.ask(client, wire.Unregister(1)) is None
     assert [mapped.closed for mapped in desk.mapped] == [True, True]
-
-
-def test_unregistering_what_nobody_registered_is_answered(desk: Desk, client: bytes) -> None:
-    assert desk.ask(client, wire.Unregister(99)) is None
 
 
 def test_unregistering_while_the_tensors_are_being_mapped_answers_both(desk: Desk) -> None:
@@ -779,24 +726,6 @@ def test_a_client_that_dies_while_its_tensors_are_being_mapped_leaves_no_mapping
     desk.die(b"one")
     desk.settle()
     assert not desk.answers and [mapped.closed for mapped in desk.mapped] == [True]
-
-
-def test_dying_twice_or_as_a_stranger_is_nothing(desk: Desk, client: bytes) -> None:
-    desk.die(client)
-    desk.settle()
-    desk.die(client)
-    desk.die(b"stranger")
-    assert not desk.tasks
-
-
-def test_the_chunks_of_a_dead_client_stay_for_others(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    desk.die(client)
-    desk.settle()
-    other = desk.hello(b"other")
-    desk.register(other)
-    assert desk.ask(other, retrieve(chain)) == [True, True]
 
 
 def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:

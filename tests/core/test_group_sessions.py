@@ -69,13 +69,6 @@ def test_all_groups_of_all_ranks_are_one_model(desk: Desk, reaches: Reaches) -> 
     assert all(mapped.closed for mapped in desk.mapped)
 
 
-def test_a_client_that_dies_takes_its_groups_with_it(desk: Desk) -> None:
-    desk.register_groups(HYBRID, world_size=2)
-    desk.die(b"one")
-    desk.settle()
-    assert desk.index.namespaces.all() == [] and [mapped.closed for mapped in desk.mapped] == [True] * 4
-
-
 def test_a_group_whose_tensors_cannot_be_mapped_leaves_the_others_as_they_are() -> None:
     def refuse(given: Layout) -> Mapped:
         if given.fingerprint == fingerprint(1, 0):
@@ -209,18 +202,6 @@ def test_a_transfer_for_another_model_or_rank_than_the_registered_one_is_refused
         assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
     assert desk.index.namespaces.all() == known
     desk.assert_empty()
-
-
-def test_what_a_group_stores_is_no_other_groups(desk: Desk) -> None:
-    desk.register_groups(HYBRID)
-    chain = prompt("a", 3)
-    assert desk.ask(b"one", store(chain, instance_of(HYBRID, 0))) is True
-    assert there(desk, chain) == [[0, 1, 2], []]
-    assert desk.ask(b"one", lookup(chain)) == 0
-    assert desk.ask(b"one", retrieve(chain, instance_of(HYBRID, 1))) == [False] * 3
-    assert desk.ask(b"one", retrieve(chain, instance_of(HYBRID, 0))) == [True] * 3
-    assert desk.ask(b"one", store(chain, instance_of(HYBRID, 1), first=1)) is True
-    assert desk.ask(b"one", lookup(chain)) == 3
 
 
 def test_a_client_that_stores_other_than_it_declared_gets_shorter_prefixes_never_wrong_ones(desk: Desk) -> None:

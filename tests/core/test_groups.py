@@ -327,74 +327,6 @@ TestGroups.settings = settings(max_examples=60, stateful_step_count=40, deadline
 # -- which boundaries a stored prompt has
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
-def test_a_prompt_shorter_than_equal_to_or_longer_than_the_window_is_resumed_at_its_end(chunks: int) -> None:
-    rack, chain = Rack((0, 3)), keys("c", chunks)
-    rack.store_needed(chain)
-    assert len(rack.there(chain)[1]) == min(3, chunks)
-    pin = rack.match(keys("c", chunks + 2))
-    assert (pin.matched, pin.parts) == (chunks, chunks + min(3, chunks))
-    # Only as far as the window reaches back to the start can a shorter prompt be resumed too.
-    assert rack.boundary(chain[:-1]) == (chunks - 1 if chunks <= 3 else 0)
-
-
-def test_a_state_is_resumed_where_it_was_stored_and_nowhere_else() -> None:
-    rack, chain = Rack((0, 1)), keys("c", 8)
-    rack.store(0, chain)
-    rack.store(1, chain, [2, 5])
-    assert [rack.boundary(chain[:end]) for end in range(9)] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
-
-
-def test_without_an_unbounded_group_the_middle_of_a_prompt_is_enough() -> None:
-    rack, chain = Rack((2, 1)), keys("c", 9)
-    rack.store(0, chain, [6, 7])
-    assert rack.boundary(chain) == 0
-    rack.store(1, chain, [7])
-    assert rack.boundary(chain) == 8
-    assert rack.match(chain).chunks == [rack.part(0, chain[6]), rack.part(0, chain[7]), rack.part(1, chain[7])]
-
-
-def test_a_window_part_that_is_gone_moves_the_boundary_behind_which_it_is_needed() -> None:
-    rack, chain = Rack((0, 2)), keys("c", 8)
-    rack.store_all(chain)
-    assert rack.boundary(chain) == 8
-    rack.lose(1, chain[3])  # boundaries 4 and 5 need it
-    assert [rack.boundary(chain[:end]) for end in range(9)] == [0, 1, 2, 3, 3, 3, 6, 7, 8]
-    rack.lose(1, chain[7])
-    assert rack.boundary(chain) == 7
-    rack.lose(1, chain[5])
-    assert rack.boundary(chain) == 3
-    rack.store(1, chain, [5, 7])
-    assert rack.boundary(chain) == 8
-
-
-def test_the_deepest_boundary_is_one_that_all_groups_agree_on() -> None:
-    rack, chain = Rack((0, 0, 1, 2)), keys("c", 10)
-    rack.store(0, chain)
-    rack.store(1, chain, range(8))  # no boundary behind 8
-    rack.store(2, chain, [2, 5, 8])  # states at 3, 6 and 9
-    rack.store(3, chain, [0, 1, 2, 3, 5])  # windows before 1 to 4, which has no state
-    assert rack.boundary(chain) == 3
-    rack.store(3, chain, [4])
-    assert rack.boundary(chain) == 6
-    pin = rack.match(chain)
-    assert pin.parts == 6 + 6 + 1 + 2
-    assert [(each.namespace.group, each.key) for each in pin.chunks] == [
-        (0, chain[5]), (1, chain[5]), (2, chain[5]), (3, chain[4]), (3, chain[5]),
-    ]  # fmt: skip
-
-
-def test_a_part_counts_once_every_rank_has_sealed_it() -> None:
-    rack, chain = Rack((0, 1), world_size=2), keys("c", 3)
-    rack.store(0, chain)
-    for rank in range(2):
-        assert rack.boundary(chain) == 0
-        chunk = rack.reserve(1, chain, 2, rank)
-        assert chunk is not None
-        rack.index.seal(chunk, rank)
-    assert rack.boundary(chain) == 3
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("reaches", "group"), [(reaches, g) for reaches in SHAPES for g in range(len(reaches))])
 def test_a_corrupt_part_is_no_boundary_until_it_is_stored_again(reaches: Reaches, group: int, world_size: int) -> None:
@@ -478,22 +410,6 @@ def test_a_part_whose_unbounded_one_failed_to_arrive_stays_and_serves_once_that_
     rack.index.validate()
 
 
-def test_a_pin_of_a_boundary_outlives_any_pressure_and_nothing_is_left_of_it_after() -> None:
-    rack, chain = Rack((0, 0, 2, 1), pages=20), keys("c", 4)
-    rack.store_all(chain)
-    pinned = rack.pin(chain[:3])
-    for number in range(6):
-        other = keys(f"other {number}", 3)
-        rack.store(0, other)
-        rack.store(3, other, [2])
-        assert rack.boundary(chain[:3]) == 3
-        rack.index.validate()
-    assert rack.there(chain) == [[0, 1, 2], [0, 1, 2], [1, 2], [2]]
-    rack.index.release(pinned)
-    clear(rack.index)
-    assert rack.index.allocator.free_bytes == rack.index.allocator.capacity
-
-
 # -- forgetting and ages
 
 
@@ -504,26 +420,6 @@ def finish(removals: Removals) -> int:
         removals.step()
         steps += 1
     return steps
-
-
-@pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (2, 1)])
-def test_what_is_forgotten_is_no_boundary_from_the_first_moment_on(reaches: Reaches) -> None:
-    rack, chain = Rack(reaches), keys("c", 5)
-    rack.store_all(chain)
-    pinned = rack.pin(chain)
-    removals = Removals(rack.index, step_chunks=1)
-    removal = removals.begin(rack.namespaces, None, hides=True)
-    assert rack.boundary(chain) == 0 and rack.index.chunks == 10
-    # What is stored meanwhile is new, and stays.
-    other = keys("d", 2)
-    rack.store_all(other)
-    assert finish(removals) >= 10 and removal.removed == 10
-    assert (rack.boundary(chain), rack.boundary(other)) == (0, 2)
-    rack.index.release(pinned)
-    rack.index.validate()
-    assert rack.there(chain) == [[], []]
-    rack.store_all(chain)
-    assert rack.boundary(chain) == 5
 
 
 def test_only_the_parts_of_one_salt_are_forgotten() -> None:
@@ -539,20 +435,6 @@ def test_only_the_parts_of_one_salt_are_forgotten() -> None:
     finish(removals)
     assert removal.removed == 4
     assert (rack.boundary(mine), rack.boundary(theirs)) == (0, 2)
-
-
-@pytest.mark.parametrize("reaches", [(0, 2), (2, 0)])
-def test_to_clear_removes_all_parts_but_the_pinned_and_what_they_stand_on(reaches: Reaches) -> None:
-    rack, chain = Rack(reaches), keys("c", 5)
-    rack.store_all(chain)
-    pinned = rack.pin(chain[:3])
-    clear(rack.index)
-    unbounded, window = (rack.there(chain)[reaches.index(reach)] for reach in (0, 2))
-    assert (unbounded, window) == ([0, 1, 2], [1, 2])
-    rack.index.release(pinned)
-    clear(rack.index)
-    rack.index.validate()
-    assert rack.index.chunks == 0
 
 
 def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() -> None:

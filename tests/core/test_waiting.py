@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvdepot.client.scheduler import LOOKUP_S
 from kvdepot.core import waiting
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
@@ -62,22 +61,6 @@ def test_a_lookup_waits_for_the_store_of_its_prompt_and_pins_what_that_brings(de
     assert desk.index.held == 1  # the pin
     assert desk.ask(b"one", retrieve(chain)) == [True] * 3
     assert_quiet(desk)
-
-
-def test_what_nobody_is_storing_is_answered_at_once(desk: Desk) -> None:
-    begin(desk, store(prompt("a", 3)))
-    assert desk.answers[desk.send(b"two", lookup(prompt("b", 3)))] == 0
-    chain = prompt("c", 5)
-    assert desk.ask(b"one", store(chain, end=2)) is True
-    begin(desk, store(chain, first=3))  # behind a gap, which it does not fill
-    assert desk.answers[desk.send(b"two", lookup(chain))] == 2
-
-
-def test_what_memory_has_whole_is_answered_during_other_stores(desk: Desk) -> None:
-    chain = prompt("a", 3)
-    assert desk.ask(b"one", store(chain)) is True
-    begin(desk, store(prompt("b", 2)))
-    assert desk.answers[desk.send(b"two", lookup(chain))] == 3
 
 
 def test_a_lookup_waits_for_one_store_after_the_other_of_one_prompt(desk: Desk) -> None:
@@ -206,10 +189,6 @@ def test_the_deadline_counts_from_the_first_store_that_was_waited_for(desk: Desk
     assert unheard(desk, asked) and desk.depot.next_deadline() == STORE_S
     later(desk, STORE_S / 2)
     assert desk.answers[asked] == 2 and unheard(desk, other)
-
-
-def test_the_deadline_is_within_the_patience_of_clients() -> None:
-    assert STORE_S < LOOKUP_S
 
 
 def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
