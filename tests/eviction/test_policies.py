@@ -78,20 +78,6 @@ def test_what_many_ask_for_outlives_a_flood_of_prompts_that_nobody_repeats(name:
 
 
 @EVERY
-def test_what_was_popular_long_ago_gives_way_to_what_is_popular_now(name: str) -> None:
-    cache = Cache(name, 20)
-    draw = random.Random(1)
-    for what in ("old", "new"):
-        for number in range(2500):
-            cache.ask(what, draw.randrange(12))
-            if number % 2:
-                cache.ask("once", what, number)
-    new = sum(cache.has("new", number) == 2 for number in range(12))
-    old = sum(cache.has("old", number) == 2 for number in range(12))
-    assert new >= 9 > 4 >= old, f"{new} of now and {old} of before are there"
-
-
-@EVERY
 def test_a_head_that_many_tails_share_is_as_frequent_as_they_are_together(name: str) -> None:
     """Each request uses only its deepest chunk, but the head must not count as used once."""
     cache = Cache(name, 60)
@@ -101,15 +87,6 @@ def test_a_head_that_many_tails_share_is_as_frequent_as_they_are_together(name: 
     for number in range(8):
         cache.ask("more noise", number, 1, 2)
     assert cache.has("head", 1, 2, 3) == 4
-
-
-def test_learned_keeps_most_of_a_loop_that_is_larger_than_the_cache() -> None:
-    hits = {}
-    for name in ("lru", "learned"):
-        cache = Cache(name, 400)
-        hits[name] = sum(cache.ask(number) for _ in range(20) for number in range(520))
-    assert hits["lru"] == 0
-    assert hits["learned"] > 0.3 * 20 * 520
 
 
 def test_learned_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not() -> None:
@@ -151,23 +128,6 @@ def test_a_request_that_touches_a_chunk_many_times_uses_it_once(name: str) -> No
                 cache.index.hold(held)
                 cache.index.release(held)
         assert caches[0].namespace.chunks.keys() == caches[1].namespace.chunks.keys()
-
-
-@EVERY
-def test_a_chunk_that_failed_to_arrive_is_no_miss_when_it_comes_again(name: str) -> None:
-    policy = POLICIES[name]()
-    for attempt in range(50):
-        chunk = Victim(key=key_of("failing"))
-        policy.insert([chunk])
-        chunk.gone = True
-        policy.remove(chunk, evicted=False)
-        other = Victim(key=key_of(attempt))
-        policy.insert([other])
-        policy.add(other)
-    chunk = Victim(key=key_of("failing"))
-    policy.insert([chunk])
-    assert chunk.uses == 0
-    assert policy.victim(lambda chunk: True) is not None
 
 
 # -- kept after all, removed, adopted

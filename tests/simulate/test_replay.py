@@ -24,7 +24,7 @@ from kvdepot.eviction import POLICIES
 from kvdepot.install import advice
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
-from kvdepot.testing.traces import WORKLOADS, merge, phases, write_mooncake
+from kvdepot.testing.traces import WORKLOADS, write_mooncake
 from tests.conftest import HANG_S
 
 MOONCAKE = """\
@@ -68,9 +68,11 @@ def written(folder: Path, text: str, name: str = "trace.jsonl") -> str:
 # -- formats
 
 
-def test_mooncake_ids_are_prefixes_of_512_tokens_a_block(tmp_path: Path) -> None:
+def test_mooncake_ids_are_prefixes_of_512_tokens_a_block_in_order_of_arrival(tmp_path: Path) -> None:
     trace = load(written(tmp_path, MOONCAKE))
     assert (numbers(trace), trace.unique, trace.block_tokens) == ([[0, 1], [0, 1, 2], [3]], 4, 512)
+    turned = load(written(tmp_path, "".join(reversed(MOONCAKE.splitlines(keepends=True)))))
+    assert [len(prompt) for prompt in numbers(turned)] == [2, 3, 1]
 
 
 def test_the_same_bailian_id_behind_another_beginning_is_another_block(tmp_path: Path) -> None:
@@ -87,7 +89,9 @@ def test_the_same_bailian_id_behind_another_beginning_is_another_block(tmp_path:
     ],
     ids=["lines", "array", "indented array"],
 )
-def test_weka_sessions_have_ids_of_their_own_and_are_merged_in_time(tmp_path: Path, text: str) -> None:
+def test_weka_sessions_have_ids_of_their_own_unless_they_are_global(tmp_path: Path, text: str) -> None:
+    shared = text.replace('"local"', '"global"')
+    assert numbers(load(written(tmp_path, shared))) == [[0, 1], [0, 1], [0, 1, 2]]
     trace = load(written(tmp_path, text))
     first, second, third = numbers(trace)
     assert len(first) == len(second) == 2
@@ -100,11 +104,6 @@ def test_a_folder_of_weka_sessions_is_one_trace(tmp_path: Path) -> None:
     written(tmp_path, json.dumps(SESSION_A, indent=1), "a.json")
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(SESSION_B).encode()))
     assert numbers(load(str(tmp_path))) == [[0, 1], [3, 4], [0, 1, 2]]
-
-
-def test_weka_sessions_share_ids_that_are_not_local(tmp_path: Path) -> None:
-    shared = [{**session, "hash_id_scope": "global"} for session in (SESSION_A, SESSION_B)]
-    assert numbers(load(written(tmp_path, json.dumps(shared)))) == [[0, 1], [0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("first_s", [0.5, 5.5], ids=["relative times", "absolute times"])
@@ -120,17 +119,6 @@ def test_requests_of_weka_subagents_lie_between_those_of_their_session(tmp_path:
     prompts = numbers(load(written(tmp_path, json.dumps(session))))
     assert [len(prompt) for prompt in prompts] == [1, 2, 1, 2, 2]
     assert prompts[3][:1] == prompts[2] != prompts[0]
-
-
-def test_compressed_traces_are_read_whatever_they_are_called(tmp_path: Path) -> None:
-    (tmp_path / "trace.jsonl").write_bytes(gzip.compress(MOONCAKE.encode()))
-    assert numbers(load(str(tmp_path / "trace.jsonl"))) == [[0, 1], [0, 1, 2], [3]]
-
-
-def test_requests_are_taken_in_order_of_arrival(tmp_path: Path) -> None:
-    lines = MOONCAKE.splitlines(keepends=True)
-    prompts = numbers(load(written(tmp_path, "".join(reversed(lines)))))
-    assert [len(prompt) for prompt in prompts] == [2, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -181,18 +169,15 @@ def hits(trace: Trace, policy: str, capacity: int) -> int:
 
 
 def test_small_traces_hit_exactly_as_often_as_by_hand() -> None:
+    again = trace_of("a", "b", "a", "c", "a", "b")  # a hit is a use
+    assert [hits(again, "lru", capacity) for capacity in (1, 2, 3)] == [0, 2, 3]
+    assert [hits(again, "belady", capacity) for capacity in (1, 2)] == [2, 3]
     trace = trace_of("ab", "cd", "ab")
     assert [hits(trace, "lru", capacity) for capacity in (1, 2, 3, 4, 5)] == [0, 0, 1, 2, 2]
     assert [hits(trace, "belady", capacity) for capacity in (1, 2, 3)] == [1, 2, 2]
     assert hits(trace, "infinite", 1) == 2
     result = replay(trace, "lru", 3)
     assert (result.requests, result.block_references, result.hit_rate) == (3, 6, 1 / 6)
-
-
-def test_a_hit_is_a_use_for_lru() -> None:
-    trace = trace_of("a", "b", "a", "c", "a", "b")
-    assert [hits(trace, "lru", capacity) for capacity in (1, 2, 3)] == [0, 2, 3]
-    assert [hits(trace, "belady", capacity) for capacity in (1, 2)] == [2, 3]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -286,18 +271,6 @@ def test_workloads_ask_what_they_are_for() -> None:
     uses = sorted(heavy.blocks.tolist())
     once = sum(1 for _, group in itertools.groupby(uses) if len(list(group)) == 1)
     assert once > 0.6 * heavy.unique
-
-
-def test_traces_can_be_merged_and_follow_each_other() -> None:
-    first, second = [(1.0, [1]), (3.0, [2])], [(2.0, [8]), (7.0, [9])]
-    assert [prompt for _, prompt in merge(iter(first), iter(second))] == [[1], [8], [2], [9]]
-    assert list(phases([iter(first), iter(second)], 2)) == [(0.0, [1]), (2.0, [2]), (2.0, [8]), (7.0, [9])]
-
-
-def test_a_written_trace_is_read_as_it_was_made(tmp_path: Path) -> None:
-    made = Trace(WORKLOADS["rag"](2, 300))
-    assert write_mooncake(tmp_path / "rag.jsonl", WORKLOADS["rag"](2, 300)) == 300
-    assert numbers(load(str(tmp_path / "rag.jsonl"))) == numbers(made)
 
 
 # -- the command
