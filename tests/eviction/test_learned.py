@@ -27,7 +27,7 @@ def check(policy: Learned, chunks: Iterable[Victim]) -> None:
     assert (len(known), sum(runs.size[run] for run in known)) == (runs.used, policy._known)
     real = Counter(chunk.place for chunk in chunks)
     for chunk in chunks:
-        assert 0 <= chunk.uses - runs.start[chunk.place] < runs.real[chunk.place]
+        assert 0 <= chunk.number - runs.start[chunk.place] < runs.real[chunk.place]
     gone = {}
     for run in known:
         parent = runs.parent[run]
@@ -104,7 +104,7 @@ def test_the_shadow_of_lru_contains_what_a_cache_with_lru_does(
         held, runs = policy._lru.held, policy._runs
         for key in real.namespace.chunks:
             chunk = followed.namespace.chunks.get(key)
-            shared += chunk is not None and chunk.uses - runs.start[chunk.place] < held[chunk.place]
+            shared += chunk is not None and chunk.number - runs.start[chunk.place] < held[chunk.place]
         total += len(real.namespace.chunks.keys() & followed.namespace.chunks.keys())
         assert 296 - len(prompt) <= policy._lru.count <= 300 + len(prompt) or len(real.namespace.chunks) < 300
     assert total > 8_000 and shared >= 0.99 * total

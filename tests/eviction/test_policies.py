@@ -19,7 +19,7 @@ from kvdepot.core.index import matching, recovery
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
-from kvdepot.eviction import POLICIES, Policy, Queue, Victim
+from kvdepot.eviction import POLICIES, Lru, Policy, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
 from kvdepot.simulate.replay import replay
@@ -64,7 +64,7 @@ class Cache:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("lru", 0), ("learned", 10)])
-def test_what_many_ask_for_outlives_a_flood_of_prompts_that_nobody_repeats(name: str, kept: int) -> None:
+def test_popular_prompts_outlive_a_flood_of_prompts_that_are_not_repeated(name: str, kept: int) -> None:
     cache = Cache(name, 100)
     for number in range(40):
         for popular in range(10):
@@ -183,31 +183,33 @@ def test_ghosts_and_queues_stay_in_proportion_to_the_chunks(name: str) -> None:
     assert policy.victim(lambda chunk: True) is None
 
 
-def test_a_queue_gets_rid_of_what_is_gone_a_little_at_a_time_and_keeps_its_order() -> None:
-    queue = Queue()
-    chunks = [Victim(key=key_of(number), order=number * 7919 % 1000) for number in range(1000)]
-    for chunk in chunks:
-        queue.push(chunk)
-    for chunk in chunks[:900]:
-        before = len(queue)
-        chunk.gone = True
-        queue.sweep()
-        assert before - len(queue) <= 4, "all that others wait for at once"
-    assert len(queue) < 300
-    popped = [queue.pop(lambda chunk: True) for _ in range(100)]
-    assert popped == sorted(chunks[900:], key=lambda chunk: chunk.order)
-    assert queue.pop(lambda chunk: True) is None
+def test_lru_discards_entries_of_removed_chunks_gradually_and_keeps_its_order() -> None:
+    lru = Lru()
+    chunks = [Victim(key=key_of(number)) for number in range(1000)]
+    lru.insert(chunks)
+    for chunk in random.Random(1).sample(chunks, 1000):
+        lru.add(chunk)
+    gone = set(range(1000)) - set(range(0, 1000, 10))
+    for number in gone:
+        before = lru.queued
+        chunks[number].gone = True
+        lru.remove(chunks[number], evicted=False)
+        assert before - lru.queued <= 4, "all that others wait for at once"
+    left = [chunk for number, chunk in enumerate(chunks) if number not in gone]
+    assert lru.queued < 3 * len(left)
+    assert [lru.victim(lambda chunk: True) for _ in left] == left
+    assert lru.victim(lambda chunk: True) is None
 
 
 @EVERY
-def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_not_asked_for(name: str) -> None:
+def test_chunks_stored_after_a_restart_outlive_older_ones_without_requests(name: str) -> None:
     before, after = Cache(name, 40), Cache(name, 40)
     for number in range(40):
         before.ask("before", number)
     namespace = before.namespace
     for serial, chunk in enumerate(namespace.chunks.values(), 1000):
         chunk.used = serial
-        chunk.queued = 0
+        chunk.queued = False
     for chunk in namespace.chunks.values():
         chunk.holds = 0
     taken = sorted(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from kvdepot.eviction.learned import Learned
 from kvdepot.eviction.lru import Lru
-from kvdepot.eviction.policy import Policy, Queue, Victim
+from kvdepot.eviction.policy import Policy, Victim
 
-__all__ = ["POLICIES", "Learned", "Lru", "Policy", "Queue", "Victim"]
+__all__ = ["POLICIES", "Learned", "Lru", "Policy", "Victim"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {"learned": Learned, "lru": Lru}

@@ -1,4 +1,4 @@
-"""How soon chunks come back, measured by class and age, and what it is worth to keep them. Called by learned.py.
+"""Measures how soon chunks come back, by class and age, and computes what it is worth to keep them; see shadows.py.
 
 A class's **hazard** at an age is the number of chunks that came back at that age over the number that could have. The
 **rank** of a chunk is its Gittins index: the highest number of uses per epoch of occupied space that keeping it, up to
@@ -86,7 +86,7 @@ class Hazards:
 
 
 def _gittins(hazards: list[float]) -> list[float]:
-    """For each age, the highest ratio of expected uses to time, over all ages up to which the chunk could be kept."""
+    """The highest ratio of expected uses to time for each age, over all ages up to which the chunk could be kept."""
     ranks = [0.0] * _AGES
     best: list[tuple[float, float]] = []  # ranges of ages, the youngest last: probability of a use, expected time
     for age in range(_AGES - 1, -1, -1):

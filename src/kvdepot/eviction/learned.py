@@ -33,11 +33,11 @@ __all__ = ["Learned"]
 
 _RECENT = exp(-1 / (4 * EPOCHS))
 _LONG = exp(-1 / (100 * EPOCHS))
-"""What is left of the counts of misses after each epoch: they matter for 4 turnovers, and for 100."""
+"""The share of the counts of misses that is left after each epoch: they matter for 4 turnovers, and for 100."""
 _LEAD, _CLEAR_LEAD = 0.002, 0.04
 """The lead in recent misses, per chunk, that makes a shadow the leader, and that does even when the budget is spent."""
 _BUDGET, _ALLOWANCE = 0.002, 0.01
-"""How many more misses than LRU it may have: per miss of its own, and per chunk."""
+"""The misses that it may have beyond those of LRU: per miss of its own, and per chunk."""
 _CHANCE, _MOST = 4.0, 0.05
 """Lead and allowance are at least this many runs of missing chunks, because less is chance, but at most this share of
 the chunks."""
@@ -104,12 +104,12 @@ class Learned:
 
     def _extend(self, last: Victim, chunks: Sequence[Victim]) -> None:
         """Insert chunks behind `last`, behind which nothing was ever stored."""
-        run, depth = last.place, last.uses
+        run, number = last.place, last.number
         self._runs.extend(run, chunks)
         self._known += len(chunks)
         for chunk in chunks:
-            depth += 1
-            chunk.place, chunk.uses = run, depth
+            number += 1
+            chunk.place, chunk.number = run, number
         self._lru.extend(run, len(chunks))
         self._learning.extend(run, len(chunks))
         self._born = chunks[-1]
@@ -134,9 +134,9 @@ class Learned:
         runs = self._runs
         parent = before.place if before is not None else 0
         is_part = before is not None and before.key == chunk.key
-        chunk.uses = before.uses + 1 if before is not None and parent else 0
+        chunk.number = before.number + 1 if before is not None and parent else 0
         if parent and before is not None:
-            count = chunk.uses - runs.start[parent]
+            count = chunk.number - runs.start[parent]
             if count < runs.size[parent]:
                 if runs.real[parent] == count and not is_part and runs.is_next(parent, chunk.key):
                     runs.real[parent] += 1
@@ -147,7 +147,7 @@ class Learned:
         if run:
             runs.real[run] = 1
         else:
-            run = runs.enter(chunk.key, is_part, parent, chunk.uses)
+            run = runs.enter(chunk.key, is_part, parent, chunk.number)
             self._known += 1
             self._learning.note_new(run, is_part)
             self._born = None if is_part else chunk
@@ -159,7 +159,7 @@ class Learned:
         self._born = None
         self._end_request()
         run = chunk.place
-        count = chunk.uses - self._runs.start[run] + 1
+        count = chunk.number - self._runs.start[run] + 1
         if count < self._runs.size[run]:
             run = self._split(chunk, count)
         for shadow in self._shadows:
@@ -170,12 +170,12 @@ class Learned:
 
     def add(self, chunk: Victim) -> None:
         run = chunk.place
-        if chunk.queued or chunk.uses - self._runs.start[run] + 1 < self._runs.real[run]:
+        if chunk.queued or chunk.number - self._runs.start[run] + 1 < self._runs.real[run]:
             return  # others of its run are behind it
         old = self._queued.get(run)
         if old is not None:
-            old.queued = 0  # it has not been the last one for a while
-        chunk.queued = 1
+            old.queued = False  # it has not been the last one for a while
+        chunk.queued = True
         self._queued[run] = chunk
         if self._leader.held[run] < self._runs.real[run]:
             self._outside[run] = None
@@ -230,7 +230,7 @@ class Learned:
         if chunk is self._within:
             self._within = None
         runs = self._runs
-        count = chunk.uses - runs.start[chunk.place] + 1
+        count = chunk.number - runs.start[chunk.place] + 1
         if count < runs.real[chunk.place]:  # those behind it stay, and it becomes a run of its own
             self._split(chunk, count)
             if count > 1:
@@ -248,14 +248,14 @@ class Learned:
 
     def _leave(self, chunk: Victim) -> None:
         """Take a chunk out of the queue."""
-        chunk.queued = 0
+        chunk.queued = False
         del self._queued[chunk.place]
         self._outside.pop(chunk.place, None)
 
     def _end_request(self) -> None:
         chunk = self._within
         if chunk is not None:
-            count = chunk.uses - self._runs.start[chunk.place] + 1
+            count = chunk.number - self._runs.start[chunk.place] + 1
             if count < self._runs.size[chunk.place]:
                 self._split(chunk, count)
             self._within = None

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
-from kvdepot.eviction.policy import Queue, Victim
+from kvdepot.eviction.policy import Victim
 
 __all__ = ["Lru"]
 
+_MOVED = 4
+"""Entries that are moved at once while those that are gone are discarded."""
+
 
 class Lru:
-    """Least recently used first."""
+    """Least recently used first.
+
+    A heap that is corrected lazily: using a chunk only changes its date, so a hit costs O(1), and each use causes at
+    most one later correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then is dropped,
+    and returns by `add`. When more than half of the entries are gone, the others move to a new heap, a few with each
+    removal, because moving hundreds of thousands at once would stop the server for a tenth of a second.
+    """
 
     def __init__(self) -> None:
         self._clock = 0
-        self._queue = Queue()
+        self._heap: list[tuple[float, int, Victim]] = []
+        self._old: list[tuple[float, int, Victim]] = []  # a heap too, emptied from its end
+        self._serial = 0  # orders equal dates by the time of their push
+        self._gone = 0  # entries in both heaps
 
     def __repr__(self) -> str:
-        return f"<Lru {len(self._queue)} queued>"
+        return f"<Lru {self.queued} queued>"
+
+    @property
+    def queued(self) -> int:
+        """Entries in the queue, those that are gone included."""
+        return len(self._heap) + len(self._old)
 
     def insert(self, chunks: Sequence[Victim]) -> None:
         for chunk in reversed(chunks):  # the head last, so that the tail is evicted first
@@ -30,14 +48,45 @@ class Lru:
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:
-            self._queue.push(chunk)
+            chunk.queued = True
+            self._serial += 1
+            heapq.heappush(self._heap, (chunk.order, self._serial, chunk))
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        return self._queue.pop(evictable)
+        while True:
+            heap, old = self._heap, self._old
+            if old and (not heap or old[0] < heap[0]):
+                heap = old
+            if not heap:
+                return None
+            order, _, chunk = heap[0]
+            if chunk.gone:
+                self._gone = max(0, self._gone - 1)
+            elif chunk.order > order and evictable(chunk):
+                self._serial += 1
+                heapq.heapreplace(heap, (chunk.order, self._serial, chunk))
+                continue
+            heapq.heappop(heap)
+            chunk.queued = False
+            if not chunk.gone and evictable(chunk):
+                return chunk
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
         if chunk.queued:
-            self._queue.sweep()
+            self._sweep()
         before: Victim | None = chunk.parent
         if before is not None and before.order < chunk.order:
             before.order = chunk.order
+
+    def _sweep(self) -> None:
+        """A queued chunk is gone: count it, and discard such entries gradually."""
+        self._gone += 1
+        if not self._old and self._gone > 4 + len(self._heap) // 2:
+            self._old, self._heap = self._heap, []
+        for _ in range(min(_MOVED, len(self._old))):
+            entry = self._old.pop()
+            if entry[2].gone:
+                self._gone = max(0, self._gone - 1)
+                entry[2].queued = False  # it may return: a disk's object that could not be removed does
+            else:
+                heapq.heappush(self._heap, entry)

@@ -81,7 +81,7 @@ class _Model:
 
 
 class EngineView:
-    """What subscribers that have read every message credit engines with."""
+    """The chunks that subscribers that have read every message credit engines with."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         """most_bytes: keep at most this many bytes of token ids."""

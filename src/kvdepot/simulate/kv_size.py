@@ -1,4 +1,4 @@
-"""How much KV a model has per token, from its configuration (`config.json`). Pure; used by `kvdepot size`.
+"""The KV bytes per token of a model, from its configuration (`config.json`). Pure; used by `kvdepot size`.
 
 The formula of docs/memory.md: per layer and token, 2 x KV heads x head size x bytes per element, or with MLA (latent +
 rotary size) x bytes per element. Tensor and pipeline parallelism divide it among ranks, whose bytes all come to the
@@ -36,7 +36,7 @@ def _shape(layers: int, heads: int, kv_heads: int, head: int, **others: object) 
 
 
 def _shape_of(layers: int, heads: int, kv_heads: int, hidden: int, **others: object) -> dict[str, object]:
-    """Of a model whose heads divide the hidden size."""
+    """The shape of a model whose heads divide the hidden size."""
     return {
         "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
         **({"num_key_value_heads": kv_heads} if kv_heads != heads else {}), **others,
@@ -75,7 +75,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "phi3": _shape_of(32, 32, 32, 3072),
     "phi4_multimodal": _shape_of(32, 32, 8, 3072),
 }  # fmt: skip
-"""By model_type, without `_text` at its end: what transformers 5.19 takes for fields that a configuration leaves out
+"""Fields by model_type, without `_text` at its end, as transformers 5.19 takes them if a configuration leaves them out
 (the configuration_*.py of each model; a test compares them where transformers is installed)."""
 
 _FULL = (
@@ -164,7 +164,7 @@ def _number(config: Mapping[str, Any], name: str, *keys: str, least: int = 1, de
 
 
 def _kinds(config: Mapping[str, Any], name: str, layers: int) -> list[str | int]:
-    """Of each layer: full, state, none, or the tokens of its window."""
+    """The kind of each layer: full, state, none, or the tokens of its window."""
     window = _number(config, name, "sliding_window", "attention_chunk_size", "window_size", least=0, default=0)
     if config.get("use_sliding_window") is False:
         window = 0

@@ -38,11 +38,11 @@ class Sweep:
 
     trace: Trace
     capacities: list[int]
-    """In blocks, ascending."""
+    """Sizes in blocks, ascending."""
     block_bytes: int = 0
     """Bytes of KV per block; 0 = not known."""
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
-    """By policy and capacity."""
+    """Results by policy and capacity."""
 
 
 def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
@@ -103,7 +103,7 @@ def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]
 
 
 def _title(name: str, trace: Trace) -> str:
-    """What a trace has."""
+    """The name of a trace and its counts."""
     text = f"{name}: {len(trace):,} requests, {len(trace.blocks):,} block references, {trace.unique:,} blocks"
     return f"{text} of {trace.block_tokens} tokens" if trace.block_tokens else text
 

@@ -76,7 +76,7 @@ def queue(chunks: list[Chunk]) -> None:
     """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
     chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
     for chunk in chunks:
-        chunk.queued = chunk.place = chunk.uses = 0  # of another policy
+        chunk.queued, chunk.place = False, 0  # of another policy
     for chunk in chunks:
         chunk.account.policy.insert([chunk])
     for chunk in chunks:

@@ -139,7 +139,7 @@ class Ledger:
         policy = self._share_of(entry.owner).policy
         if entry.ranked != self._generation:
             entry.ranked, entry.key = self._generation, entry.name.encode()
-            entry.queued = entry.place = entry.uses = 0  # of another policy
+            entry.queued, entry.place = False, 0  # of another policy
             policy.insert([entry])
         if not entry.readers:
             policy.add(entry)
