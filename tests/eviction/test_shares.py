@@ -100,7 +100,7 @@ class ShareMachine(RuleBasedStateMachine):
             assert not took or kept >= floors[other], "a share was taken below its floor by another one"
         if is_stored:
             assert share.used <= share.cap
-        elif size <= share.cap and share.used <= share.cap:
+        elif share.used + size <= share.cap:
             for item in space.items if not share.is_over_cap_with(size) else ():
                 largest = max(other.size for other in space.items if other.share == item.share)
                 spare = space.shares[item.share].spare  # only the policy's next victim is tried, whatever its size

@@ -45,7 +45,7 @@ _FEW = 48
 """With room for fewer runs than this, what is learned at first is chance: LRU is the first leader."""
 _PASSED_OVER = 64
 """Queued chunks that are passed over in the search for one victim, at most."""
-_RUN_HASHES, _MOST_HASHES = 25, 75
+_RUN_HASHES, _MOST_HASHES = 25, 40
 """Memory of a run, and of all runs per existing chunk, in hashes of 4 bytes."""
 _AT_ONCE = 16
 """The most chunks that a shadow evicts at once, at most a 256th of all."""
@@ -99,8 +99,11 @@ class Learned:
             before: Victim | None = chunk.parent
             if before is not None and before is self._born and before.key != chunk.key:
                 self._extend(before, chunks[number:] if number else chunks)
-                return
+                break
             self._begin(chunk, before)
+        for shadow in self._shadows:
+            if shadow.count > self._room:
+                self._shrink(shadow, self._room)
 
     def _extend(self, last: Victim, chunks: Sequence[Victim]) -> None:
         """Insert chunks behind `last`, behind which nothing was ever stored."""
@@ -184,9 +187,6 @@ class Learned:
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
         if self._has_grown:  # the first eviction for a run: those after it make room for more of the same run
             self._room, self._has_grown = self._chunks, False
-        for shadow in self._shadows:
-            if shadow.count >= self._chunks:
-                self._shrink(shadow, self._chunks - 1 - min(self._chunks >> 8, _AT_ONCE))
         if self._is_new:
             self._is_new = False
             leader = self._choose()
@@ -202,9 +202,9 @@ class Learned:
         return None
 
     def _next(self) -> int:
-        """The run to evict from, of those in the queue: one that the leader contains less of, if there is one.
+        """The run to evict from, of those in the queue: one that the leader contains less of.
 
-        After a change of leader, it looks for such runs, a few at a time.
+        After a change of leader, it looks for such runs, a few at a time. If there is none, the leader evicts, too.
         """
         real, held, outside, queued = self._runs.real, self._leader.held, self._outside, self._queued
         if self._unseen:
@@ -214,11 +214,13 @@ class Learned:
                 if held[run] < real[run]:
                     return run
                 queued.move_to_end(run)
-        while outside:
-            run = next(iter(outside))
-            if held[run] < real[run]:
-                return run
-            del outside[run]
+        for _ in range(_AT_ONCE):
+            while outside:
+                run = next(iter(outside))
+                if held[run] < real[run]:
+                    return run
+                del outside[run]
+            self._shrink(self._leader, max(0, self._leader.count - 1 - min(self._chunks >> 8, _AT_ONCE)))
         return next(iter(queued))  # all else is held, or chunks differ in size
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
