@@ -475,7 +475,9 @@ def _missing(names: set[str]) -> list[str]:
 def test_the_table_of_counters_has_all_that_the_source_counts_and_no_more() -> None:
     adapters_own = {"stores_dropped", "stores_given_up", "chunks_failed"}
     kept_elsewhere = {
+        "capped_chunks",
         "evicted_chunks",
+        "mismatched_chunks",
         "refused_chunks",
         "rejoined",
         "undemoted_chunks",

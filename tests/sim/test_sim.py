@@ -17,6 +17,7 @@ from kvdepot.core.actions import Reply
 from kvdepot.core.connections import Rates
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
+from kvdepot.core.index import chunk as chunks
 from kvdepot.core.index import index, matching, recovery
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Account, State, join_groups
@@ -212,7 +213,11 @@ def seals_what_did_not_arrive(patch: Patch) -> None:
 
 @breaks(0)
 def evicts_what_is_held(patch: Patch) -> None:
-    patch.setattr(index, "is_evictable", lambda chunk: not chunk.children and not chunk.gone)
+    def is_evictable(chunk: Any) -> bool:
+        return not chunk.children and not chunk.gone and not any(shard.is_open for shard in chunk.shards.values())
+
+    patch.setattr(chunks, "is_evictable", is_evictable)
+    patch.setattr(index, "is_evictable", is_evictable)
 
 
 @breaks(31)

@@ -133,6 +133,7 @@ places = st.sampled_from(
 @example(place="redis://user:{}@127.0.0.1:1", password=f"{MARK}?{MARK}", is_quoted=False)
 @example(place="redis://user:{}@127.0.0.1:1", password=f"{MARK}?x=http://{MARK}", is_quoted=False)
 @example(place="mooncake://u:{}@127.0.0.1:1", password=MARK, is_quoted=False)
+@example(place="gs://bucket?{}", password=f"{MARK}={MARK}", is_quoted=False)
 @example(place="s3://bucket?endpoint=http://127.0.0.1:1/?sv={}", password=f"{MARK}%40/{MARK}", is_quoted=False)
 @example(place="s3://bucket?endpoint=http://127.0.0.1:1/?sv={}", password=f"{MARK}@{MARK}", is_quoted=True)
 def test_nothing_that_is_said_of_a_tier_holds_a_piece_of_its_password(

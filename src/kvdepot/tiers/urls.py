@@ -43,6 +43,8 @@ _PLACE = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@\s]*)?")
 """Hosts with ports, and a path, without credentials: a port that is not a number may be a password without `@host`."""
 _PLACE_AFTER = re.compile(r"[\w.,:%\[\]\-]*(/[^?#&=@\s]*)?")
 """The same after credentials, however malformed."""
+_NAME = re.compile(r"[A-Za-z_]{1,32}")
+"""What may be the name of an option rather than a part of a password."""
 _WORD = re.compile(r"[\w./+\-]*")
 _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}://[^\s\"'<>()]+")
 _LONG = 4
@@ -143,6 +145,6 @@ def _options(query: str) -> Iterator[str]:
         read = unquote(value)
         is_url = "://" in read or (":" in read.partition("@")[0] and "@" in read)
         if name not in HARMLESS_OPTIONS or ("=" in read and not is_url):
-            yield f"{name}={HIDDEN}" if equals else HIDDEN
+            yield f"{name}={HIDDEN}" if equals and _NAME.fullmatch(unquote(name)) else HIDDEN
             return
         yield f"{name}{equals}{shown_option(read) if is_url else value}"
