@@ -72,13 +72,12 @@ def _counters(name: str) -> str:
     from kvdepot.protocol.counters import SERVER, TIER, refusal
 
     shown = TIER if name == "tiers" else [each for each in SERVER if bool(refusal(each)) == (name == "refusals")]
-    series = {
-        "counters": lambda each: f"kvdepot_{each.series}_total",
-        "refusals": lambda each: f'kvdepot_refused_total{{what="{refusal(each)}"}}',
-        "tiers": lambda each: f"kvdepot_tier_{each.series}_total",
-    }[name]
-    head = ["| counter | in Prometheus | unit | counts | when it grows |", "|---|---|---|---|---|"]
-    rows = (f"| `{c.name}` | `{series(c)}` | {c.unit} | {c.meaning} | {c.advice} |" for c in shown)
+    if name == "refusals":
+        head = ["| counter | counts | when it grows |", "|---|---|---|"]
+        return "\n".join([*head, *(f"| `{c.name}` | {c.meaning} | {c.advice} |" for c in shown)])
+    prefix = "kvdepot_tier_" if name == "tiers" else "kvdepot_"
+    head = ["| counter | in Prometheus | counts | when it grows |", "|---|---|---|---|"]
+    rows = (f"| `{c.name}` | `{prefix}{c.series}_total` | {c.meaning} | {c.advice} |" for c in shown)
     return "\n".join([*head, *rows])
 
 

@@ -561,14 +561,6 @@ def test_the_settings_that_take_the_place_of_lmcaches_exist() -> None:
     assert flags <= {field.name for field in msgspec.structs.fields(Config)}
 
 
-def test_the_page_of_kubernetes_has_every_value_of_the_chart() -> None:
-    values = (ROOT / "deploy" / "helm" / "kvdepot" / "values.yaml").read_text()
-    page = (DOCS / "kubernetes.md").read_text()
-    named = re.findall(r"^(\w+):", values, re.M)
-    assert len(named) > 15
-    assert [name for name in named if not re.search(rf"`{name}[`.]", page)] == []
-
-
 # -- pictures and site
 
 
