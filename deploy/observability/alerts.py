@@ -98,7 +98,7 @@ ALERTS = (
         "rate(kvdepot_dropped_shards_total[15m])"
         " / (rate(kvdepot_dropped_shards_total[15m]) + rate(kvdepot_stored_shards_total[15m])) > 0.05",
         "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of stores.",
-        "Copies, tier lookups and pins hold too much of its memory: raise arena_gib, or unpin what is not needed.",
+        "Copies, tier lookups and pins hold too much of its memory: raise arena_gib, or end leases.",
     ),
     Alert(
         "KVDepotRefusing", "warning", "15m",

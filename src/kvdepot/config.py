@@ -213,8 +213,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_hint_s: Annotated[
         int,
         _about(
-            "longest time, in seconds, for which a request's hints keep chunks; 0 = requests can "
-            "neither keep nor remove chunks",
+            "seconds for which a request's hints keep chunks, at most; 0 = hints neither keep nor remove chunks",
             ge=0,
             le=1 << 31,
         ),
@@ -274,9 +273,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_events: Annotated[
         str,
         _about(
-            "endpoint where routers receive vLLM's KV events (chunks stored and removed), with token ids, under the "
-            "topics that engines name: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or the next port; empty = "
-            "off"
+            "endpoint where routers receive vLLM's KV events: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or "
+            "the next port; empty = off"
         ),
     ] = ""
 

@@ -86,7 +86,7 @@ def test_what_is_added_in_one_line_is_found_everywhere() -> None:
     assert "frogs that leapt" in found["terminal"]
     assert found["page"] == [{"where": "Requests", "what": "frogs that leapt", "count": 3, "counter": "planted"}]
     assert "alert: Frogs\n" in found["alerts"] and "increase(kvdepot_planted_total[1h]) > 0" in found["alerts"]
-    assert "| `planted` | `kvdepot_planted_total` | frogs | Frogs in the pond. | Drain it. |" in found["guide"]
+    assert "| `planted` | `kvdepot_planted_total` | Frogs in the pond. | Drain it. |" in found["guide"]
 
 
 @pytest.mark.parametrize("table", [SERVER, TIER], ids=["server", "tier"])

@@ -59,7 +59,7 @@ SERVER = (
     Counted(
         "late_lookups", "lookups", "Lookups that waited half a second for a store, and were answered without it.",
         "lookups answered without a slow store", _REQUESTS,
-        "Copies are slow or hang: see `operations`, and raise `--copy-threads`.",
+        "Copies are slow or hang: raise `--copy-threads`.",
     ),
     Counted("stored_chunks", "shards", "Shards stored (a chunk has one per rank)."),
     Counted("known_chunks", "shards", "Shards that an engine stored again; no bytes were copied."),
@@ -67,11 +67,11 @@ SERVER = (
     Counted("evicted_chunks", "chunks", "Chunks evicted from memory.", "evicted to make room", _MEMORY),
     Counted(
         "dropped_chunks", "shards", "Shards not stored because memory was full.", "dropped: memory was full", _MEMORY,
-        "Pins or copies hold the memory: check `holds`, and give the server more memory.", is_event=True,
+        "Pins or copies hold the memory: check `holds`, or add memory.", is_event=True,
     ),
     Counted(
         "capped_chunks", "shards",
-        "Shards not stored because their tenant was at its cap, with all of its chunks pinned or being copied.",
+        "Shards not stored because all chunks of a tenant at its cap were pinned or being copied.",
         "dropped: a tenant is at its cap", _MEMORY,
         "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
     ),
@@ -90,7 +90,7 @@ SERVER = (
     Counted(
         "retrieve_misses", "shards", "Requested shards that were gone or had another size; the engine recomputes them.",
         "requested chunks that were gone", _REQUESTS,
-        "A few are normal without pins: chunks evicted between lookup and retrieve. Many are a bug: report it.",
+        "A few are normal without pins. Many are a bug: report it.",
     ),
     Counted(
         "corrupt_chunks", "shards", "Shards in memory that failed their checksum; the engine recomputes them.",
@@ -113,7 +113,7 @@ SERVER = (
     ),
     Counted(
         "clients_died", "clients", "Clients that disappeared without closing their connection.", "clients that died",
-        _REQUESTS, "Engines crashed, were killed, or ended without `shutdown`.",
+        _REQUESTS, "Engines crashed or were killed.",
     ),
     Counted(
         "errors", "requests", "Requests answered with an error.", "failed requests", _REQUESTS,
@@ -128,8 +128,7 @@ SERVER = (
         "kv_event_overflows", "times",
         "Full resyncs sent to routers because more than 131,072 changes were waiting.",
         "full resyncs of routers", _EVENTS,
-        "Routers miss chunks for some seconds. If it recurs, chunks change faster than the publisher can send: use "
-        "more memory, or larger chunks.",
+        "Routers miss chunks for some seconds. If it recurs, use more memory, or larger chunks.",
     ),
     Counted(
         "replies_dropped", "replies", "Replies that the client did not receive.", "replies not received", _REQUESTS,
@@ -141,7 +140,7 @@ SERVER = (
     ),
     Counted(
         "connections_refused", "connections",
-        "Connections beyond the limit of open files, and times that it was reached: the server then accepts none.",
+        "Connections beyond the limit of open files, and times that it was reached.",
         "connections refused", _REQUESTS, "Allow more open files: `ulimit -n`, `LimitNOFILE=`.", is_event=True,
     ),
     Counted(
@@ -155,7 +154,7 @@ SERVER = (
     Counted(
         "operations_refused", "requests", "Stores and retrieves beyond `max_queued`.",
         "operations refused", _REQUESTS,
-        "The server cannot keep up with its engines: raise `--copy-threads`, or reduce the load.", is_event=True,
+        "The server cannot keep up: raise `--copy-threads`, or reduce the load.", is_event=True,
     ),
     Counted(
         "lookups_refused", "lookups", "Lookups beyond `max_sessions`.", "lookups refused", _REQUESTS,
@@ -169,8 +168,7 @@ SERVER = (
         "leases_refused", "leases",
         "Leases beyond the budget of their tenant, or beyond 16,384 leases or 1,048,576 hashes in all.",
         "leases refused", _REQUESTS,
-        "End leases (`kvdepot release`), give them an end or a lower priority, or give the tenant a higher floor or "
-        "the server more memory.",
+        "End leases (`kvdepot release`), or give the tenant a higher floor or the server more memory.",
         is_event=True,
     ),
     Counted(
@@ -188,13 +186,12 @@ SERVER = (
     Counted(
         "namespaces_refused", "registrations", "Registrations of models beyond `max_namespaces`.",
         "namespaces refused", _REQUESTS,
-        "There are very many models, or a model's identity changes at each start: set `kvdepot.weights_revision`.",
+        "If a model's identity changes at each start, set `kvdepot.weights_revision`.",
     ),
     Counted(
         "hellos_refused", "clients", "Clients that failed authentication, or were too many.",
         "hellos refused", _REQUESTS,
-        "If `clients_refused` grows too, see there. Otherwise another user's process connects, or `/dev/shm` is not "
-        "shared.",
+        "See `clients_refused`. Otherwise another user's process connects, or `/dev/shm` is not shared.",
     ),
     Counted(
         "users_refused", "messages", "Messages under another client's identity.", "impersonations refused",
@@ -225,7 +222,7 @@ TIER = (
     ),
     Counted(
         "dropped_chunks", "shards", "Shards not written because the queue was full.", "not saved: queue full",
-        advice="The tier cannot keep up with stores: raise `threads`, or use `write=on_evict` or `compress`.",
+        advice="The tier is too slow: raise `threads`, or use `write=on_evict` or `compress`.",
     ),
     Counted(
         "overtaken_chunks", "shards", "Queued shards that were evicted, or already in the tier, when their turn came.",
@@ -234,7 +231,7 @@ TIER = (
     Counted(
         "undemoted_chunks", "chunks", "With `write=on_evict`: chunks evicted before they could be written.",
         "evicted before they were saved",
-        advice="The tier cannot keep up with stores: raise `threads`, or use `compress`.",
+        advice="The tier is too slow: raise `threads`, or use `compress`.",
     ),
     Counted(
         "refused_chunks", "shards", "Shards that the store refused because it was full or they were too large.",
@@ -251,7 +248,7 @@ TIER = (
     ),
     Counted(
         "failures", "calls", "Calls that failed or timed out.", "failed calls",
-        advice="See `error` and `error_s` of the tier (the last error, and seconds since), then the store's own log.",
+        advice="See `error` of the tier, then the store's own log.",
     ),
     Counted("failed", "objects", "Mooncake: objects that its library could not transfer.",
             "failed transfers", advice="Hosts of the pool, or its network, failed."),
