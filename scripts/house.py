@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 43_500,
-    "test lines": 58_500,
-    "functions with more than 5 parameters": 16,
-    "boolean parameters": 85,
-    "Any": 174,
-    "docstrings that are fragments": 65,
-    "classes that share a name": 42,
-    "test names above 80 characters": 78,
+    "source lines": 42_731,
+    "test lines": 56_970,
+    "functions with more than 5 parameters": 15,
+    "boolean parameters": 73,
+    "Any": 162,
+    "docstrings that are fragments": 36,
+    "classes that share a name": 24,
+    "test names above 80 characters": 41,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
 """First words of docstrings that lack their noun."""
