@@ -20,6 +20,8 @@ from kvdepot.tiers.format import tenant_prefix
 
 GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
+    ("verify", "sampled\n"),
+    ("policy", "lru\n"),
     ("url", "nowhere"),
     ("url", "inproc://x"),
     ("url", "ipc:///"),

@@ -119,7 +119,7 @@ def _about(description: str, **bounds: Any) -> Meta:
 
 def _one_of(*words: str) -> str:
     """The pattern of a setting that takes one of these words."""
-    return f"^({'|'.join(words)})$"
+    return rf"^({'|'.join(words)})\Z"  # not $, which a final newline would pass
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -356,7 +356,7 @@ def words_of(setting: str) -> tuple[str, ...]:
     """The allowed values of a setting that takes one of a few words; otherwise empty."""
     hint = get_type_hints(Config, include_extras=True).get(setting)
     pattern = getattr(hint, "__metadata__", (Meta(),))[0].pattern
-    return tuple(pattern.strip("^($)").split("|")) if pattern else ()
+    return tuple(pattern.removeprefix("^(").removesuffix(r")\Z").split("|")) if pattern else ()
 
 
 def odd_chunk_size(chunk_size: int) -> str:

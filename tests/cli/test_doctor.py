@@ -88,6 +88,11 @@ def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
     assert "server" in found
 
 
+def test_doctor_reports_a_url_that_is_none() -> None:
+    code, found = doctor("--url", "nowhere")
+    assert code == 1 and found["settings"][0]["state"] == "fail" and "server" in found
+
+
 def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
     code, found = doctor("--url", f"ipc://{tmp_path}/x", "--key", str(tmp_path / "missing.key"))
     assert code == 1 and found["key"][0]["state"] == "fail" and "missing.key" in found["key"][0]["text"]

@@ -222,7 +222,7 @@ def test_a_watched_status_is_printed_until_it_is_interrupted(depot: Depot) -> No
         assert shown.end() == 130 and "Traceback" not in shown.text
 
 
-@pytest.mark.parametrize("interval", ["0", "often", "1e9"])
+@pytest.mark.parametrize("interval", ["0", "often", "1e9", "nan"])
 def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--watch", interval]) == 2
     assert "--watch" in capsys.readouterr().err

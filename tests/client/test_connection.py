@@ -261,6 +261,21 @@ def talk() -> Iterator[Talk]:
     talk.connection.close()
 
 
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_closed_connection_ignores_what_its_socket_reports(
+    talk: Talk, start_server: Callable[..., Server], has_met: bool
+) -> None:
+    if has_met:
+        talk.server = start_server()
+        talk.ask(wire.Noop(), lambda _: None)
+        assert talk.connection.welcomed
+    talk.connection.close()
+    talk.connection.disconnected()
+    talk.connection.lose_for_good(Unavailable("refused"))
+    talk.wait(2.0)
+    assert not talk.connection.welcomed and len(talk.connection) == 0
+
+
 def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: Callable[..., Server]) -> None:
     """For example with eight ranks on eight GPUs: contexts, a compiler, measurements."""
     talk.server = start_server()

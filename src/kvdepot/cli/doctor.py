@@ -128,7 +128,10 @@ def _gather(file: str | None, server: options.Address) -> Facts:
         config = load(file, {"url": server.url})
     except ConfigError as exc:
         settings = "fail", str(exc), "fix it; `kvdepot config` shows every setting"
-        config = Config(url=server.url or load(environ={}).url)
+        try:
+            config = load(flags={"url": server.url} if server.url else None, environ={})
+        except ConfigError:
+            config = load(environ={})
     found = _ask(config.url, key)
     status, silence = (found, None) if isinstance(found, Status) else (None, found)
     return Facts(config, settings, key, status, silence)

@@ -41,6 +41,16 @@ url = click.option("-u", "--url", metavar="URL", help="the server's endpoint")
 _FILE = click.Path()
 
 
+class Seconds(click.FloatRange):
+    """A time in seconds within bounds; `nan`, which no bound refuses, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return found
+
+
 @dataclass(frozen=True)
 class Address:
     """The server that a command asks, and the key file of the client that asks; None: from the environment."""

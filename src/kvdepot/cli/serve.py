@@ -93,7 +93,7 @@ def _stop_at_eof(server: Server) -> None:
 
 
 @click.command()
-@click.option("-t", "--timeout", "timeout_s", type=click.FloatRange(0.0, 3600.0), default=30.0, metavar="SECONDS",
+@click.option("-t", "--timeout", "timeout_s", type=options.Seconds(0.0, 3600.0), default=30.0, metavar="SECONDS",
               help="how long to wait for its end (default: 30)")  # fmt: skip
 @options.url
 def stop(timeout_s: float, url: str | None) -> int:

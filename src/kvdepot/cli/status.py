@@ -28,7 +28,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @click.command()
-@click.option("-w", "--watch", metavar="[SECONDS]", is_flag=False, flag_value=2.0, type=click.FloatRange(0.1, 3600),
+@click.option("-w", "--watch", metavar="[SECONDS]", is_flag=False, flag_value=2.0, type=options.Seconds(0.1, 3600),
               help="print it again every SECONDS (without a value: 2) until interrupted; with --json, one line "
               "each")  # fmt: skip
 @click.option("--http", "shows_page", is_flag=True, help="print the URL of the web page instead, with the token")

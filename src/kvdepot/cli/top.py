@@ -25,7 +25,7 @@ _ANSWER_S = 4.0
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(0.1, 3600),
+    type=options.Seconds(0.1, 3600),
     default=1.0,
     metavar="SECONDS",
     help="time between updates (default: 1)",
@@ -55,7 +55,9 @@ def top(interval: float, server: options.Address, as_json: bool) -> int:
     from kvdepot.cli.tui import Top
 
     with connect(server) as client:
-        return Top(client, interval).run(mouse=False) or 0
+        screen = Top(client, interval)
+        screen.run(mouse=False)
+        return screen.return_code or 0  # 1 after an error, which Textual has printed
 
 
 def _print_lines(server: options.Address, interval: float) -> int:

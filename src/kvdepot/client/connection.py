@@ -144,7 +144,7 @@ class Connection:
     def _leave(self) -> None:
         """Go apart from a server, and expect no answers to our own requests."""
         self._own.clear()
-        if self.phase is not Phase.APART:
+        if self.phase not in (Phase.APART, Phase.CLOSED):
             self._go(Change.LOSE)
 
     # -- asking

@@ -162,7 +162,8 @@ class Publisher:
     def start(self) -> None:
         """Start to publish."""
         self._thread.start()
-        log.info("KV events at %s, replays at %s", self._endpoint, replay_endpoint(self._endpoint))
+        place = self._endpoint
+        log.info("KV events at %s, replays at %s: of engines with an events_topic", place, replay_endpoint(place))
 
     def close(self) -> None:
         """Take everything back, end the thread and close the feed. Blocks for a second at most. Call it once."""

@@ -167,12 +167,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write: Annotated[
         str,
         Meta(
-            pattern="^(through|on_evict|off)$",
+            pattern=r"^(through|on_evict|off)\Z",
             description="through: write stored chunks; on_evict: write evicted chunks; off: write nothing",
         ),
     ] = "through"
     compress: Annotated[
-        str, Meta(pattern="^(off|zstd)$", description="off, or zstd: byte shuffle and zstd, lossless")
+        str, Meta(pattern=r"^(off|zstd)\Z", description="off, or zstd: byte shuffle and zstd, lossless")
     ] = "off"
     key_file: Annotated[str, Meta(description="file with 32 bytes in hex; encrypts objects (AES-256-GCM)")] = ""
     ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks expire; 0 = never")] = 0

@@ -178,7 +178,7 @@ class Dispatch:
             await send(_head(status, headers))
             await send({"type": "http.response.body", "body": answer.body})
         else:
-            await send(_head(status, {"content-type": "text/event-stream"}))
+            await send(_head(status, {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
             await _send_events(scope, answer, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Any:

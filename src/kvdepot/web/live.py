@@ -62,8 +62,8 @@ class LiveStatus:
 
     def encoded(self) -> bytes:
         """The latest status as JSON. Raises Unavailable if it is too old."""
+        number = self._poll.turn.number  # first: a status that is newer than its number is sent again with the next
         polled = self._poll.latest()
-        number = self._poll.turn.number
         if self._encoded[0] != number:
             status, trouble = polled.status, self._poll.trouble()
             dropped = self._poll.history.increase("dropped_chunks", RECENT_S)

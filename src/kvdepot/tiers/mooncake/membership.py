@@ -53,7 +53,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
     ] = ""
-    protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
+    protocol: Annotated[str, Meta(pattern=r"^(tcp|rdma)\Z", description="tcp or rdma")] = "tcp"
     device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
     segment_gib: Annotated[
         float,
