@@ -16,6 +16,7 @@ from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.excess import expire
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.lists import Lists
@@ -23,6 +24,7 @@ from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Learned, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
+from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.prefixes import Prefix
 from kvdepot.testing.harness import PlainLiveness
 from tests.conftest import clear
@@ -516,3 +518,56 @@ def test_a_run_evicts_before_it_is_inserted_and_never_its_own_chunks(shelf: Shel
         shelf.index.seal(chunk, 0)
     assert shelf.matched(own) == 5
     shelf.index.validate()
+
+
+# -- runs that meet chunks which exist
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_prompt_stored_around_a_loose_chunk_is_used_and_evicted(policy: str) -> None:
+    index = Index(Allocator(0, 64 * PAGE), POLICIES[policy])
+    namespace = index.namespaces.find("m", 1, 0, bytes(32), 1, "", size=PAGE, chunk_tokens=16)
+    namespace.live = 1
+
+    def store(run: list[bytes], parent: bytes, position: int) -> None:
+        made = index.reserve(namespace, 0, Run(b"".join(run), PAGE, parent, position), 1)
+        index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), 1)
+        index.take_events()
+
+    path = keys("a", 5)
+    store(path[2:3], path[1], 3)  # its parent is not there
+    store(path, ROOT, 1)
+    index.validate()
+    found = matching.match(namespace, b"".join(path[:4]))
+    assert found.matched == 4
+    index.use(found.chunks)
+    for number in range(80):
+        store(keys(f"new{number}", 1), ROOT, 1)
+        index.validate()
+    assert index.make_room(namespace.account, PAGE, 64) == 64 and not namespace.chunks
+
+
+def test_a_chunk_that_one_rank_renews_expires_again() -> None:
+    index = Index(Allocator(0, 64 * PAGE), POLICIES["lru"], ttl_s=10)
+    for rank in range(2):
+        namespace = index.namespaces.find("m", 2, rank, bytes([rank]) * 32, 1, "", size=PAGE, chunk_tokens=16)
+    namespace.live = 1
+    first, second = keys("a", 2)
+
+    def store(key: bytes, rank: int, parent: bytes, position: int, wall: int) -> None:
+        (chunk,) = index.reserve(namespace, rank, Run(key, PAGE, parent, position), wall).chunks
+        index.seal(chunk, rank, 1, wall)
+        index.take_events()
+
+    for rank in range(2):
+        store(first, rank, ROOT, 1, 1)
+    for rank in range(2):
+        store(second, rank, first, 2, 9)
+    index.mark_corrupt(namespace.chunks[first], 1)
+    assert expire(index, 12, 10) == 0 or first in namespace.chunks  # it waits for the one behind it
+    store(first, 1, ROOT, 1, 12)
+    index.take_events()
+    index.validate()
+    expire(index, 40, 10)
+    expire(index, 41, 10)
+    assert not namespace.chunks

@@ -213,8 +213,8 @@ class Leases:
         self._index.hold(chunks)
         if not before:
             self._index.use(chunks)
+        self._protect(tops, before)  # first, because a release may remove chunks and what they are chained to
         self._index.release([chunk for chunk, _ in before])
-        self._protect(tops, before)
         size = _size(tops) - lease.held
         lease.tops, lease.chunks = tops, matched
         lease.held += size

@@ -95,12 +95,18 @@ class Learned:
         self._chunks += len(chunks)
         self._has_grown = True
         self._entered += len(chunks)
-        for number, chunk in enumerate(chunks):
+        at = 0
+        while at < len(chunks):
+            chunk = chunks[at]
             before: Victim | None = chunk.parent
-            if before is not None and before is self._born and before.key != chunk.key:
-                self._extend(before, chunks[number:] if number else chunks)
-                break
-            self._begin(chunk, before)
+            at += 1
+            if before is None or before is not self._born or before.key == chunk.key:
+                self._begin(chunk, before)
+                continue
+            first = at - 1
+            while at < len(chunks) and chunks[at].parent is chunks[at - 1]:  # others stored what lies in a gap
+                at += 1
+            self._extend(before, chunks[first:at])
         for shadow in self._shadows:
             if shadow.count > self._room:
                 self._shrink(shadow, self._room)

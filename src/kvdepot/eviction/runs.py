@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from zlib import crc32
 
 from kvdepot.eviction.policy import Victim
 
 __all__ = ["Links", "Runs"]
+
+
+def _mark(key: bytes, is_part: bool = False) -> int:
+    """32 bits of a hash of a key. It is keyed anew in each process: clients choose keys, and could fill one bucket."""
+    return (hash(key) ^ (0x9E3779B9 if is_part else 0)) & 0xFFFFFFFF
 
 
 class Runs:
@@ -52,7 +56,7 @@ class Runs:
 
         is_part: the chunk is a part in a bounded KV cache group, whose parent has the same key.
         """
-        wanted = crc32(key, is_part)
+        wanted = _mark(key, is_part)
         run = self._buckets[self._bucket(wanted)]
         while run and (self._hash[run] != wanted or self.parent[run] != parent or self.real[run]):
             run = self._next[run]
@@ -64,7 +68,7 @@ class Runs:
         self.used += 1
         self.parent[run], self.start[run], self.size[run], self.real[run] = parent, start, 1, 1
         self.children[parent] += 1
-        self._put(run, crc32(key, is_part))
+        self._put(run, _mark(key, is_part))
         if len(self._buckets) < self.used:
             self._add_bucket()
         return run
@@ -74,14 +78,14 @@ class Runs:
         further = self._further[run]
         if further is None:
             further = self._further[run] = array("I")
-        further.extend([crc32(chunk.key) for chunk in chunks])
+        further.extend([_mark(chunk.key) for chunk in chunks])
         self.size[run] += len(chunks)
         self.real[run] += len(chunks)
 
     def is_next(self, run: int, key: bytes) -> bool:
         """Whether the first chunk of the run that does not exist, not the run's first, has this key."""
         further = self._further[run]
-        return further is not None and further[self.real[run] - 1] == crc32(key)
+        return further is not None and further[self.real[run] - 1] == _mark(key)
 
     def split(self, run: int, count: int) -> int:
         """Make the first `count` chunks of a run a run of their own, its parent; returns it."""

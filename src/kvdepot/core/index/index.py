@@ -128,7 +128,8 @@ class Index:
                     self.remove_forgotten(chunks[key])
         account, taken = namespace.salted.get(run.salt, namespace.account), Allocator.rounded(size)
         there = [chunks[key] for key in keys if key in chunks]
-        wanted = len(keys) - sum(rank in each.shards and each.shards[rank].state is not _LOADING for each in there)
+        open_here = [each for each in there if each.account is account and _is_open_to(each, rank)]
+        wanted = len(keys) - len(there) + len(open_here)
         room = min(self.allocator.free_bytes, account.cap - account.used) // taken
         if wanted and room < wanted:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
@@ -143,7 +144,7 @@ class Index:
             if chunk is not None and (shard is not None or chunk.account is not account):
                 if shard is not None and shard.size != size and not shard.sealed:
                     result.refusal = Refusal.OTHER_SIZE
-                elif shard is None or not self._take_over(chunk, rank, extents, wall):
+                elif shard is None or chunk.account is not account or not self._take_over(chunk, rank, extents, wall):
                     result.known += 1  # a chunk of another account: its bytes would not count for the one that asks
                     chunk = None
             elif not extents:
@@ -231,6 +232,8 @@ class Index:
                 return False
         if chunk.state is _PENDING_REMOVAL:
             chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
+            chunk.born = chunk.born if wall is None else wall
+            self.accounts.ages.record(chunk)
         chunk.generation = self.namespaces.generation
         return True
 
@@ -252,10 +255,8 @@ class Index:
         return sealed
 
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
-        """Make a reserved shard visible, record it, and release the hold of its reservation.
-
-        born: when it was computed, in seconds since 1970; a chunk is as old as its oldest shard.
-        """
+        """Make a reserved shard visible, record it, and release its hold. born: when it was computed, in seconds since
+        1970; a chunk is as old as its oldest shard."""
         shard = chunk.shards[rank]
         is_last = chunk.sealed + 1 == chunk.namespace.world_size
         after = TRANSITIONS[shard.state][_SEAL]
@@ -284,9 +285,7 @@ class Index:
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk.
-
-        Nothing else may hold it then. Chunks behind it keep a parent that is never chained, so no chain has them.
-        """
+        Nothing else may hold it then. Chunks behind it keep a parent that is never chained, so no chain has them."""
         shard = chunk.shards[rank]
         assert shard.is_open, shard.state
         self.events.append(Failed(chunk))
@@ -325,10 +324,7 @@ class Index:
         self.held += len(chunks)
 
     def use(self, chunks: list[Chunk]) -> None:
-        """Count a use of chunks, once per request: the head last, so that the tail is evicted first.
-
-        A request's further holds of the same chunks (one retrieve per rank, a repeated lookup) are not uses.
-        """
+        """Count a use of chunks, once per request, not per hold: the head last, so that the tail is evicted first."""
         for chunk in reversed(chunks):
             self.uses += 1
             chunk.used = self.uses
@@ -362,10 +358,8 @@ class Index:
         self.events.append(Hidden(chunk))
 
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
-        """Remove a chunk; if it is held or others are behind it, hide it and them, and remove it after that.
-
-        at_once: it is not given out even to those who hold it. Only a later reservation of its key renews it.
-        """
+        """Remove a chunk; if it is held or others are behind it, hide it and them until it can be removed. at_once: it
+        is not given out even to those who hold it. Only a later reservation of its key renews it."""
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
             return
@@ -448,3 +442,8 @@ class Index:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
+
+
+def _is_open_to(chunk: Chunk, rank: int) -> bool:
+    """Whether a reservation may take space for a rank's shard: there is none, or it is being loaded."""
+    return rank not in chunk.shards or chunk.shards[rank].state is _LOADING
