@@ -104,6 +104,10 @@ def test_preempted_requests_store_no_wrong_byte_and_end_once(
     for request in made:
         check(request)
     engine = start(runner, drafter, steps=steps)
+    for name, tokens in prompts.items():  # a store that a preemption overtook is void, so this may store it
+        assert engine.run(name, tokens) in range(0, 3 * CHUNK + 1, CHUNK)
+    eventually(lambda: nothing_is_held(depot.status()))
+    engine = start(runner, drafter, steps=steps)
     for name, tokens in prompts.items():
         assert engine.run(name, tokens) == 3 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
