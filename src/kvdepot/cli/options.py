@@ -44,8 +44,8 @@ _FILE = click.Path()
 class Seconds(click.FloatRange):
     """A time in seconds within bounds; `nan`, which no bound refuses, is none."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
         if found != found:
             self.fail(f"{value} is not a number of seconds", param, ctx)
         return found

@@ -16,9 +16,9 @@ from kvdepot.eviction.policy import Victim
 __all__ = ["Links", "Runs"]
 
 
-def _mark(key: bytes, is_part: bool = False) -> int:
+def _mark(key: bytes, salt: int = 0) -> int:
     """32 bits of a hash of a key. It is keyed anew in each process: clients choose keys, and could fill one bucket."""
-    return (hash(key) ^ (0x9E3779B9 if is_part else 0)) & 0xFFFFFFFF
+    return (hash(key) ^ salt * 0x9E3779B9) & 0xFFFFFFFF
 
 
 class Runs:
