@@ -16,13 +16,16 @@ from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.events import Stored as StoredEvent
 from kvdepot.core.index.excess import expire
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.runs import Refusal, Run
+from kvdepot.core.index.recovery import restore
+from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.core.lists import Lists
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Learned, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.prefixes import Prefix
@@ -523,51 +526,81 @@ def test_a_run_evicts_before_it_is_inserted_and_never_its_own_chunks(shelf: Shel
 # -- runs that meet chunks which exist
 
 
+def index_of(pages: int, policy: str = "lru", ranks: int = 1, ttl_s: int = 0) -> tuple[Index, Namespace]:
+    records = Records(memoryview(bytearray(64 * SLOT_BYTES)))
+    index = Index(Allocator(0, pages * PAGE), POLICIES[policy], records, ttl_s)
+    for rank in range(ranks):
+        namespace = index.namespaces.find("m", ranks, rank, bytes([rank]) * 32, 1, "", size=PAGE, chunk_tokens=16)
+    namespace.live = 1
+    return index, namespace
+
+
+def store_run(index: Index, namespace: Namespace, run: Run, wall: int = 1, rank: int = 0) -> Reservation:
+    """Store the chunks of a run that are missing."""
+    made = index.reserve(namespace, rank, run, wall)
+    index.finish([(chunk, rank) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), wall)
+    index.take_events()
+    index.validate()
+    return made
+
+
+def run_of(*hashes: bytes, parent: bytes = ROOT, position: int = 1, salt: bytes = b"") -> Run:
+    return Run(b"".join(hashes), PAGE, parent, position, salt)
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_prompt_stored_around_a_loose_chunk_is_used_and_evicted(policy: str) -> None:
-    index = Index(Allocator(0, 64 * PAGE), POLICIES[policy])
-    namespace = index.namespaces.find("m", 1, 0, bytes(32), 1, "", size=PAGE, chunk_tokens=16)
-    namespace.live = 1
-
-    def store(run: list[bytes], parent: bytes, position: int) -> None:
-        made = index.reserve(namespace, 0, Run(b"".join(run), PAGE, parent, position), 1)
-        index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), 1)
-        index.take_events()
-
+    index, namespace = index_of(64, policy)
     path = keys("a", 5)
-    store(path[2:3], path[1], 3)  # its parent is not there
-    store(path, ROOT, 1)
-    index.validate()
+    store_run(index, namespace, run_of(path[2], parent=path[1], position=3))  # its parent is not there
+    store_run(index, namespace, run_of(*path))
     found = matching.match(namespace, b"".join(path[:4]))
     assert found.matched == 4
     index.use(found.chunks)
     for number in range(80):
-        store(keys(f"new{number}", 1), ROOT, 1)
-        index.validate()
+        store_run(index, namespace, run_of(*keys(f"new{number}", 1)))
     assert index.make_room(namespace.account, PAGE, 64) == 64 and not namespace.chunks
 
 
-def test_a_chunk_that_one_rank_renews_expires_again() -> None:
-    index = Index(Allocator(0, 64 * PAGE), POLICIES["lru"], ttl_s=10)
-    for rank in range(2):
-        namespace = index.namespaces.find("m", 2, rank, bytes([rank]) * 32, 1, "", size=PAGE, chunk_tokens=16)
-    namespace.live = 1
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_a_run_has_room_if_a_victim_takes_along_a_chunk_of_it(is_corrupt: bool) -> None:
+    index, namespace = index_of(2, ttl_s=10)
     first, second = keys("a", 2)
+    store_run(index, namespace, run_of(first))
+    store_run(index, namespace, run_of(second, parent=first, position=2), 9)
+    if is_corrupt:
+        index.mark_corrupt(namespace.chunks[first], 0)
+    expire(index, 12)
+    (other,) = keys("b", 1)
+    made = store_run(index, namespace, run_of(first, other), 12)
+    assert made.refusal is None and namespace.chunks.keys() == {first, other}
+    assert (made.known, len(made.chunks)) == ((0, 2) if is_corrupt else (1, 1))
 
-    def store(key: bytes, rank: int, parent: bytes, position: int, wall: int) -> None:
-        (chunk,) = index.reserve(namespace, rank, Run(key, PAGE, parent, position), wall).chunks
-        index.seal(chunk, rank, 1, wall)
-        index.take_events()
 
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_what_one_rank_renews_is_new_to_tiers_removals_and_the_next_server(is_corrupt: bool) -> None:
+    index, namespace = index_of(64, ranks=2, ttl_s=10)
+    first, second = keys("a", 2)
     for rank in range(2):
-        store(first, rank, ROOT, 1, 1)
-    for rank in range(2):
-        store(second, rank, first, 2, 9)
-    index.mark_corrupt(namespace.chunks[first], 1)
-    assert expire(index, 12, 10) == 0 or first in namespace.chunks  # it waits for the one behind it
-    store(first, 1, ROOT, 1, 12)
+        store_run(index, namespace, run_of(first), 1, rank)
+        store_run(index, namespace, run_of(second, parent=first, position=2), 9, rank)
+    chunk = namespace.chunks[first]
+    for shard in chunk.shards.values():
+        shard.tiers = 1
+    if is_corrupt:
+        index.mark_corrupt(chunk, 1)
+    assert expire(index, 12) == 1 and first in namespace.chunks  # it waits for the one behind it
+    scope = index.namespaces.begin_removal([namespace], None, hides=False)
     index.take_events()
-    index.validate()
-    expire(index, 40, 10)
-    expire(index, 41, 10)
-    assert not namespace.chunks
+    made = index.reserve(namespace, 1, run_of(first), 12)
+    index.finish([(each, 1) for each in made.chunks], {0: 1}, 12)
+    assert {event.rank for event in index.take_events() if isinstance(event, StoredEvent)} == {0, 1}
+    assert [shard.tiers for shard in chunk.shards.values()] == [0, 0] and not scope.means(chunk)
+    after = Index(Allocator(0, 64 * PAGE), Lru, Records(memoryview(bytearray(index.records._memory))), 10)
+    assert restore(after).shards == 4
+    for each in (index, after):
+        (known,) = each.namespaces.all()
+        assert known.chunks[first].born == 12 and matching.match(known, first).matched == 1
+        assert expire(each, 21) == 1 and first in known.chunks
+        assert expire(each, 22) == 1 and not known.chunks
+        each.validate()

@@ -30,7 +30,7 @@ from kvdepot.core.index.chunk import (
     is_forgotten,
 )
 from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Replaced, Stored, Used
-from kvdepot.core.index.matching import is_free_to_write
+from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_space
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.quotas import set_quota
 from kvdepot.core.index.runs import Refusal, Reservation, Run
@@ -128,8 +128,11 @@ class Index:
                     self.remove_forgotten(chunks[key])
         account, taken = namespace.salted.get(run.salt, namespace.account), Allocator.rounded(size)
         there = [chunks[key] for key in keys if key in chunks]
-        open_here = [each for each in there if each.account is account and _is_open_to(each, rank)]
-        wanted = len(keys) - len(there) + len(open_here)
+        own = [each for each in there if each.account is account]
+        for each in own if wall is not None else ():
+            if is_outdated(each, rank):
+                self._renew(each, wall)  # first, or it would go with the last one behind it
+        wanted = len(keys) - len(there) + sum(may_need_space(each, rank) for each in own)
         room = min(self.allocator.free_bytes, account.cap - account.used) // taken
         if wanted and room < wanted:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
@@ -195,23 +198,11 @@ class Index:
         return chunk
 
     def _take_over(self, chunk: Chunk, rank: int, extents: list[Extents], wall: int | None) -> bool:
-        """Reserve a shard that exists, if it is corrupt, or being loaded; False if it cannot be had. wall: as above.
-
-        A late load's place is taken with one of `extents`, and with its hold, unless the chunk is pending removal and
-        other shards of it are open: those must not become part of a renewed chunk.
-        """
+        """Reserve a shard that exists, if it is corrupt, or being loaded; False if it cannot be had. wall: as above. A
+        late load's place is taken with one of `extents`, and with its hold, unless the chunk is pending removal and
+        other shards of it are open: those must not become part of a renewed chunk."""
         shard, is_load = chunk.shards[rank], wall is None
         match shard.state:
-            case State.SEALED if chunk.state is _PENDING_REMOVAL and wall is not None:
-                # It was too old, and was computed again. Its bytes stay: clients may still read them.
-                chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
-                chunk.born = wall
-                self.accounts.ages.record(chunk)
-                if chunk.sealed == chunk.namespace.world_size:
-                    chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
-                    self.events.append(Stored(chunk, rank))
-                    self.chains.join(chunk)
-                return False
             case State.CORRUPT if is_free_to_write(chunk, is_load):
                 shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
                 shard.checksum = shard.tiers = 0  # its extents will be rewritten
@@ -231,11 +222,25 @@ class Index:
             case _:
                 return False
         if chunk.state is _PENDING_REMOVAL:
-            chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
-            chunk.born = chunk.born if wall is None else wall
-            self.accounts.ages.record(chunk)
+            self._renew(chunk, wall)
         chunk.generation = self.namespaces.generation
         return True
+
+    def _renew(self, chunk: Chunk, wall: int | None) -> None:
+        """Keep a chunk that is pending removal, because it is stored again. wall: as above; then its sealed shards are
+        as new, but their records and their copies in tiers have the old age."""
+        chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
+        chunk.born, chunk.generation = chunk.born if wall is None else wall, self.namespaces.generation
+        self.accounts.ages.record(chunk)
+        if chunk.sealed == chunk.namespace.world_size:
+            chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
+            self.chains.join(chunk)
+        for rank, shard in chunk.shards.items() if wall is not None else ():
+            if shard.sealed:
+                shard.tiers = 0
+                self.serial += 1
+                self.namespaces.record(chunk, rank, self.serial)
+                self.events.append(Stored(chunk, rank))
 
     # -- the end of a reservation
 
@@ -442,8 +447,3 @@ class Index:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
-
-
-def _is_open_to(chunk: Chunk, rank: int) -> bool:
-    """Whether a reservation may take space for a rank's shard: there is none, or it is being loaded."""
-    return rank not in chunk.shards or chunk.shards[rank].state is _LOADING

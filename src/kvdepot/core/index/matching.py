@@ -22,8 +22,10 @@ __all__ = [
     "find",
     "is_free_to_write",
     "is_missing",
+    "is_outdated",
     "match",
     "match_prompt",
+    "may_need_space",
     "needed_parts",
 ]
 
@@ -159,6 +161,20 @@ def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
     if chunk.state is State.PENDING_REMOVAL and not is_load:
         return not chunk.holds
     return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
+
+
+def is_outdated(chunk: Chunk, rank: int) -> bool:
+    """Whether a chunk is pending removal, and this rank's shard is sealed: as it is too old, a store renews it."""
+    return chunk.state is State.PENDING_REMOVAL and rank in chunk.shards and chunk.shards[rank].sealed
+
+
+def may_need_space(chunk: Chunk, rank: int) -> bool:
+    """Whether a reservation may take space for a rank's shard: it is missing or being loaded, or it is corrupt, and may
+    go with the last chunk behind it."""
+    shard = chunk.shards.get(rank)
+    if shard is None or shard.state is State.LOADING:
+        return True
+    return chunk.state is State.PENDING_REMOVAL and shard.state is _CORRUPT
 
 
 # -- boundaries

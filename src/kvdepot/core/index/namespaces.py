@@ -139,8 +139,12 @@ class Namespaces:
             self.forget(namespace)
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
-        """Record a sealed shard, and first its namespace if necessary; without room for that, not the shard either."""
+        """Record a sealed shard in place of its earlier record, and first its namespace if necessary; without room for
+        that, not the shard either."""
         namespace, shard, before = chunk.namespace, chunk.shards[rank], chunk.parent
+        if shard.slot is not None:
+            self._records.erase(shard.slot)
+            shard.slot = None
         if namespace.recorded < len(namespace.layouts):
             self._record(namespace)
         if namespace.recorded == len(namespace.layouts):
