@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,3 +202,17 @@ def test_each_entry_expires_once_and_when_its_present_limit_says(
             found.append(item)
         assert sorted(map(id, found)) == sorted(map(id, expected))
         assert len(ages) <= 2 * len(items) + 64 + len(changes) * len(walls)
+
+
+def test_entries_that_are_gone_are_dropped_a_few_at_a_time() -> None:
+    """All at once would stop the server for a second."""
+    ages: Ages[Item] = Ages(lambda item: item.ttl_s)
+    items = [Item(born=number, ttl_s=1000) for number in range(4000)]
+    sizes = [0]
+    for item in items:
+        ages.record(item)
+        ages.record(item)  # takes no room
+        sizes.append(len(ages))
+        item.gone = item.born % 8 > 0
+    assert -16 <= min(after - before for before, after in itertools.pairwise(sizes)) < 0
+    assert list(ages.due(5000)) == items[::8]

@@ -10,8 +10,15 @@ from typing import Generic, Protocol, TypeVar
 __all__ = ["Ages"]
 
 
+_MOVED = 16
+"""Items that are moved at once while those that are outdated are dropped: all at once would take a second a million."""
+
+
 class _Aging(Protocol):
     """An entry that may expire."""
+
+    expires: float
+    """The time of its item in `Ages`; 0: it has none."""
 
     @property
     def born(self) -> float:
@@ -28,39 +35,63 @@ class Ages(Generic[AgingT]):
     """Entries by the time at which they expire; those that never do take no memory here.
 
     The heap is corrected lazily: an entry whose time to live has become longer moves when its old time has come. The
-    caller records entries again whose time to live has become shorter.
+    caller records entries again whose time to live has become shorter; the earlier item of such an entry is outdated,
+    and so is that of an entry that is gone. When there may be as many of them as others, the others move to a new heap,
+    a few with each record. An entry belongs to one `Ages` at most.
     """
 
     def __init__(self, ttl_of: Callable[[AgingT], int]) -> None:
         """ttl_of: seconds after which an entry expires at present; 0: never."""
         self._ttl_of = ttl_of
         self._heap: list[tuple[float, int, AgingT]] = []
+        self._old: list[tuple[float, int, AgingT]] = []  # a heap too, emptied from its end
         self._serials = itertools.count()
         self._most = 64  # items, before those that are outdated are dropped
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._old)
 
     def record(self, entry: AgingT) -> None:
         """Note when an entry expires: it is new, or is back, or expires sooner than it did."""
-        if ttl_s := self._ttl_of(entry):
-            heapq.heappush(self._heap, (entry.born + ttl_s, next(self._serials), entry))
-            if len(self._heap) > self._most:
-                self._drop_outdated()
+        ttl_s = self._ttl_of(entry)
+        if not ttl_s or 0 < entry.expires <= entry.born + ttl_s:
+            return
+        self._push(entry, entry.born + ttl_s)
+        if not self._old and len(self._heap) > self._most:
+            self._old, self._heap = self._heap, []
+        if self._old:
+            self._sweep()
 
-    def _drop_outdated(self) -> None:
-        entries = {id(entry): entry for _, _, entry in self._heap if not entry.gone}  # some were recorded twice
-        timed = [(entry, self._ttl_of(entry)) for entry in entries.values()]
-        self._heap = [(entry.born + ttl_s, next(self._serials), entry) for entry, ttl_s in timed if ttl_s]
-        heapq.heapify(self._heap)
-        self._most = 2 * len(self._heap) + 64
+    def _push(self, entry: AgingT, when: float) -> None:
+        entry.expires = when
+        heapq.heappush(self._heap, (when, next(self._serials), entry))
+
+    def _sweep(self) -> None:
+        """Move some items to the new heap, but not those that are outdated."""
+        for _ in range(min(_MOVED, len(self._old))):
+            item = self._old.pop()
+            when, _, entry = item
+            if entry.gone and entry.expires == when:
+                entry.expires = 0.0  # it may return: a disk's object that could not be removed does
+            elif entry.expires == when:
+                heapq.heappush(self._heap, item)
+        if not self._old:
+            self._most = 2 * len(self._heap) + 64
 
     def due(self, wall: float) -> Iterator[AgingT]:
         """Remove and yield the entries that have expired at `wall` (seconds since 1970) and are not gone."""
-        while self._heap and self._heap[0][0] <= wall:
-            entry = heapq.heappop(self._heap)[2]
+        while True:
+            heap, old = self._heap, self._old
+            if old and (not heap or old[0] < heap[0]):
+                heap = old
+            if not heap or heap[0][0] > wall:
+                return
+            when, _, entry = heapq.heappop(heap)
+            if entry.expires != when:
+                continue
+            entry.expires = 0.0
             ttl_s = 0 if entry.gone else self._ttl_of(entry)
             if ttl_s and entry.born + ttl_s <= wall:
                 yield entry
             elif ttl_s:
-                heapq.heappush(self._heap, (entry.born + ttl_s, next(self._serials), entry))
+                self._push(entry, entry.born + ttl_s)

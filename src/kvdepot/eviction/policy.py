@@ -20,7 +20,7 @@ __all__ = ["Policy", "Victim"]
 
 
 class Victim(msgspec.Struct, gc=False):
-    """A policy's view of a chunk, and the policy's own fields on it. core/index/chunk.py extends it."""
+    """A policy's view of a chunk, and the fields of this folder on it. core/index/chunk.py extends it."""
 
     key: bytes = b""
     parent: Victim | None = None
@@ -34,6 +34,8 @@ class Victim(msgspec.Struct, gc=False):
     queued: bool = False
     """Whether the policy may name it."""
     gone: bool = False
+    expires: float = 0.0
+    """When the queue of ages comes to it (ages.py), seconds since 1970; 0: it is not in the queue."""
 
 
 class Policy(Protocol):

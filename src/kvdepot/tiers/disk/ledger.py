@@ -82,10 +82,8 @@ class Ledger:
         """
         with self._lock:
             before, self._rules = self._rules, rules
-            if rules.ages != before.ages:
-                self._ages = Ages(self._ttl_of)
-                for entry in self._entries.values():
-                    self._ages.record(entry)
+            for entry in self._entries.values() if rules.ages != before.ages else ():
+                self._ages.record(entry)
             if rules.quotas.keys() != before.quotas.keys():
                 self._open_shares()
                 if self.ranked:
