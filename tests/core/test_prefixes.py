@@ -4,11 +4,13 @@ in test_index.py."""
 from __future__ import annotations
 
 import itertools
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any
 
 import pytest
 
 from kvdepot.core import lists as lists_module
+from kvdepot.core.actions import Reply
 from kvdepot.core.lists import MOST_LISTS, MOST_OF_CLIENT, Lists
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
@@ -204,6 +206,32 @@ def test_clients_are_served_in_turn(slow: Desk) -> None:
     assert not slow.answers.keys() & set(long)
     slow.settle()
     assert list(slow.answers)[-2:] == long
+
+
+def test_one_list_of_prefixes_is_made_at_a_time_and_the_others_wait_in_order(slow: Desk) -> None:
+    """Each takes memory for every chunk."""
+    clients = [b"one", b"two", b"three"]
+    for number in range(20):
+        slow.ask(b"one", store(chain(f"p{number}", 1)))
+    for each in clients[1:]:
+        slow.hello(each)
+    asked = [slow.send(each, wire.Prefixes()) for each in clients]
+    made = [each.answer for queue in slow.depot.lists._queues.values() for each in queue]
+    while slow.depot.lists:
+        slow.expire()
+        assert [getgeneratorstate(each) for each in made].count(GEN_SUSPENDED) <= 1
+    assert list(slow.answers)[-3:] == asked
+
+
+def test_lists_are_refused_at_shutdown_which_they_would_delay(slow: Desk) -> None:
+    for number in range(20):
+        slow.ask(b"one", store(chain(f"p{number}", 1)))
+    slow.send(b"one", wire.Prefixes())
+    slow.send(b"one", wire.Inspect(hashes=bytes(chain("p0", 1).hashes)))
+    (prefixes, chunks) = slow.depot.stop_waiting()
+    for reply in (prefixes, chunks):
+        assert isinstance(reply, Reply) and isinstance(reply.value, Busy)
+    assert not slow.depot.lists
 
 
 def steps_of(desk: Desk, request: wire.Prefixes | wire.Inspect, step: int) -> int:

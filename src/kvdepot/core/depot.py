@@ -78,7 +78,7 @@ class Depot:
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
-        self.lists = Lists(index, self.tiering, self.leases.holds)
+        self.lists = Lists(index, self.tiering, self.leases.holds_of)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
@@ -310,7 +310,7 @@ class Depot:
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals and lists, and answer every request that waits for stores or tiers."""
+        """Before shutdown: finish removals, and answer every list and every request that waits for stores or tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()

@@ -118,6 +118,7 @@ class Leases:
         self._growing: dict[Lease, None] = {}  # the oldest first
         self._awaited: dict[bytes, list[Lease]] = {}  # growing leases by the first chunk that they lack
         self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
+        self._holds: Counter[int] = Counter()  # leases that hold a chunk, by its id()
         self._protected: Counter[int] = Counter()  # leases by id() of the chunk, of first unbounded groups
         self._hashes = 0  # kept
         self._numbers = itertools.count()
@@ -208,13 +209,15 @@ class Leases:
 
     def _hold(self, lease: Lease, tops: _Tops, matched: int) -> None:
         """Hold these instead of what it holds."""
-        before = lease.tops
-        chunks = [chunk for chunk, _ in tops]
+        before, chunks = [chunk for chunk, _ in lease.tops], [chunk for chunk, _ in tops]
         self._index.hold(chunks)
         if not before:
             self._index.use(chunks)
-        self._protect(tops, before)  # first, because a release may remove chunks and what they are chained to
-        self._index.release([chunk for chunk, _ in before])
+        self._protect(tops, lease.tops)  # first, because a release may remove chunks and what they are chained to
+        self._holds.update(map(id, chunks))
+        for chunk in before:
+            _uncount(self._holds, chunk)
+        self._index.release(before)
         size = _size(tops) - lease.held
         lease.tops, lease.chunks = tops, matched
         lease.held += size
@@ -230,9 +233,7 @@ class Leases:
                     break  # it and those before it are counted
                 self._protected[id(chunk)] += 1
         for chunk in itertools.chain.from_iterable(map(_chain, old.values())):
-            self._protected[id(chunk)] -= 1
-            if not self._protected[id(chunk)]:
-                del self._protected[id(chunk)]
+            _uncount(self._protected, chunk)
 
     # -- the budget
 
@@ -422,9 +423,9 @@ class Leases:
 
         self._counters["leased_hit_tokens"] += bisect_left(range(matched), True, key=is_free) * chunk_tokens
 
-    def holds(self) -> Counter[int]:
-        """The holds of all leases, by id() of the chunk."""
-        return Counter(id(chunk) for lease in self._all() for chunk, _ in lease.tops)
+    def holds_of(self, chunk: Chunk) -> int:
+        """The number of leases that hold a chunk."""
+        return self._holds.get(id(chunk), 0)
 
     def totals(self, tenant: str) -> tuple[int, int]:
         """The number of leases and the bytes that they hold, of one tenant, or of all if it is empty."""
@@ -449,6 +450,13 @@ class Leases:
             )
             for lease in heapq.nlargest(MOST_LISTED, self._all(tenant), key=lambda lease: lease.held)
         ]
+
+
+def _uncount(leases: Counter[int], chunk: Chunk) -> None:
+    """Count one lease of a chunk less."""
+    leases[id(chunk)] -= 1
+    if not leases[id(chunk)]:
+        del leases[id(chunk)]
 
 
 def _size(tops: _Tops) -> int:

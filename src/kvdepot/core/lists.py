@@ -1,9 +1,10 @@
 """Lists of what is in memory: prefix families (Prefixes) and the chunks of one prompt (Inspect), made on request.
 
 Called by core/depot.py on the deciding thread, which serves other requests between steps. A list is a generator that
-yields the number of chunks it has passed, and `Lists` runs one of each client in turn, some thousand chunks at a time.
-Changes nothing; an answer mixes what was there in its steps. Invariant: each request is answered once, or its client
-has died.
+yields the number of chunks it has passed, and `Lists` runs one of each queue in turn, some thousand chunks at a time.
+Prefixes of all clients share a queue, because each list of families takes memory for every chunk; inspections have one
+queue per client. Changes nothing; an answer mixes what was there in its steps. Invariant: each request is answered
+once, or its client has died.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _Walk: TypeAlias = Generator[int, None, _T]
 class _List:
     """A request whose answer is being made."""
 
+    client: Client
     number: bytes
     answer: _Walk[object]
 
@@ -58,21 +60,21 @@ class Lists:
     """The lists that one depot is making."""
 
     def __init__(
-        self, index: Index, tiering: Tiering, leased: Callable[[], dict[int, int]] = dict, step: int = _STEP
+        self, index: Index, tiering: Tiering, leased: Callable[[Chunk], int] = lambda chunk: 0, step: int = _STEP
     ) -> None:
-        """leased: the number of leases that hold a chunk, by its id(). step: how many chunks one step passes."""
+        """leased: the number of leases that hold a chunk. step: how many chunks one step passes."""
         self._index = index
         self._tiering = tiering
         self._leased = leased
         self._step = step
-        self._lists: dict[Client, deque[_List]] = {}  # the client whose turn it is first
+        self._queues: dict[Client | None, deque[_List]] = {}  # that whose turn it is first; None: of prefixes
 
     def __repr__(self) -> str:
-        return f"<Lists of {len(self._lists)} clients>"
+        return f"<Lists in {len(self._queues)} queues>"
 
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._lists)
+        return bool(self._queues)
 
     def cost(self, request: wire.Prefixes | wire.Inspect, tenant: str = "") -> int:
         """As how many requests this one counts against `max_rate`, for a tenant's client; empty: it sees all."""
@@ -95,7 +97,7 @@ class Lists:
             raise BadRequest(f"sort is {request.sort[:80]!r}, not one of {', '.join(SORTS)}")
         if not 1 <= request.most <= MOST_PREFIXES:
             raise BadRequest(f"most is {request.most}, not between 1 and {MOST_PREFIXES}")
-        return self._begin(client, number, _prefixes(self._index, namespaces, request, wall))
+        return self._begin(None, _List(client, number, _prefixes(namespaces, request, wall)))
 
     def inspect(self, client: Client, number: bytes, request: wire.Inspect, wall: int) -> list[Action]:
         """Answer with the chunks that the client may see. wall: seconds since 1970. Raises BadRequest or Busy."""
@@ -107,15 +109,16 @@ class Lists:
             raise BadRequest("`most` is a number of chunks up to `end`, or 0")
         if end and not LEAST_HASH <= len(end) <= HASH_BYTES:
             raise BadRequest(f"{len(end)} bytes of a hash were given; {LEAST_HASH} to {HASH_BYTES} are needed")
-        return self._begin(client, number, self._inspect(namespaces, request, wall))
+        return self._begin(client, _List(client, number, self._inspect(namespaces, request, wall)))
 
     def _admit(self, client: Client, model: str) -> list[Namespace]:
         """The namespaces that a client may see, of models whose name has this prefix. Raises BadRequest or Busy."""
         check_names("", model)
         self._drop_dead()
-        if len(self._lists.get(client, ())) >= MOST_OF_CLIENT:
+        made = [each.client for queue in self._queues.values() for each in queue]
+        if made.count(client) >= MOST_OF_CLIENT:
             raise Busy(f"{MOST_OF_CLIENT} lists are being made for this client: retry later")
-        if sum(map(len, self._lists.values())) >= MOST_LISTS:
+        if len(made) >= MOST_LISTS:
             raise Busy(f"{MOST_LISTS} lists are being made: retry later")
         return self._visible(client.tenant, model)
 
@@ -126,27 +129,28 @@ class Lists:
             if tenant in ("", each.tenant) and each.model.startswith(model)
         ]
 
-    def _begin(self, client: Client, number: bytes, answer: _Walk[object]) -> list[Action]:
-        self._lists.setdefault(client, deque()).append(_List(number, answer))
+    def _begin(self, queue: Client | None, made: _List) -> list[Action]:
+        self._queues.setdefault(queue, deque()).append(made)
         return self.step()
 
     def _drop_dead(self) -> None:
-        for client in [client for client in self._lists if client.dead]:
-            del self._lists[client]
+        living = {key: deque(each for each in queue if not each.client.dead) for key, queue in self._queues.items()}
+        self._queues = {key: queue for key, queue in living.items() if queue}
 
     def step(self) -> list[Action]:
-        """Continue with the first request of the client whose turn it is; its reply, if it is complete."""
+        """Continue with the first request of the queue whose turn it is; its reply, if it is complete."""
         self._drop_dead()
-        if not self._lists:
+        if not self._queues:
             return []
-        client = next(iter(self._lists))
-        lists = self._lists.pop(client)
-        answer = self._advance(lists[0])
+        key = next(iter(self._queues))
+        queue = self._queues.pop(key)
+        answer = self._advance(queue[0])
         replies: list[Action] = []
         if answer is not None:
-            replies.append(Reply(client.identity, lists.popleft().number, answer))
-        if lists:
-            self._lists[client] = lists  # behind the others
+            made = queue.popleft()
+            replies.append(Reply(made.client.identity, made.number, answer))
+        if queue:
+            self._queues[key] = queue  # behind the others
         return replies
 
     def _advance(self, made: _List) -> object | None:
@@ -163,11 +167,10 @@ class Lists:
         return None
 
     def stop(self) -> list[Action]:
-        """Before shutdown: answer all."""
-        actions: list[Action] = []
-        while self._lists:
-            actions += self.step()
-        return actions
+        """Before shutdown: refuse all, because the lists of a full memory would delay it for seconds."""
+        made, self._queues = [each for queue in self._queues.values() for each in queue], {}
+        busy = Busy("the server is stopping: retry later")
+        return [Reply(each.client.identity, each.number, busy) for each in made if not each.client.dead]
 
     def _inspect(self, namespaces: list[Namespace], request: wire.Inspect, wall: int) -> _Walk[list[ChunkStatus]]:
         """The chunks in these namespaces that the request names.
@@ -180,18 +183,18 @@ class Lists:
         else:
             given = (request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES))
             hashes = list(dict.fromkeys(given))
-        leased, found = self._leased(), list[ChunkStatus]()
+        found: list[ChunkStatus] = []
         for namespace in namespaces:
             for key in hashes:
                 chunk = namespace.chunks.get(key)
                 if chunk is not None:
                     _check_number(len(found) + 1)
-                    found.append(self._describe(chunk, leased.get(id(chunk), 0), wall))
+                    found.append(self._describe(chunk, wall))
                 yield 1 if chunk is None else 1 + _DESCRIBED
         return found
 
-    def _describe(self, chunk: Chunk, leased: int, wall: int) -> ChunkStatus:
-        namespace, saved = chunk.namespace, -1
+    def _describe(self, chunk: Chunk, wall: int) -> ChunkStatus:
+        namespace, leased, saved = chunk.namespace, self._leased(chunk), -1
         for shard in chunk.shards.values():
             saved &= shard.tiers
         return ChunkStatus(
@@ -205,7 +208,7 @@ class Lists:
             position=chunk.position,
             state=self._state(chunk),
             bytes=chunk.bytes,
-            held=max(0, chunk.holds - leased),  # a lease may have ended since they were counted
+            held=chunk.holds - leased,
             leased=leased,
             tiers=[name for number, name in enumerate(self._tiering.names) if saved >> number & 1],
             age_s=float(max(0, wall - chunk.born)) if chunk.born else None,
@@ -318,7 +321,7 @@ _RANKS: dict[str, Callable[[_Family], int]] = {
 """The value that families are sorted by, the highest first, for each of SORTS."""
 
 
-def _prefixes(index: Index, namespaces: list[Namespace], request: wire.Prefixes, wall: int) -> _Walk[list[Prefix]]:
+def _prefixes(namespaces: list[Namespace], request: wire.Prefixes, wall: int) -> _Walk[list[Prefix]]:
     """The families of these namespaces (first unbounded groups) that come first in the order that is asked for."""
     families: list[_Family] = []
     for namespace in namespaces:
