@@ -359,6 +359,34 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index.validate()
 
 
+def test_a_load_of_another_account_is_not_taken_over() -> None:
+    house = House(32)
+    house.index.set_quota("a", pages(cap=2), TAGS[1])
+    account = house.namespaces["a"].account_of(tenant_salt("a", TAGS[1]))
+    for number in range(2):
+        house.reserve("a", (number,), PAGE, is_load=True, tag=TAGS[1])
+    for number in range(2):  # it would be paid with the room of one account, and charged to the other
+        made = house.reserve("a", (number,), PAGE)
+        assert (made.known, made.chunks) == (1, [])
+    assert account.used == account.cap == 2 * PAGE
+    house.index.validate()
+
+
+def test_chunks_of_another_account_take_no_room() -> None:
+    house = House(8)
+    for rank in range(2):
+        namespace = house.index.namespaces.find("m2", 2, rank, bytes(32), 1, "a")
+    namespace.live = 1
+    house.index.set_quota("a", pages(floor=1), TAGS[1])
+    hashes = b"".join(key_of((number,)) for number in range(4))
+    run = Run(hashes, PAGE, b"root", 1, tenant_salt("a", TAGS[1]))
+    made = house.index.reserve(namespace, 0, run, 1)
+    house.index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(4), 1), 1)
+    house.fill("b", chunks=4)
+    other = house.index.reserve(namespace, 1, Run(hashes, PAGE, b"root", 1), 1)
+    assert (other.known, other.chunks, house.index.evicted) == (4, [], 0)
+
+
 def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> None:
     house = House(64, ttl_s=1000)
     for number in range(20):

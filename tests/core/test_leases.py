@@ -137,6 +137,20 @@ def test_leases_beyond_the_most_are_refused_and_counted_but_names_can_be_replace
     assert desk.ask(blue, lease(chain, "7")) == 1
 
 
+def test_a_lease_of_expired_chunks_leaves_no_counts_behind() -> None:
+    """Its end removes the chunks, and new ones may get their id()."""
+    desk = Desk(pages=32, settings={"ttl_s": 100})
+    desk.tick(0.0, 1000.0)
+    blue = engine(desk, "blue")
+    desk.ask(blue, store(prompt("a", 3)))
+    desk.ask(blue, lease(prompt("a", 3)))
+    desk.tick(200.0, 1200.0)
+    assert desk.index.chunks == 3, "they are hidden, and held"
+    desk.ask(blue, wire.EndLease("l"))
+    leases = desk.depot.leases
+    assert (desk.index.chunks, leases._protected, leases._holds) == (0, {}, {})
+
+
 def test_counters_say_what_leases_held_for_how_long_and_what_lookups_found_of_it(desk: Desk) -> None:
     blue = engine(desk, "blue")
     chain = prompt("a", 4)

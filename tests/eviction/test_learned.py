@@ -7,6 +7,9 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import xor
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -186,6 +189,18 @@ def test_a_run_that_is_split_or_shortened_is_found_by_the_keys_that_are_left() -
     runs.shorten(run, 3)
     runs.real[head] = 1
     assert runs.size[run] == 1 and runs.is_next(head, chunks[1].key)
+
+
+def test_keys_that_are_made_to_have_one_checksum_share_no_bucket() -> None:
+    """Clients choose keys: in one bucket, each would be compared with all others."""
+    pattern = 0xEDB88320 << 1 | 1  # of the polynomial of CRC-32: adding it to a key leaves the checksum
+    forged = [reduce(xor, (pattern << at for at in range(8) if n >> at & 1), 0) for n in range(256)]
+    made = [value.to_bytes(32, "little") for value in forged]
+    assert len({crc32(key) for key in made}) == 1 and len(set(made)) == 256
+    runs = Runs()
+    for key in made:
+        runs.enter(key, False, 0, 0)
+    assert max(Counter(runs._bucket(runs._hash[run]) for run in range(1, 257)).values()) <= 16
 
 
 def test_lists_of_runs_keep_their_order() -> None:
