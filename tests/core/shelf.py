@@ -44,19 +44,9 @@ def reserve_one(
     return index.reserve(namespace, rank, Run(key, size, parent, position, salt), wall)
 
 
-def reserve(
-    index: Index,
-    namespace: Namespace,
-    rank: int,
-    key: bytes,
-    parent: bytes = b"root",
-    position: int = 1,
-    size: int = PAGE,
-    salt: bytes = b"",
-    wall: int | None = 0,
-) -> Chunk | None:
-    """Reserve one shard, which must be missing; None where there is no room."""
-    made = reserve_one(index, namespace, rank, key, parent, position, size, salt, wall)
+def reserve(index: Index, namespace: Namespace, rank: int, *chunk: Any, **more: Any) -> Chunk | None:
+    """Reserve one shard, as `reserve_one` does, which must be missing; None where there is no room."""
+    made = reserve_one(index, namespace, rank, *chunk, **more)
     assert made.chunks or made.refusal is not None, made
     return made.chunks[0] if made.chunks else None
 

@@ -28,7 +28,7 @@ from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import SHOWN, Report, ServerFacts, memory_figures, namespace_figures, tenant_figures
+from kvdepot.core.report import SHOWN, Report, ServerFacts, namespace_figures, tenant_figures
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import TierLookup
@@ -396,7 +396,15 @@ class Depot:
         firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
         return Status(
             **self.report.figures(tenant, self.now),
-            **memory_figures(index),
+            capacity_bytes=index.allocator.capacity,
+            used_bytes=index.allocator.capacity - index.allocator.free_bytes,
+            chunks=index.chunks,
+            reserved_shards=index.reserved,
+            holds=index.held,
+            evicted_chunks=index.evicted,
+            record_slots=index.records.capacity,
+            record_slots_used=index.records.used,
+            unrecorded_shards=index.unrecorded,
             holds_s=self.lifetimes.holds_s(),
             **client_figures(self.clients, tenant, self.now),
             **namespace_figures(firsts, tokens["model_usage"]),

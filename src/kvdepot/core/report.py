@@ -13,7 +13,6 @@ from typing import TypedDict
 
 from kvdepot import __version__
 from kvdepot.core.index.chunk import Account, Namespace
-from kvdepot.core.index.index import Index
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Event, Journal, Latencies, Latency
 from kvdepot.protocol.quotas import shown_tag
@@ -28,15 +27,7 @@ from kvdepot.protocol.status import (
     Usage,
 )
 
-__all__ = [
-    "SHOWN",
-    "NamespaceFigures",
-    "Report",
-    "ServerFacts",
-    "memory_figures",
-    "namespace_figures",
-    "tenant_figures",
-]
+__all__ = ["SHOWN", "NamespaceFigures", "Report", "ServerFacts", "namespace_figures", "tenant_figures"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +41,7 @@ _QUIET_S = 60.0
 
 @dataclass(slots=True)
 class ServerFacts:
-    """What the core cannot know of its server, for the status. The server changes it on the deciding thread."""
+    """Facts for the status that only the server knows. The server changes it on the deciding thread."""
 
     boot: bytes = b""
     pid: int = 0
@@ -143,7 +134,7 @@ class Report:
                 self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
     def figures(self, tenant: str, now: float) -> ReportFigures:
-        """What a tenant's client may see; empty: everything."""
+        """The fields that a tenant's client may see; empty: all."""
         server = self.server
         return ReportFigures(
             version=__version__,
@@ -160,35 +151,6 @@ class Report:
             latencies=self.latencies.figures(),
             events=[] if tenant else self.journal.events(),
         )
-
-
-class MemoryFigures(TypedDict):
-    """Fields of `status.Status`."""
-
-    capacity_bytes: int
-    used_bytes: int
-    chunks: int
-    reserved_shards: int
-    holds: int
-    evicted_chunks: int
-    record_slots: int
-    record_slots_used: int
-    unrecorded_shards: int
-
-
-def memory_figures(index: Index) -> MemoryFigures:
-    """The counts of memory."""
-    return MemoryFigures(
-        capacity_bytes=index.allocator.capacity,
-        used_bytes=index.allocator.capacity - index.allocator.free_bytes,
-        chunks=index.chunks,
-        reserved_shards=index.reserved,
-        holds=index.held,
-        evicted_chunks=index.evicted,
-        record_slots=index.records.capacity,
-        record_slots_used=index.records.used,
-        unrecorded_shards=index.unrecorded,
-    )
 
 
 def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) -> NamespaceFigures:

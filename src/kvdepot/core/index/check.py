@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from kvdepot.core.index.accounts import Accounts
@@ -11,23 +10,17 @@ from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable, is_t
 from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
 from kvdepot.memory.allocator import Allocator
 
-__all__ = ["Heard", "Totals", "check"]
+__all__ = ["Heard", "check"]
 
 _OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
 _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
 
 
-@dataclass
-class Totals:
-    """An index's own totals over all chunks."""
-
-    chunks: int
-    reserved: int
-    held: int
-
-
-def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: Totals) -> None:
-    """Raise AssertionError unless every count, link and state agrees; O(n)."""
+def check(
+    namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: tuple[int, int, int]
+) -> None:
+    """Raise AssertionError unless every count, link and state agrees; O(n). totals: an index's own counts of chunks,
+    reserved shards and holds."""
     allocator.validate()
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
@@ -67,7 +60,7 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accou
     for account in accounts.all():
         assert [account.chunks, account.used] == by_account[id(account)], account
         assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account
-    assert (chunks, reserved, held) == (totals.chunks, totals.reserved, totals.held)
+    assert (chunks, reserved, held) == totals
 
 
 class Heard:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chains import Chains, link
-from kvdepot.core.index.check import Totals, check
+from kvdepot.core.index.check import check
 from kvdepot.core.index.chunk import (
     TRANSITIONS,
     Account,
@@ -445,5 +445,4 @@ class Index:
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        totals = Totals(self.chunks, self.reserved, self.held)
-        check(self.namespaces.all(), self.allocator, self.accounts, totals)
+        check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))
