@@ -154,7 +154,7 @@ class Depot:
                 request = self._naming.rename(request, client.tenant)
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:
-                self.engines.see(client)
+                self.engines.joined(client)
                 client.is_seen = True
         except KVDepotError as exc:
             self.counters["errors"] += 1

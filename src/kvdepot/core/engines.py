@@ -48,14 +48,12 @@ class Engines:
     def __repr__(self) -> str:
         return f"<Engines {len(self._by_name)} with {len(self._by_client)} clients>"
 
-    def see(self, client: Client) -> None:
-        """An engine's client has sent a request. Called for each."""
-        if client.identity in self._by_client:
-            return
+    def joined(self, client: Client) -> None:
+        """A client has sent its first registration or lookup: it belongs to an engine."""
         key = _key(client)
         if key not in self._by_name:
             self._by_name[key] = _Engine()
-            self._tell(client, f"connected: {client.model[:_SHOWN] or 'a model'}")
+            self._announce(client, f"connected: {client.model[:_SHOWN] or 'a model'}")
         engine = self._by_client[client.identity] = self._by_name[key]
         engine.clients += 1
 
@@ -68,9 +66,9 @@ class Engines:
         engine.has_died |= not has_left
         if not engine.clients:
             del self._by_name[_key(client)]
-            self._tell(client, "died" if engine.has_died else "is gone")
+            self._announce(client, "died" if engine.has_died else "is gone")
 
-    def _tell(self, client: Client, what: str) -> None:
+    def _announce(self, client: Client, what: str) -> None:
         name = client.engine_called
         log.info("engine %s %s", name, what)
         self._note("engine", f"engine {name} {what}")
