@@ -36,7 +36,7 @@ _MOST_SAVED = 1 << 32
 
 
 def chunks_named(request: wire.Request) -> int:
-    """How many chunks a request names; 0 for requests whose work does not depend on a list of chunks."""
+    """The number of chunks that a request names; 0 for requests whose work does not depend on a list of chunks."""
     match request:
         case wire.Lookup() | wire.Lease() | wire.Drop() | wire.Describe() | wire.Inspect():
             return len(request.hashes) // HASH_BYTES

@@ -1,4 +1,4 @@
-"""What the depot knows about its clients. Plain data on the deciding thread, shared by several files.
+"""The depot's facts about its clients. Plain data on the deciding thread, shared by several files.
 
 `core/depot.py` creates and removes clients, `core/sessions.py` manages their lookups and pins, and
 `core/registrations.py` their tensors; `core/transfers.py` counts their operations in progress.
@@ -145,7 +145,7 @@ class Client:
 
 
 class Idleness:
-    """How long no engine has been connected. Commands, probes and web pages do not count: a scrape every few seconds
+    """The time without a connected engine. Commands, probes and web pages do not count: a scrape every few seconds
     would keep a server that nobody uses for ever."""
 
     def __init__(self, exit_s: float) -> None:

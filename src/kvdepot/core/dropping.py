@@ -32,11 +32,11 @@ __all__ = ["Drops"]
 _MOST_HASHES = 1 << 20
 """Hashes of all drops in progress; with more, clients can ask for none, and begin no lease that ends with one."""
 _WAIT_S = 30.0
-"""How long a drop waits for the saves of one chunk; then it ends there."""
+"""The longest time that a drop waits for the saves of one chunk; then it ends there."""
 
 
 class _Outcome(Enum):
-    """What became of the last chunk of a drop."""
+    """The outcome for the last chunk of a drop."""
 
     REMOVED = "or it was not there"
     STAYS = "somebody holds it, or another prompt's chunk follows it"

@@ -41,7 +41,7 @@ __all__ = ["GROW_S", "MOST_HASHES", "Lease", "Leases"]
 log = logging.getLogger(__name__)
 
 GROW_S = 60.0
-"""How long a lease grows with the chunks that are stored."""
+"""The time for which a lease grows with the chunks that are stored."""
 MOST_HASHES = 1 << 20
 """Hashes that all leases keep, to grow or to drop their chunks."""
 _MOST_TTL_S = 1 << 31
@@ -64,9 +64,9 @@ class Lease:
     ends: float
     number: int
     hashes: bytes = b""
-    """Of its prompt, while it grows, and to its end if its chunks are to be dropped."""
+    """The hashes of its prompt: kept while it grows, and to its end if its chunks are to be dropped."""
     salt: bytes = b""
-    """That the chunks that it holds are stored under; before it holds any, the one that was asked for."""
+    """The salt that its chunks are stored under; before it holds any, the salt in the request."""
     chunks: int = 0
     tops: _Tops = field(default_factory=list)
     held: int = 0

@@ -267,7 +267,7 @@ def _chain_to(namespaces: Iterable[Namespace], end: bytes, most: int) -> _Walk[l
 
 @dataclass(slots=True, eq=False)
 class _Family:
-    """What is in memory of all prompts that begin with the chunk `first`. shared: the last chunk of all of them."""
+    """All prompts in memory that begin with the chunk `first`. shared: the last chunk of all of them."""
 
     first: Chunk
     shared: Chunk | None = None
@@ -362,7 +362,7 @@ def _families(namespace: Namespace) -> _Walk[list[_Family]]:
 
 
 def _followers(chunk: Chunk) -> int:
-    """How many chunks of the same KV cache group are behind a chunk; its bounded parts count as its children, too."""
+    """The number of chunks of the same KV cache group behind a chunk; its bounded parts count as its children, too."""
     groups = chunk.namespace.groups
     if len(groups) == 1 or not chunk.children:
         return chunk.children

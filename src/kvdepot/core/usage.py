@@ -111,13 +111,13 @@ class Usages:
 
     @property
     def tokens(self) -> TokenCounts:
-        """Of all requests since the start, with the upper bound of what could have been found."""
+        """The tokens of all requests since the start, with the upper bound of what could have been found."""
         total, missed = self.total, self._infinite_cache.missed
         bound = None if missed is None else total.found + missed
         return TokenCounts(total.asked, total.found, total.reused, bound)
 
     def figures(self, tenant: str) -> TokenFigures:
-        """What a tenant's client may see; empty: everything."""
+        """The figures that a tenant's client may see; empty: all."""
         return TokenFigures(
             saved=Saved(self.total.reused, self.saved_s.sum),
             tokens=self.tokens,

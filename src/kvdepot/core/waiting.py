@@ -14,7 +14,7 @@ from kvdepot.core.index.chunk import Chunk
 __all__ = ["STORE_S", "WaitingLookups"]
 
 STORE_S = 0.5
-"""How long a lookup waits for stores in all. A store takes milliseconds, and computing the chunks again takes longer; a
+"""A lookup waits for stores this long in all. A store takes milliseconds, and computing the chunks again longer; a
 client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""
 _MOST = 1024
 """Lookups that wait at the same time, each of which holds its prefix; further ones are answered at once."""

@@ -10,7 +10,7 @@ learns, or LRU if there is room for few prompts. But once this policy itself has
 by a hundredth of the chunks, it follows LRU until half of this is made up for, or the other has a clear lead. In small
 caches, a lead counts from the misses of a few requests.
 
-Nothing depends on the time or on Python's hashes: the same calls give the same evictions.
+Nothing depends on the time: the same calls give the same evictions, as long as no two keys are confused (runs.py).
 
 **Known weaknesses.** What LRU gains before it is followed is lost, and a change of leader costs up to as many misses as
 there are chunks. So in traces of a few turnovers, the hit rate can be a point below that of LRU, mostly in a cache for

@@ -65,7 +65,7 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
 
 def _hits(trace: Trace, index: Index) -> int:
     namespace = index.namespaces.find("trace", 1, 0, b"", 1)
-    # Keys distributed like those of real chunks, because policies may sample by key.
+    # Keys like those of real chunks, because a policy may tell them apart by 32 bits of a hash.
     noise = blake3(b"kvdepot simulate").digest(length=HASH_BYTES * max(trace.unique, 1))
     keys = np.frombuffer(noise, np.uint64).reshape(-1, HASH_BYTES // 8)
     hits = 0

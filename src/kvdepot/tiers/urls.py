@@ -44,7 +44,7 @@ _PLACE = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@\s]*)?")
 _PLACE_AFTER = re.compile(r"[\w.,:%\[\]\-]*(/[^?#&=@\s]*)?")
 """The same after credentials, however malformed."""
 _NAME = re.compile(r"[A-Za-z_]{1,32}")
-"""What may be the name of an option rather than a part of a password."""
+"""Text that may be the name of an option rather than a part of a password."""
 _WORD = re.compile(r"[\w./+\-]*")
 _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}://[^\s\"'<>()]+")
 _LONG = 4

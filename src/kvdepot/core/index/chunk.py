@@ -76,7 +76,7 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens to a shard, to a chunk, or to both at once."""
+    """An event in the life of a shard, of a chunk, or of both at once."""
 
     RESERVE = 0
     """A shard (of the chunk) is going to be written."""
@@ -170,7 +170,7 @@ class Shard(msgspec.Struct, gc=False):
     """Bytes of KV in the extents."""
     state: State = _RESERVED
     checksum: int = 0
-    """Of the KV; 0 if none was computed."""
+    """The checksum of the KV; 0 if none was computed."""
     tiers: int = 0
     """Bit t: tier t probably has it."""
     slot: int | None = None
@@ -195,7 +195,7 @@ class Chunk(Victim, gc=False, kw_only=True):
 
     namespace: Namespace
     account: Account
-    """Of its tenant or its salt, which its bytes count for and whose policy knows it."""
+    """The account (of its tenant or its salt) that is charged for this chunk and may evict it."""
     parent: Chunk | None = None
     salt: bytes = b""
     """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""

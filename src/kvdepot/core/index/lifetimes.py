@@ -1,4 +1,4 @@
-"""How long chunks live in memory: their age and idle time when they are evicted, and the time until they are reused.
+"""Lifetimes of chunks in memory: their age and idle time when they are evicted, and the time until they are reused.
 
 A listener of the index's events; pure. Times are whole seconds of the wall clock.
 

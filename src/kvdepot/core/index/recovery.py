@@ -38,7 +38,7 @@ class _Recorded(NamedTuple):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What the groups of one model have in common."""
+        """The facts that the groups of one model have in common."""
         record = self.record
         groups = tuple(map(tuple, record.groups))
         return self.first, record.tenant, record.model, record.world_size, record.chunk_tokens, groups
@@ -46,7 +46,7 @@ class _Recorded(NamedTuple):
 
 @dataclass
 class Restored:
-    """What was restored, and why other records were dropped."""
+    """The result of `restore`, with the reasons why records were dropped."""
 
     shards: int = 0
     chunks: int = 0

@@ -1,4 +1,4 @@
-"""What the index is asked to reserve, a run of chunks, and what becomes of it. Plain values."""
+"""The values of a reservation: the run of chunks that is asked for, and the outcome. Plain data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Refusal(Enum):
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """What became of a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
+    """The outcome for a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
 
     chunks: list[Chunk]
     places: list[int]
