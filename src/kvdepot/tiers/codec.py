@@ -21,7 +21,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ class Codec:
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-            if not _has("cryptography"):
+            if not _has("cryptography.hazmat.primitives.ciphers"):
                 raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
@@ -197,8 +197,12 @@ def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:
 
 @functools.cache
 def _has(library: str) -> bool:
-    """Whether a library is installed, without importing it."""
-    return find_spec(library) is not None
+    """Whether a library can be imported; one that is installed may lack its native part."""
+    try:
+        import_module(library)
+    except ImportError:
+        return False
+    return True
 
 
 def _compressor() -> zstandard.ZstdCompressor:
