@@ -214,6 +214,8 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
                 connection = key.fileobj
                 if not (data := connection.recv(1 << 20)):
                     raise RuntimeError("a connection was shut while its reader waited")
+                if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200 "):
+                    raise RuntimeError(f"answered with {data[:64]!r}")
                 done += data.count(b"HTTP/1.1 200 " if connection is connections[0] else b"data: ")
                 heard[connection] = now
             # After all that has come is read: it may be this process that did not run.
