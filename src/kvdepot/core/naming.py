@@ -1,6 +1,7 @@
 """One name for each model, where engines give several: the first one that the server has heard of.
 
-Called by core/depot.py with each request, before it is decided, so that no other part sees a second name.
+Called by core/depot.py before a request is decided that names another model than its client did last, so that no other
+part sees a second name.
 """
 
 from __future__ import annotations
