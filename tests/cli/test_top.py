@@ -348,6 +348,16 @@ def test_top_says_for_how_long_a_server_that_hangs_has_not_answered(depot: Depot
 
 
 @pytest.mark.faults
+def test_top_exits_with_1_after_an_error_of_its_screen(depot: Depot, tmp_path: Path) -> None:
+    _need_textual()
+    fault = "from kvdepot.cli.tui import Top\nTop.show_status = None\n"
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    with terminal("top", "--url", depot.url, PYTHONPATH=str(tmp_path)) as top:
+        assert top.end() == 1
+    assert "TypeError" in top.text and "\x1b[?1049l" in top.raw, "the error is printed on the usual screen"
+
+
+@pytest.mark.faults
 def test_top_for_programs_goes_on_when_a_server_has_not_answered(depot: Depot) -> None:
     command = [sys.executable, "-m", "kvdepot.cli", "top", "--json", "-i", "0.1", "--url", depot.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:

@@ -57,7 +57,7 @@ def top(interval: float, server: options.Address, as_json: bool) -> int:
     with connect(server) as client:
         screen = Top(client, interval)
         screen.run(mouse=False)
-        return screen.return_code or 0  # 1 after an error, which Textual has printed
+        return screen.return_code or 0
 
 
 def _print_lines(server: options.Address, interval: float) -> int:

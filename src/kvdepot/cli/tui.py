@@ -90,8 +90,8 @@ _TABLES = {
 TABS = ("overview", *_TABLES)
 
 
-class Top(App[int]):
-    """Watches one server. Ends with 0, or with 130 when interrupted."""
+class Top(App[None]):
+    """Watches one server. Its return code is 0, 130 when interrupted, or 1 after an error, which it has printed."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -282,7 +282,7 @@ class Top(App[int]):
 
     def action_interrupt(self) -> None:
         """End as an interrupted command does."""
-        self.exit(130)
+        self.exit(return_code=130)
 
     def on_data_table_row_selected(self, event: Any) -> None:
         """Enter: open the details of a row."""
