@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -11,6 +12,7 @@ import shlex
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,6 +123,25 @@ def test_a_stream_has_events_when_the_depot_stops_answering_and_answers_again(st
             assert data["code"] == "unavailable" and "has not answered" in data["message"]
             assert web.get("/v1/status").status == 503
         assert next(event for event in events if event[0] == "message")
+
+
+def test_a_stream_reports_a_status_that_grows_too_old_before_its_turn_ends() -> None:
+    need(*NEEDED)
+    from kvdepot.web.live import LiveStatus
+    from kvdepot.web.poll import STALE_S, Poll, PolledStatus, Turn
+    from tests.web.site import empty_status
+
+    poll = Poll("ipc:///nowhere", None)
+    poll.close()  # so no other turn follows
+    poll.turn = Turn(1, PolledStatus(empty_status(), time.monotonic() - STALE_S + 1.0, 0.0), "")
+    events = LiveStatus(poll).events()
+
+    async def problem() -> bytes:
+        while not (event := await asyncio.wait_for(anext(events), HANG_S)).startswith(b"event: problem"):
+            pass
+        return event
+
+    assert b"the server has not answered for" in asyncio.run(problem())
 
 
 def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> None:

@@ -22,7 +22,7 @@ from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.status import Loss, Status
 from kvdepot.web.guard import Problem
-from kvdepot.web.poll import Poll
+from kvdepot.web.poll import STALE_S, Poll
 
 __all__ = ["LiveStatus", "StatusNow", "engine_flag"]
 
@@ -75,18 +75,25 @@ class LiveStatus:
         return self._encoded[1]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """One server-sent event per turn: the status, or as `problem` why there is none. Ends with the server."""
+        """One server-sent event per turn: the status, or as `problem` why there is none. Ends with the server.
+
+        A turn with a server that hangs takes longer than its last status stays fresh: then a `problem` precedes it.
+        """
         self._loop = asyncio.get_running_loop()
-        seen = -1
+        seen = -1, False
         while not self._is_ending:
-            number = self._poll.turn.number
-            if number == seen:
+            turn = self._poll.turn
+            fresh_s = turn.answer.fresh_s if turn.answer is not None else 0.0
+            if seen == (turn.number, fresh_s > 0):
+                timer = self._loop.call_later(fresh_s if fresh_s > 0 else STALE_S, self._wake)
                 await self._turned.wait()
+                timer.cancel()
                 continue
-            seen = number
             try:
                 event = b"data: %b\n\n" % self.encoded()
+                seen = self._encoded[0], True
             except Unavailable as exc:
+                seen = turn.number, False
                 event = b"event: problem\ndata: %b\n\n" % msgspec.json.encode(Problem(exc.code, str(exc)))
             yield event
 
