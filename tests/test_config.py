@@ -279,7 +279,8 @@ def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(tmp_path
     (tmp_path / "depot.toml").write_text('fleet = ["http://h:7077"]\n')
     with pytest.raises(ConfigError, match=r"depot\.toml: fleet was removed: .*Grafana"):
         load(str(tmp_path / "depot.toml"), environ={})
-    assert ("KVDEPOT_FLEET", REMOVED["fleet"]) in stray_variables({"KVDEPOT_FLEET": "http://h:7077"})
+    advice = f"it was removed: {REMOVED['fleet']}"
+    assert ("KVDEPOT_FLEET", advice) in stray_variables({"KVDEPOT_FLEET": "http://h:7077"})
 
 
 # -- quotas of tenants

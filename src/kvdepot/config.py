@@ -100,10 +100,10 @@ def default_key() -> str:
 TableT = TypeVar("TableT", bound=msgspec.Struct)
 
 REMOVED = {
-    "fleet": "was removed: watch several depots with the Grafana dashboard (docs/metrics.md)",
-    "kv_events_topics": "was removed: KV events always go under the topics that engines name (kvdepot.events_topic)",
+    "fleet": "watch several depots with the Grafana dashboard (docs/metrics.md)",
+    "kv_events_topics": "KV events always go under the topics that engines name (kvdepot.events_topic)",
 }
-"""Settings of earlier versions, and what to use instead."""
+"""Settings of the release before this one, and what to do instead."""
 _REMOVED_POLICIES = ("adaptive", "s3fifo")
 ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
@@ -445,7 +445,7 @@ def _refuse_unknown(source: Mapping[str, str]) -> None:
     unknown = [name for name in source if name not in Config.__struct_fields__]
     for name in unknown:
         if name in REMOVED:
-            raise ConfigError(f"{source[name]}: {name} {REMOVED[name]}")
+            raise ConfigError(f"{source[name]}: {name} was removed: {REMOVED[name]}")
     if unknown:
         meant = {name: suggestion(name, Config.__struct_fields__) for name in unknown}
         names = [f"{name} (did you mean {close}?)" if close else name for name, close in meant.items()]
@@ -470,7 +470,7 @@ def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _advice(name: str, known: Collection[str]) -> str:
     if removed := REMOVED.get(name[len(_PREFIX) :].lower()):
-        return removed
+        return f"it was removed: {removed}"
     # Compared without the prefix, which would make all names similar.
     meant = suggestion(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known])
     return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"

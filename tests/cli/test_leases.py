@@ -83,6 +83,7 @@ def test_the_chunks_of_a_prompt_are_removed_but_for_the_first(depot: Depot, engi
     [
         (["release"], "give either the NAME of a lease"),
         (["release", "a", "--tokens", "p.json"], "give either the NAME of a lease"),
+        (["release", "--keep", "5", "--tokens", "p.json"], "--keep-first N leaves the first N chunks"),
         (["release", "a", "--keep-first", "1"], "are for a prompt"),
         (["release", "--keep", "--tokens", "p.json"], "--keep is for a lease"),
         (["lease", "--tokens", "p.json"], "give the lease a NAME"),

@@ -309,8 +309,12 @@ def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: W
     assert (wrong.status, wrong.value["code"]) == (405, "method")
     assert "GET" in wrong.headers["allow"]
     assert web.get("/v1/forget").status == 405
-    removed = web.change("/v1/pin", {})
-    assert (removed.status, removed.value) == (410, {"code": "gone", "message": "/v1/pin was removed: use /v1/lease"})
+    for method, path, removed, instead in (
+        ("POST", "/v1/pin", "/v1/pin", "/v1/lease"), ("GET", "/v1/status?after=7", "/v1/status?after", "/v1/stream"),
+    ):  # fmt: skip
+        gone = web.ask(method, path, token=web.token)
+        assert gone.status == 410
+        assert gone.value == {"code": "gone", "message": f"{removed} was removed: use {instead}"}
 
 
 def test_every_error_there_is_has_an_http_status() -> None:

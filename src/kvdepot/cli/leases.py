@@ -95,7 +95,8 @@ def release(
     Removed are chunks from the end of the prompt to the first that others use, so a shared beginning stays.
     """
     if bool(name) == bool(source.tokens or source.hashes):
-        raise click.UsageError("give either the NAME of a lease, or --tokens or --hashes")
+        hint = "; --keep-first N leaves the first N chunks of a prompt" if keep else ""
+        raise click.UsageError(f"give either the NAME of a lease, or --tokens or --hashes{hint}")
     if name and (source.model or source.salt or keep_first):
         raise click.UsageError("--model, --salt and --keep-first are for a prompt: give --tokens or --hashes with them")
     if keep and not name:

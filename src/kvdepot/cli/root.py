@@ -58,6 +58,9 @@ REMOVED = {
     "unpin": "`kvdepot release NAME --keep`",
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
+_OF_FLEETS = "hosts", "routing", "scale", "prefill-tokens-per-s", "tier-size", "tier-latency", "tier-bandwidth"
+_REMOVED_OPTIONS = {f"--{name}": "replay the requests that one host gets" for name in _OF_FLEETS}
+"""Options of the release before this one, and what to do instead; config.REMOVED has those that are settings."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -141,7 +144,7 @@ def run(words: Sequence[str]) -> int:
         return 2
     except click.UsageError as exc:
         where = (exc.ctx or _context(words)).command_path
-        return _failed(f"{' '.join(exc.format_message().split()).rstrip('.')} (see `{where} --help`)", 2)
+        return _failed(f"{' '.join(_message(exc).split()).rstrip('.')} (see `{where} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)
     except KVDepotError as exc:
@@ -155,6 +158,17 @@ def run(words: Sequence[str]) -> int:
             raise
         _failed(f"cannot write the output: {exc.strerror}; free some space and try again", 1)
         return _unwritten()
+
+
+def _message(exc: click.UsageError) -> str:
+    """The text of an error; for an option that was removed, what to do instead."""
+    if isinstance(exc, click.NoSuchOption):
+        from kvdepot.config import REMOVED as REMOVED_SETTINGS
+
+        name = exc.option_name
+        if instead := _REMOVED_OPTIONS.get(name) or REMOVED_SETTINGS.get(name.lstrip("-").replace("-", "_")):
+            return f"{name} was removed: {instead}"
+    return exc.format_message()
 
 
 def _unwritten() -> int:

@@ -54,8 +54,9 @@ _REMOVED = {
     "/v1/unpin": '/v1/release with `"drops": false`',
     **{f"/v1/{part}": f"`{part}` of /v1/status" for part in ("namespaces", "engines", "tiers", "events")},
     "/v1/fleet": "the Grafana dashboard",
+    "/v1/status?after": "/v1/stream",
 }
-"""Paths of the version before this one, and what to use instead."""
+"""Paths and parameters of the release before this one, and what to use instead."""
 _THREADS = 40
 _JSON = "application/json"
 
@@ -183,11 +184,12 @@ class Dispatch:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Any:
         path = scope["path"]
+        for used in (path, f"{path}?{scope['query_string'].decode('latin-1').partition('=')[0]}"):
+            if used in _REMOVED:
+                raise _Refused(410, Problem("gone", f"{used} was removed: use {_REMOVED[used]}"))
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body
         methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._endpoints.get(path, {})
         if not methods:
-            if path in _REMOVED:
-                raise _Refused(410, Problem("gone", f"{path} was removed: use {_REMOVED[path]}"))
             raise _Refused(404, Problem("not_found", "no such path; /schema/openapi.json lists them"))
         if method not in methods:
             allowed = ", ".join(methods)
