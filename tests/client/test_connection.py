@@ -67,6 +67,23 @@ def test_an_idle_client_says_hello_until_a_new_server_welcomes_it(
     assert talk.connection.welcomed
 
 
+def test_a_request_caused_by_the_failure_of_another_is_sent_with_its_own_hello(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    talk.server = start_server()
+    talk.refuses[wire.Hello] = Busy("too many clients")
+    answers: list[Any] = []
+
+    def ask_again(value: object) -> None:
+        answers.append(value)
+        talk.refuses.clear()
+        talk.connection.ask(wire.Noop(), answers.append)
+
+    talk.ask(wire.Noop(), ask_again)
+    assert isinstance(answers[0], Busy) and answers[1:] == [None]
+    assert talk.reached(talk.server.boot, wire.Hello) == 2
+
+
 @pytest.mark.parametrize("answered", [0, 1], ids=["hello under way", "proof under way"])
 def test_an_idle_client_that_finds_its_server_dead_in_a_handshake_meets_the_next(
     start_server: Callable[..., Server], answered: int

@@ -312,7 +312,8 @@ class Connection:
     def _refused(self, error: KVDepotError) -> None:
         """A handshake has failed."""
         self.lose(error)
-        self._greet_again()
+        if self.phase is Phase.APART:  # else the end of a request has caused another, and with it a hello
+            self._greet_again()
 
     def _greet_again(self) -> None:
         """Let `expire` say hello again: at once for requests that wait, after a pause for an idle client."""
