@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
-from tests.conftest import HANG_S, eventually
-from tests.web.conftest import StartWeb, Web
+from tests.conftest import HANG_S, StartDepot, eventually
+from tests.web.conftest import NEEDED, StartWeb, Web, need
 from tests.web.samples import samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -96,6 +98,32 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
         assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
     finally:
         engine.close()
+
+
+def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepot) -> None:
+    need(*NEEDED)
+    from prometheus_client import CollectorRegistry
+
+    from kvdepot.web.app import ApiState, leases
+    from kvdepot.web.live import LiveStatus
+    from kvdepot.web.poll import Poll
+
+    poll = Poll(start_depot("--http", "off", arena_mib=8).url, None)
+    state = ApiState(poll, LiveStatus(poll), {}, CollectorRegistry())
+    began, ended = threading.Event(), threading.Event()
+
+    def ask() -> bool:
+        began.set()
+        return ended.wait()
+
+    with ThreadPoolExecutor(2) as readers:
+        try:
+            readers.submit(state.prefixes.get, "slow", ask)
+            assert began.wait(HANG_S)
+            assert readers.submit(leases.run, state).result(HANG_S) == []
+        finally:
+            ended.set()
+            poll.close()
 
 
 def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class ApiState:
     live: LiveStatus
     settings: dict[str, Any]
     registry: CollectorRegistry
-    lists: CachedLists = field(default_factory=CachedLists)
+    leases: CachedLists = field(default_factory=CachedLists)
+    prefixes: CachedLists = field(default_factory=CachedLists)
     changes: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_MOST_CHANGES))
 
 
@@ -202,7 +203,7 @@ async def history(state: ApiState) -> TimeSeries:
 @get("/v1/leases", 401, 429, 500, 503, 504)
 def leases(state: ApiState) -> list[LeaseStatus]:
     """Leases: what they hold and until when; at most two seconds old."""
-    return state.lists.get("leases", lambda: admin.leases(state.poll.client))
+    return state.leases.get(None, lambda: admin.leases(state.poll.client))
 
 
 class PrefixQuery(msgspec.Struct, frozen=True):
@@ -221,7 +222,7 @@ class PrefixQuery(msgspec.Struct, frozen=True):
 @get("/v1/prefixes", 400, 401, 429, 500, 503, 504)
 def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
     """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
-    return state.lists.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
+    return state.prefixes.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
 
 
 @get("/v1/config", 401)

@@ -1,7 +1,7 @@
 """Lists that the server makes on request, unlike the status: prefixes and leases. An answer is kept for a moment.
 
-Used by app.py on its threads. Invariant: however many ask, the server gets one request at a time, and the same one
-again only after `_FRESH_S`.
+Used by app.py on its threads, with one object for each kind of list, so that no kind waits for another. Invariant:
+however many ask, the server gets one request of a kind at a time, and the same one again only after `_FRESH_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class CachedLists:
-    """The latest answers of one server, by question."""
+    """The latest answers of one server for one kind of list, by question."""
 
     def __init__(self) -> None:
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
@@ -38,7 +38,7 @@ class CachedLists:
     def get(self, question: object, ask: Callable[[], T]) -> T:
         """The answer of `ask`, at most two seconds old. Blocks. Raises what `ask` raises, and Busy if too many wait."""
         if not self._waiting.acquire(blocking=False):
-            raise Busy(f"{_MOST_WAITING} requests for lists are waiting: retry later")
+            raise Busy(f"{_MOST_WAITING} requests for this list are waiting: retry later")
         try:
             with self._asking:
                 asked, answer = self._kept.pop(question, (0.0, None))

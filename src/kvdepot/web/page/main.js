@@ -130,12 +130,11 @@ async function showLists() {
   const isFresh = listed.boot === status.boot && status.uptime_s - listed.at_s < LISTS_S;
   if (isFresh || !$("users").open) return;
   listed = { boot: status.boot, at_s: status.uptime_s };
-  try {
-    showPrefixes(await ask(`v1/prefixes?most=${MOST_PREFIXES}&sort=hits`));
-    showLeases(await ask("v1/leases"));
-  } catch {
-    // they are requested again; the status shows whether the server works
-  }
+  // One that fails is requested again; the status shows whether the server works.
+  await Promise.allSettled([
+    ask(`v1/prefixes?most=${MOST_PREFIXES}&sort=hits`).then(showPrefixes),
+    ask("v1/leases").then(showLeases),
+  ]);
 }
 
 $("token").addEventListener("submit", (event) => {
