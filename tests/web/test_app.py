@@ -317,6 +317,8 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/lease", {"tokens": [1], "name": "a", "kind": "expire"}, "ttl_s"),
         ("/v1/lease", {"tokens": [1], "name": "a", "priority": 101}, "priority"),
         ("/v1/release", {}, "either the `name`"),
+        ("/v1/release", {"name": "a", "keep": 1}, "are for a prompt"),
+        ("/v1/release", {"tokens": [1], "drops": False}, "`drops` is for a lease"),
         ("/v1/release", {"name": "a", "tokens": [1]}, "either the `name`"),
         ("/v1/release", [1], "must be an object, not a list"),
     ],

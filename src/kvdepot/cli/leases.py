@@ -45,17 +45,15 @@ def lease(
     from kvdepot.client import admin
     from kvdepot.client.transfer import LeaseTerms
 
+    terms = LeaseTerms(kind, seconds, priority, drop)
     if not name:
-        if source.tokens or source.hashes:
+        if source != options.PromptSource() or terms != LeaseTerms():
             raise click.UsageError("give the lease a NAME; without one, the leases are listed")
         return _list(server, as_json)
     if kind == "expire" and not seconds:
         raise click.UsageError("--kind expire: give --seconds, after which the chunks are removed")
     with open_prompt(server, source) as (client, prompt, update):
-        held = admin.lease(
-            client, name, prompt, LeaseTerms(kind, seconds, priority, drop),
-            lambda done: update("loading chunks", done, len(prompt)),
-        )  # fmt: skip
+        held = admin.lease(client, name, prompt, terms, lambda done: update("loading chunks", done, len(prompt)))
     text = f"lease {clean(name)}: {count(held)} of {plural(len(prompt), 'chunk')}"
     if held < len(prompt):
         text += "; the others are not in memory: it takes those that engines store within the next minute"

@@ -63,10 +63,10 @@ class Address:
 class PromptSource:
     """The prompt that a command is about: a file with its token ids or its chunk hashes, its model and its salt."""
 
-    tokens: str | None
-    hashes: str | None
-    model: str
-    salt: str
+    tokens: str | None = None
+    hashes: str | None = None
+    model: str = ""
+    salt: str = ""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,10 @@ def status(
     """
     from kvdepot.protocol import wire
 
+    if shows_page and watch is not None:
+        raise click.UsageError("--http prints the URL once: give no --watch with it")
+    if http_token_file and not shows_page:
+        raise click.UsageError("--http-token-file is for --http: give both")
     place = endpoint(server.url)
     try:
         with connect(server) as client:

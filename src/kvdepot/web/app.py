@@ -106,7 +106,7 @@ class ReleaseBody(PromptBody, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Released(msgspec.Struct, frozen=True):
-    """The lease that was ended (its chunks are being removed), or how many chunks of the prompt were removed."""
+    """The lease that was ended, or how many chunks of the prompt were removed."""
 
     name: str = ""
     removed_chunks: int | None = None
@@ -280,6 +280,10 @@ def release(state: ApiState, data: ReleaseBody) -> Released:
     """End a lease and remove its chunks, or remove a prompt's: from its end to the first chunk that others use."""
     if bool(data.name) == bool(data.tokens or data.hashes or data.prefix):
         raise BadRequest("give either the `name` of a lease, or a prompt as `tokens`, `hashes` or `prefix`")
+    if data.name and (data.model or data.salt or data.keep):
+        raise BadRequest("`model`, `salt` and `keep` are for a prompt: give its `tokens`, `hashes` or `prefix`")
+    if not (data.name or data.drops):
+        raise BadRequest("`drops` is for a lease: give its `name`, or `keep` with a prompt")
     with _change(state):
         client = state.poll.client
         if data.name:
