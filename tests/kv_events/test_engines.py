@@ -169,6 +169,8 @@ def test_engines_that_name_one_topic_for_their_node_are_told_of_once(host: Host)
     longer = tokens + prompt(2, 1)
     second.store(longer)
     follower.wait(lambda router: router.blocks(longer, "llama") == {"node:worker-7": 3 * PER_CHUNK})
+    assert host.depot.status()["kv_event_topics"] == 1
+    assert host.depot.status()["settings"]["kv_events"] == host.endpoint
     assert not follower.router.twice
 
 

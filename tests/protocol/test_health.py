@@ -38,6 +38,8 @@ def test_a_server_without_problems_needs_nobody() -> None:
         ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
          "GPU H100 (u1): driver error 700."),
         ({"divided_engines": 1}, "", 0.0, "1 engine: scheduler and workers disagree on the identity of the KV."),
+        ({"settings": {"kv_events": "tcp://127.0.0.1:7078"}, "instances": 1}, "", 0.0,
+         "No engine names a topic for its KV events, so routers receive none."),
         ({"counters": {"corrupt_chunks": 1}}, "", 0.0, "1 chunk failed checksum verification"),
         ({"unrecorded_shards": 3}, "", 0.0, "3 shards would not survive a restart"),
         ({}, "", 30.2, "30 shards were dropped in the last 5 minutes: memory was full."),
@@ -49,6 +51,12 @@ def test_each_problem_is_told_with_what_to_do(facts: dict[str, Any], trouble: st
     assert (health.level, health.headline) == ("look", "Needs attention: 1 warning")
     assert concern.what.startswith(what)
     assert concern.advice.endswith(".")
+
+
+@pytest.mark.parametrize("facts", [{"instances": 0}, {"kv_event_topics": 1}, {"settings": {"kv_events": ""}}], ids=str)
+def test_kv_events_without_engines_or_with_a_topic_are_no_problem(facts: dict[str, Any]) -> None:
+    events = {"settings": {"kv_events": "tcp://127.0.0.1:7078"}, "instances": 1}
+    assert judge(status(**{**events, **facts})).level == "good"
 
 
 def test_a_disk_at_its_capacity_is_no_problem_because_it_evicts() -> None:

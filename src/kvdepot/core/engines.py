@@ -86,6 +86,7 @@ class ClientFigures(TypedDict):
     instances: int
     engine_count: int
     divided_engines: int
+    kv_event_topics: int
     engines: list[Engine]
 
 
@@ -98,6 +99,7 @@ def client_figures(clients: Collection[Client], tenant: str, now: float) -> Clie
         instances=sum(len(client.instances) for client in clients),
         engine_count=len(engines),
         divided_engines=_divided(engines),
+        kv_event_topics=len({part.topic for each in engines for part in each.instances.values()} - {""}),
         engines=[_status(each, now) for each in heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)],
     )
 

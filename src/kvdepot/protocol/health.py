@@ -73,6 +73,9 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
     if status.divided_engines:
         what = f"{plural(status.divided_engines, 'engine')}: scheduler and workers disagree on the identity of the KV."
         yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")
+    if status.settings.get("kv_events") and status.instances and not status.kv_event_topics:
+        advice = "Set `kvdepot.events_topic` of each engine, or start the server without `--kv-events`."
+        yield Concern("No engine names a topic for its KV events, so routers receive none.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(
             f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV.",

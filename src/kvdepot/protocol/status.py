@@ -238,6 +238,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
     http_failure: why it does not although it should, with what to do; empty if it does, or need not.
     unreachable: why no new client can connect although the server works; empty if they can.
+    kv_event_topics: distinct topics that engines name for their KV events.
     tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
     other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
     histograms: `hit_tokens` (tokens that a lookup found, if any), `eviction_age_seconds` and `eviction_idle_seconds`
@@ -275,6 +276,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     namespace_count: int = 0
     engine_count: int = 0
     divided_engines: int = 0
+    kv_event_topics: int = 0
     lease_count: int = 0
     leased_bytes: int = 0
     stored_bytes: int = 0
