@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import uuid
 from pathlib import Path
 
@@ -91,6 +92,23 @@ def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
 def test_doctor_reports_a_url_that_is_none() -> None:
     code, found = doctor("--url", "nowhere")
     assert code == 1 and found["settings"][0]["state"] == "fail" and "server" in found
+
+
+def test_doctor_reports_a_socket_path_that_is_too_long(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/{'x' * 300}")
+    assert code == 1 and found["server"][0]["state"] == "fail"
+    assert "at most 107 bytes" in found["server"][0]["text"]
+
+
+def test_doctor_reports_a_limit_of_locked_memory_where_a_tier_uses_rdma(tmp_path: Path) -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, hard))
+    try:
+        tier = "mooncake://master?local_host=10.0.0.7&segment_gib=1&protocol=rdma&device=mlx5_0"
+        _, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_TIERS=tier)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (before, hard))
+    assert found["tier"][0]["state"] == "fail" and "only 64 KiB may be locked" in found["tier"][0]["text"]
 
 
 def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:

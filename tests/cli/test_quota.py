@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -36,7 +38,9 @@ def test_a_cap_that_may_evict_is_set_only_after_asking(start_depot: StartDepot) 
     assert run(*low, "--yes").returncode == 0
     assert "1 MiB" in run("quota", "--url", depot.url).stdout
     remove = ("quota", "--salt", "ten", "--remove", "--url", depot.url)
-    assert run(*remove, "--dry-run").stdout.splitlines()[0] == f"the quota of {name} would be removed"
+    ends = f"the quota of {name} would be removed: floor 0 bytes, cap {MIB} bytes, weight 1"
+    assert run(*remove, "--dry-run").stdout.splitlines()[0] == ends
+    assert json.loads(run(*remove, "--dry-run", "--json").stdout)["ends"]["cap_bytes"] == MIB
     done = run(*remove)
     assert (done.returncode, done.stdout) == (0, f"{name} has no quota\n"), done.stderr
     engine.close()

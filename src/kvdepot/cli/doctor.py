@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_vari
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import limits
-from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.addresses import MOST_PATH, socket_path
 from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
@@ -141,6 +142,8 @@ def _ask(url: str, key: str) -> Status | Said:
     """The server's status, or why there is none."""
     path = socket_path(url)
     start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
+    if path is not None and len(os.fsencode(path)) > MOST_PATH:
+        return "fail", f"{url}: a unix socket's path has at most {MOST_PATH} bytes", "choose a shorter --url"
     if path is not None and not path.exists():
         return "warn", f"no server of this user at {url}", start
     if path is not None and (owner := path.stat().st_uid) != os.geteuid():
@@ -272,6 +275,10 @@ def _tiers(facts: Facts) -> Iterator[Said]:
     for tier in facts.config.tier_configs if facts.server is None else []:
         extra = KINDS[tier.kind]
         module = _PACKAGES.get(extra, "")
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if tier.own.get("protocol") == "rdma" and limit != resource.RLIM_INFINITY:
+            advice = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
+            yield "fail", f"{tier.name}: registers memory for RDMA, but only {size(limit)} may be locked", advice
         if module and importlib.util.find_spec(module) is None:
             yield "fail", f"{tier.name}: {module} is not installed", install.advice(extra)
         else:

@@ -79,9 +79,10 @@ def quota(
         if changes or remove:
             losses = _losses(status, now, new, asked, name)
             if consent.dry_run:
-                ends = [f"the quota of {name} would be removed"] if remove and now is not None else []
-                lines = [*ends, *(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
-                show(as_json, {"losses": losses}, *lines)
+                ends = now.quota if remove and now is not None else None
+                lines = [f"the quota of {name} would be removed: {clean(ends.words)}"] if ends is not None else []
+                lines += [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
+                show(as_json, {"losses": losses, **({"ends": ends} if remove else {})}, *lines)
                 return 0
             question = f"Change the quota of {name}?"
             if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):
