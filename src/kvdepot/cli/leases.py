@@ -39,8 +39,8 @@ def lease(
 
     retain and prefetch load the chunks from the tiers and keep them in memory until the lease ends or the server stops;
     expire keeps nothing, and removes them when it ends. For a minute, the lease also takes chunks of the prompt that
-    engines store in that time; the output says how many it has. It fails if the leases of this tenant would use too
-    much memory: half of it, without quotas.
+    engines store in that time; the output says how many it has. It fails if the leases of this tenant would exceed
+    their budget: without quotas, half of the memory.
     """
     from kvdepot.client import admin
     from kvdepot.client.transfer import LeaseTerms
@@ -90,7 +90,7 @@ def release(
 ) -> int:  # fmt: skip
     """End the lease NAME and remove its chunks from memory and tiers; or remove those of the prompt that is given.
 
-    Removed are chunks from the end of the prompt to the first that others use, so a shared beginning stays.
+    It removes chunks from the end of the prompt up to the first one that others use, so a shared beginning stays.
     """
     if bool(name) == bool(source.tokens or source.hashes):
         hint = "; --keep-first N leaves the first N chunks of a prompt" if keep else ""

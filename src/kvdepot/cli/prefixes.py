@@ -25,7 +25,7 @@ __all__ = ["inspect", "ls"]
 @click.command()
 @click.option("-m", "--model", default="", metavar="NAME", help="only models whose name begins with NAME")
 @click.option("-s", "--sort", type=click.Choice(SORTS), default="hits", help="what to sort by, the highest first; "
-              "idle: time since a lookup found some of it (default: hits)")  # fmt: skip
+              "idle: time since some of it was used (default: hits)")  # fmt: skip
 @click.option("-n", "--most", type=click.IntRange(1, MOST_PREFIXES), default=20, metavar="N", help="how many to show "
               "(default: 20)")  # fmt: skip
 @options.long
@@ -34,9 +34,9 @@ __all__ = ["inspect", "ls"]
 def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address, as_json: bool) -> int:
     """List the prompts in memory, grouped by their first chunk, whose hash is the id of the group.
 
-    A line has the tokens that all prompts of the group share, how many prompts they are, their tokens and bytes in
-    memory (each chunk once), how many lookups found some of it, and the tokens that they found. `kvdepot inspect
-    PREFIX` shows its chunks.
+    A line has the tokens that all prompts of the group share, the number of prompts, their tokens and bytes in memory
+    (each chunk once), the lookups that ended at one of these chunks, and the tokens that they found. `kvdepot inspect
+    ID` shows the shared chunks.
     """
     from kvdepot.client import admin
 

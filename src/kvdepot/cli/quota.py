@@ -56,8 +56,8 @@ def quota(
 ) -> int:  # fmt: skip
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
 
-    Options that are not given keep their values. What the tenant or salt has above a cap is evicted, so the command
-    then asks for confirmation, also if it cannot know whether it has that much.
+    Options that are not given keep their values. Chunks above a cap are evicted at once, so the command asks for
+    confirmation first, also if it cannot know whether there are any.
     A salt without a TENANT is one of clients without a tenant. The memory of a salt with a quota does not count for its
     tenant. Quotas that last are tables [tenants.NAME] and [salts.SALT] of the settings file. Only clients without a
     tenant may change quotas. Salts are shown by the beginning of their hash.

@@ -97,10 +97,10 @@ def _stop_at_eof(server: Server) -> None:
               help="how long to wait for its end (default: 30)")  # fmt: skip
 @options.url
 def stop(timeout_s: float, url: str | None) -> int:
-    """Stop the server at a unix socket of this user: it answers what it has begun, and ends.
+    """Stop the server at a unix socket of this user: it finishes the requests in progress, and exits.
 
-    Engines recompute until there is a server again. One that engines start by themselves comes back with the next
-    engine that starts.
+    Engines recompute until there is a server again. If engines start it by themselves, the next engine that starts
+    does so.
     """
     from kvdepot.protocol.addresses import socket_path
     from kvdepot.protocol.endpoints import holder, lock_file

@@ -43,9 +43,9 @@ def status(
     latencies, engines, models, tiers, evictions and failures, and GPUs; and the path of the log if an engine started
     the server. Other servers log to where they were started: a terminal, the journal of a service, a container's log.
 
-    With --http, only the URL of the web page, as the server reports it. The token follows the #, and browsers do not
-    send it; anyone with this URL can forget, lease and load chunks. HTTP requests that change something need the token
-    (Authorization: Bearer), and so do all requests from other hosts, or where clients need keys.
+    With --http, print only the URL of the web page, as the server reports it. The token follows the #, and browsers do
+    not send it; anyone with this URL can forget, lease and load chunks. HTTP requests that change something need the
+    token (Authorization: Bearer), and so do all requests from other hosts, or where clients need keys.
     """
     from kvdepot.protocol import wire
 

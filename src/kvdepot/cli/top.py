@@ -40,8 +40,8 @@ def top(interval: float, server: options.Address, as_json: bool) -> int:
     about it: names and ids in full, KV cache groups, a tier's counters. s sorts, r reverses the order, / filters by
     text, p pauses, ? lists the keys.
 
-    If the server does not answer, its state is replaced by how long and by the time of the figures; the last line says
-    why.
+    While the server does not answer, the overview shows for how long, and the time of the figures, instead of the
+    server's state; the last line says why.
 
     This needs the package textual. --json does not: it prints one line of JSON per update until interrupted, without a
     terminal. Errors are lines on standard error, and the command continues.

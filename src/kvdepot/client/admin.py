@@ -115,9 +115,9 @@ def find_prompt(client: Client, end: bytes, model: str, salt: str) -> PromptChun
     model: see `read_prompt`. Blocks until the server has answered. Raises ConfigError; BadRequest if memory lacks one.
     """
     spec = _spec_named(client, model)
-    told = inspect(client, spec.model, end=end)
+    listed = inspect(client, spec.model, end=end)
     # Chunks of tenants, and of models whose names only begin so, are listed too, but a lease would not hold them.
-    found = {each.position: each for each in told if each.position and (each.tenant, each.model) == ("", spec.model)}
+    found = {each.position: each for each in listed if each.position and (each.tenant, each.model) == ("", spec.model)}
     hashes = [found[at].hash for at in sorted(found) if found[at].state == "ready"]
     if not hashes or hashes[-1] != end.hex() or len(hashes) != max(found):
         raise BadRequest(
@@ -180,16 +180,16 @@ def _hash(word: str) -> bytes:
     return bytes.fromhex(word)
 
 
-def warm(client: Client, prompt: PromptChunks, told: Callable[[int], None] = lambda chunks: None) -> int:
+def warm(client: Client, prompt: PromptChunks, progress: Callable[[int], None] = lambda chunks: None) -> int:
     """Load a prompt's chunks from the tiers into memory. Blocks until no more arrive; returns how many of its first
-    chunks are in memory. told: called with that number as it grows.
+    chunks are in memory. progress: called with that number as it grows.
     """
     request = f"warm {os.urandom(8).hex()}"
     lookup = prompt.lookup(request)
     reached = -1
     while True:
         matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
-        told(matched)
+        progress(matched)
         if matched == len(prompt) or matched <= reached:
             client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
             return matched
@@ -201,15 +201,15 @@ def lease(
     name: str,
     prompt: PromptChunks,
     terms: LeaseTerms = _RETAINED,
-    told: Callable[[int], None] = lambda chunks: None,
+    progress: Callable[[int], None] = lambda chunks: None,
 ) -> int:
     """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.Lease.
 
     Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
-    until no more arrive. told: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
+    until no more arrive. progress: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
     """
     if terms.kind != "expire":
-        warm(client, prompt, told)
+        warm(client, prompt, progress)
     return int(client.ask(prompt.lease(name, terms)).result(_ANSWER_S + 60.0))
 
 

@@ -57,7 +57,7 @@ class Requests:
         return bool(self._registrations)
 
     def note(self, request: wire.Request) -> None:
-        """A request is about to be made: what it changes about registrations, and about requests under way."""
+        """Record how a request that is about to be made changes registrations, and requests under way."""
         match request:
             case wire.Register():
                 self._registrations[request.instance] = _Registration(request)

@@ -124,7 +124,7 @@ def _logout(folder: Path) -> str:
 
 
 def holder(url: str) -> str:
-    """Who holds the lock of a unix socket: `pid N`, or `a process` if the file does not say; empty if nobody does."""
+    """The holder of a unix socket's lock: `pid N`, or `a process` if the file does not say; empty if it is free."""
     path = socket_path(url)
     return _locker(lock_file(path)) if path is not None else ""
 

@@ -1,7 +1,7 @@
 """The health of a server: a headline, and for each problem what to do. Plain data and one function.
 
-The web process adds it to each status (web/live.py). The page, `kvdepot status` and `kvdepot
-top` show it unchanged, so that they use the same words.
+The web process adds it to each status (web/live.py). The page, `kvdepot status`, `kvdepot top` and `kvdepot doctor`
+show it unchanged, so that they use the same words.
 """
 
 from __future__ import annotations

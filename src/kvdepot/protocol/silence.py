@@ -17,7 +17,7 @@ from kvdepot.protocol.handshake import is_open_to_all
 __all__ = ["why_silent"]
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x01"
-"""With what a greeting begins (ZMTP 3.1, rfc.zeromq.org/spec/37). The other end answers it with the whole of its own,
+"""The beginning of a greeting (ZMTP 3.1, rfc.zeromq.org/spec/37). The other end answers it with the whole of its own,
 and gets no more of ours: it closes connections that are not to its liking before it has sent that."""
 _GREETING_BYTES = 64
 _GREETING_S = 1.0

@@ -229,7 +229,7 @@ class Device(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one server. namespaces and engines are limited; their counts cover all.
 
-    tenants: those with a quota, also salts, and the others together; empty while nobody has a quota.
+    tenants: those with a quota, also salts, and the others together; empty while there is no quota.
 
     chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
     counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group
@@ -244,8 +244,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     histograms: `hit_tokens` (tokens that a lookup found, if any), `eviction_age_seconds` and `eviction_idle_seconds`
     (of evicted chunks, since they were computed and since they were last used), `reuse_after_seconds` (since a chunk's
     last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
-    Of evictions, one in sixteen is counted. holds_s: how long chunks that nobody used stayed in memory, the median of
-    the last 4,096 evictions; None if nothing was evicted since the start.
+    Those of evictions sample one in sixteen. holds_s: how long unused chunks stayed in memory, the median of the last
+    4,096 evictions; None if nothing was evicted since the start.
     settings: by name, as text, without secrets (config.reported); empty for clients with a tenant.
     host: name of the server's host.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.

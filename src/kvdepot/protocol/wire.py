@@ -301,7 +301,7 @@ class EndLease(_Message, frozen=True):
 class Drop(_Message, frozen=True):
     """Remove a prompt's chunks from memory and tiers, from its end backwards. Answer: chunks removed from memory.
 
-    Ends where a chunk is held by somebody else, or another prompt's chunk follows it; the first `keep` chunks stay.
+    It ends where another holder has a chunk, or another prompt's chunk follows it; the first `keep` chunks stay.
     """
 
     model: str
