@@ -147,6 +147,12 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_source(name: str, value: 
     assert str(caught.value).startswith(told)
 
 
+@pytest.mark.parametrize("value", ["fast", "sampled\n"])
+def test_a_word_that_a_setting_does_not_know_is_refused_with_those_it_knows(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--verify: .* is not one of off, sampled, always$"):
+        load(flags={"verify": value}, environ={})
+
+
 @pytest.mark.parametrize("name", [name for name in ("adaptive", "s3fifo") if name not in POLICIES])
 def test_a_removed_policy_is_refused_with_the_one_to_use(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^--policy: {name} was removed: use {Config().policy}$"):

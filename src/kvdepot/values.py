@@ -89,7 +89,7 @@ def explain(exc: msgspec.ValidationError, given: Mapping[str, object]) -> tuple[
         said = "must be given"
     elif kind := re.fullmatch(r"Expected `(int|float)`, got `\w+`", said):
         said = _not_a_number(name, value, kind[1] == "int")
-    elif words := re.fullmatch(r"Expected `str` matching regex '\^\(([\w|]+)\)\$'", said):
+    elif words := re.fullmatch(r"Expected `str` matching regex '\^\(([\w|]+)\)\\\\Z'", said):
         said = f"{value!r} is not one of {words[1].replace('|', ', ')}"
     elif bound := re.fullmatch(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)", said):
         said = f"{value} is out of range, it must be {bound[1]} {bound[2].removesuffix('.0')}"
