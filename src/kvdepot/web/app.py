@@ -78,7 +78,7 @@ class PromptBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
     hashes: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
-    prefix: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    prefix: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
 
