@@ -6,6 +6,7 @@ environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -354,9 +355,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def words_of(setting: str) -> tuple[str, ...]:
     """The allowed values of a setting that takes one of a few words; otherwise empty."""
-    hint = get_type_hints(Config, include_extras=True).get(setting)
-    pattern = getattr(hint, "__metadata__", (Meta(),))[0].pattern
+    pattern = getattr(_hints().get(setting), "__metadata__", (Meta(),))[0].pattern
     return tuple(pattern.removeprefix("^(").removesuffix(r")\Z").split("|")) if pattern else ()
+
+
+@functools.cache  # they take a millisecond, and the flags of two commands are made of them
+def _hints() -> dict[str, object]:
+    return get_type_hints(Config, include_extras=True)
 
 
 def odd_chunk_size(chunk_size: int) -> str:
