@@ -93,7 +93,7 @@ def test_a_removed_option_says_what_to_do_instead(
     ("words", "code", "unwanted"),
     [
         (["serve", "--chunk-size", "0"], 2, ["rich", "argparse", "asyncio", "torch"]),
-        (["status", "--json"], 0, ["rich", "argparse", "asyncio", "torch", "numpy", "xxhash"]),
+        (["status", "--json"], 0, ["rich", "argparse", "asyncio", "torch", "numpy", "xxhash", "http"]),
     ],
 )
 def test_what_a_command_does_not_need_is_not_imported(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import sys
@@ -145,6 +144,8 @@ def _local(address: str) -> str:
 
 def ask_health(address: str) -> int | None:
     """The status code of `/healthz` there: 200 if the server is healthy; None if nothing answers."""
+    import http.client  # slow to import
+
     connection = http.client.HTTPConnection(_local(address).removeprefix("http://"), timeout=_HEALTH_S)
     try:
         connection.request("GET", "/healthz")
