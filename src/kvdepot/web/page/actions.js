@@ -33,7 +33,7 @@ const FIELDS = {
     make(
       "select",
       {},
-      ...[["unpinned", 0], ["10 minutes from now", 600], ["an hour from now", 3600], ["a day from now", 86_400]].map(
+      ...[["it is ended", 0], ["10 minutes from now", 600], ["an hour from now", 3600], ["a day from now", 86_400]].map(
         ([text, value]) => make("option", { value }, text),
       ),
     ),
