@@ -94,8 +94,10 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
 
 @every_runner
 def test_preempted_requests_store_no_wrong_byte_and_end_once(
-    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
+    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a busy machine, stores take longer than a step that preempts waits for them, and are void then.
+    monkeypatch.setattr("kvdepot.integrations.vllm.worker._PREEMPTION_S", HANG_S)
     engine = start(runner, drafter, steps=steps, blocks=24, **{"kvdepot.save_decode": True})
     prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
     made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
@@ -103,10 +105,6 @@ def test_preempted_requests_store_no_wrong_byte_and_end_once(
     assert sum(request.num_preemptions for request in made) > 0
     for request in made:
         check(request)
-    engine = start(runner, drafter, steps=steps)
-    for name, tokens in prompts.items():  # a store that a preemption overtook is void, so this may store it
-        assert engine.run(name, tokens) in range(0, 3 * CHUNK + 1, CHUNK)
-    eventually(lambda: nothing_is_held(depot.status()))
     engine = start(runner, drafter, steps=steps)
     for name, tokens in prompts.items():
         assert engine.run(name, tokens) == 3 * CHUNK
