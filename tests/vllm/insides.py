@@ -37,8 +37,17 @@ def _is_alone(core: Any) -> bool:
 
 
 def _connector(core: Any) -> Any:
-    connector = core.scheduler.connector
-    return getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
+    return _ours(core.scheduler.connector)
+
+
+def _worker_connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return _ours(get_kv_transfer_group())
+
+
+def _ours(connector: Any) -> Any:
+    return getattr(connector, "sub_connectors", [connector])[-1]  # the last below MultiConnector
 
 
 def _look_up(core: Any) -> None:
@@ -61,9 +70,7 @@ def _link(core: Any) -> None:
 
 
 def _link_worker(_worker: Any) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    assert get_kv_transfer_group()._connector_worker._settled.wait(120), "no server was found"  # type: ignore[attr-defined]
+    assert _worker_connector()._connector_worker._settled.wait(120), "no server was found"
 
 
 def _meet(core: Any) -> None:
@@ -73,9 +80,7 @@ def _meet(core: Any) -> None:
 
 
 def _meet_worker(_worker: Any) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    _greet(get_kv_transfer_group()._worker)  # type: ignore[attr-defined]
+    _greet(_worker_connector()._worker)
 
 
 def _greet(half: Any) -> None:
@@ -91,9 +96,7 @@ def _failed_chunks(core: Any) -> int:
 
 
 def _failed_chunks_of_worker(_worker: Any) -> int:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    failed: int = get_kv_transfer_group()._worker._depot.counters["chunks_failed"]  # type: ignore[attr-defined]
+    failed: int = _worker_connector()._worker._depot.counters["chunks_failed"]
     return failed
 
 

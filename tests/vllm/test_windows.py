@@ -140,13 +140,14 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     same_as_own(engine, tokens, 768)
     engine.tell("reset")
     engine.tell("add", request=engine.request(tokens))  # the lookup says 768 tokens ...
+    instances = depot.status()["instances"]
     depot.process.kill()
     depot.process.wait(HANG_S)
     (recomputed,) = engine.tell("finish").values()  # ... and then they are gone
     assert engine.tell("failed_chunks") == 1 + 9
     assert output(recomputed) == output(cold)
     again = start_depot(url=depot.url, arena_mib=64)  # another arena
-    eventually(lambda: again.status()["instances"] > 0)
+    eventually(lambda: again.status()["instances"] == instances)
     engine.tell("meet")
     assert output(engine.run_fresh(tokens)) == output(cold)
     same_as_own(engine, tokens, 768)  # what was computed anew was stored
@@ -167,11 +168,17 @@ def test_below_multiconnector_a_failed_load_is_recomputed_too(
     same_as_own(engine, tokens, 768)
     engine.tell("reset")
     engine.tell("add", request=engine.request(tokens))
+    instances = depot.status()["instances"]
     depot.process.kill()
     depot.process.wait(HANG_S)
     (recomputed,) = engine.tell("finish").values()
     assert engine.tell("metrics")["vllm:kvdepot_retrieve_failed_shards"] == 9
     assert output(recomputed) == output(cold)
+    again = start_depot(url=depot.url, arena_mib=64)
+    eventually(lambda: again.status()["instances"] == instances)
+    engine.tell("meet")
+    assert output(engine.run_fresh(tokens)) == output(cold)
+    same_as_own(engine, tokens, 768)
     engine.stop()
 
 
