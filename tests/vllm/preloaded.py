@@ -11,15 +11,18 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import context, forkserver, parent_process, reduction, resource_tracker
 from typing import Any
 
 _spawn = context._concrete_contexts["spawn"]  # type: ignore[attr-defined]
+_WORKER_S = 30.0
+"""A worker whose engine core has ended has this long to end by itself."""
 
 
 class _Process(context.ForkServerProcess):
-    """A process of the fork server's, which takes over its parent's environment and output, and dies with it."""
+    """A process of the fork server's, which takes over its parent's environment and output, and ends with it."""
 
     _start_method = "spawn"
 
@@ -28,7 +31,7 @@ class _Process(context.ForkServerProcess):
         return _rebuild, (dict(os.environ), outputs, bytes(reduction.ForkingPickler.dumps(self.__dict__)))
 
     def run(self) -> None:
-        threading.Thread(target=_die_with_parent, daemon=True).start()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         super().run()
 
 
@@ -42,10 +45,17 @@ def _rebuild(environ: dict[str, str], outputs: list[Any], state: bytes) -> _Proc
     return made
 
 
-def _die_with_parent() -> None:
+def _end_with_parent() -> None:
+    """Kill this process once its parent has ended.
+
+    A worker closes its connections first. vLLM's front end kills cores with all processes below them, whose clients it
+    has marked as having left (kvdepot's start.py); but this worker is a child of the fork server, so it was not marked.
+    """
     parent = parent_process()
     assert parent
     parent.join()
+    if parent.name != "MainProcess":  # the front end
+        time.sleep(_WORKER_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
