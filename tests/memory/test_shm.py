@@ -93,6 +93,28 @@ def test_clients_of_a_process_that_maps_files_of_any_name_are_marked_as_left(tmp
     view.close(remove=True)
 
 
+PARENT = """
+import subprocess, sys
+code = "import sys; from kvdepot.memory.shm import LivenessFile; file = LivenessFile()"
+code += "; print(file.name, flush=True); sys.stdin.read()"
+subprocess.run([sys.executable, "-c", code])
+"""
+
+
+def test_clients_of_a_child_are_marked_although_a_thread_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        view = shm.LivenessView(parent.stdout.readline().strip())
+        threads = Path.iterdir
+        monkeypatch.setattr(Path, "iterdir", lambda folder: [folder / "0", *threads(folder)])  # 0 has ended
+        shm.leave_for(parent.pid)
+        monkeypatch.undo()
+        assert view.has_left() and view.is_alive()
+        parent.stdin.close()
+        parent.wait(HANG_S)
+    view.close(remove=True)
+
+
 def test_a_liveness_that_finds_no_room_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "False True\n"

@@ -304,8 +304,9 @@ def leave_for(pid: int) -> None:
                 _mark_file_left(name)
     with contextlib.suppress(OSError):
         for thread in process.joinpath("task").iterdir():
-            for child in thread.joinpath("children").read_text().split():
-                leave_for(int(child))
+            with contextlib.suppress(OSError):  # this thread has ended meanwhile
+                for child in thread.joinpath("children").read_text().split():
+                    leave_for(int(child))
 
 
 def _mark_file_left(name: str) -> None:
