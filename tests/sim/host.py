@@ -325,6 +325,8 @@ class Host:
             is_there = server.depot.leases._find("", name) is not None
             if pinned.boot == server.boot and self.world.now < pinned.ends and not is_there:
                 assert pinned.ends < float("inf"), f"{name} was leased without end, and nobody knows of it"
+                ended = server.ended_leases.get(("", name))
+                assert ended in ("made room", "quota lowered"), f"{name} was leased, and has ended: {ended}"
                 del self.named[name]
         by_group: dict[tuple[str, int, int], list[Namespace]] = {}
         for namespace in server.index.namespaces.all() if self.pins or self.named else ():

@@ -174,6 +174,8 @@ class Neighbours:
         if draw.random() < 0.2:
             ended = server.depot.leases.end(neighbour.tenant, name, server.now)
             if neighbour.leased.pop(name, None) is not None and ended is None:  # it has ended since the last check
+                why = server.ended_leases.get((neighbour.tenant, name))
+                assert why in ("expired", "made room", "quota lowered", "forgotten"), f"{name} has ended: {why}"
                 counters["lease_ended"] += 1
             return
         ttl_s = draw.choice([0, 1, 20])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,8 @@ class Server(Checks, Harness):
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
         self.now = self.world.now
+        self.ended_leases: dict[tuple[str, str], str] = {}  # why, by tenant and name: the last one of each
+        self.depot.leases._end = partial(self._lease_ended, self.depot.leases._end)  # type: ignore[method-assign]
         self._behind = Behind(self)
         self._waits = Waits(self)
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
@@ -128,6 +131,10 @@ class Server(Checks, Harness):
         )
         self.tick(self.now, WALL + self.now)
         self.world.after(TICK_S, self._event, self._tick)
+
+    def _lease_ended(self, end: Callable[..., None], lease: Any, why: str) -> None:
+        self.ended_leases[lease.tenant, lease.request.name] = why
+        end(lease, why)
 
     def _tier_worker(self, store: Store) -> TierWorker:
         return TierWorker(self, store, shortest(store.config.options.ttl_s, self.host.config.ttl_s))
