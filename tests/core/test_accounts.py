@@ -260,9 +260,6 @@ TestQuotas = QuotaMachine.TestCase
 TestQuotas.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-# -- who gives up space
-
-
 # -- changes at run time
 
 

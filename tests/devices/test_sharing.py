@@ -193,7 +193,28 @@ def test_a_driver_that_refuses_half_way_leaves_nothing_mapped(
     server.ask("close", number)
 
 
+def test_unmapping_goes_on_where_one_piece_cannot_be_unmapped(machine: Machine, worker: Peer, server: Peer) -> None:
+    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
+    number = server.ask("open", view)
+    machine.fail("cuMemUnmap", "CUDA_ERROR_UNKNOWN", pid=server.pid)
+    with pytest.raises(Raised, match="cuMem"):
+        server.ask("close", number)
+    machine.heal()
+    assert machine.held_by(server.pid)["held"]["virtual"] == 1  # that piece
+    server.ask("close", number)
+
+
 # -- what cannot be shared
+
+
+@pytest.mark.parametrize(
+    ("reserved", "advice"), [(8 * MIB, "--enable-sleep-mode"), (64 * MIB, "expandable_segments:True")]
+)
+def test_memory_that_is_not_exportable_is_refused_with_what_to_set(worker: Peer, reserved: int, advice: str) -> None:
+    with pytest.raises(Raised) as refused:
+        worker.ask("reserve", "a", reserved, 8 * MIB, 2 * MIB, 0)
+    assert refused.value.kind == "DeviceError" and "layer 0" in str(refused.value)
+    assert {"--enable-sleep-mode", "expandable_segments:True"} & set(str(refused.value).split()) == {advice}
 
 
 def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: Peer) -> None:

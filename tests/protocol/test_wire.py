@@ -488,3 +488,9 @@ def test_an_error_survives_the_way_back_with_its_class_and_words(error: type[err
     value = wire.decode_reply(frame)[2]
     assert type(value) is error
     assert str(value) == "what was wrong: ü"
+
+
+def test_an_error_code_of_a_later_version_is_still_an_error() -> None:
+    frame = bytes(16) + msgspec.msgpack.encode(["Failure", "not_invented_yet", "words"])
+    value = wire.decode_reply(frame)[2]
+    assert type(value) is errors.KVDepotError and str(value) == "words"

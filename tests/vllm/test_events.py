@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec, Transfer
@@ -80,6 +82,16 @@ def test_what_is_stored_is_described_each_time_and_what_is_found_once(lookahead:
     assert desk.told() == keys
 
 
+def test_only_the_latest_descriptions_are_remembered() -> None:
+    desk, tokens = Desk(most=3), prompt(1, 4 * CHUNK)
+    request: Any = Request(tokens)
+    chain = chain_of(tokens)
+    desk.descriptions.ordered(request, chain, range(4), ())
+    assert len(desk.told()) == 4
+    desk.descriptions.found(request, chain, 4, 4)
+    assert len(desk.told()) == 4, "the first is forgotten, and a description needs its parent's"
+
+
 def test_salted_prompts_are_not_described() -> None:
     desk, tokens = Desk(), prompt(1, 2 * CHUNK)
     request: Any = Request(tokens)
@@ -118,6 +130,11 @@ def test_a_real_engine_is_credited_with_what_it_stored_and_with_what_it_finds(
         engine.run(longer)
         follower.wait(lambda router: router.blocks(longer, "llama") == {"10.0.0.1:8000": 3 * 256 // BLOCK})
         assert not follower.router.twice and not follower.router.passed_over
+        decode = msgspec.msgpack.Decoder(KVEventBatch).decode  # as vLLM reads its own engines' events
+        events = [event for payload in follower.payloads for event in decode(payload).events]
+        stored = [event for event in events if isinstance(event, BlockStored)]
+        assert {(event.medium, event.block_size) for event in stored} == {("CPU", 256)}
+        assert [token for event in stored for token in event.token_ids] == longer[: 3 * 256]
         engine.stop()
         follower.wait(lambda router: router.score(tokens, "llama") == {})
     finally:
@@ -214,3 +231,17 @@ def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last()
     taken(known)
     known.found(two, two.chain, 1, len(two.chain))
     assert taken(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]
+
+
+def test_chunks_that_the_engine_does_not_hash_are_not_published() -> None:
+    known, one = KnownChunks(1, 8, EventGroup(4)), Hashed(1, 2)
+    del one.block_hashes[3:]
+    known.found(one, one.chain, 2, len(one.chain))
+    assert taken(known) == [("BlockStored", one.block_hashes[:2])]
+
+
+def test_a_report_of_several_workers_has_the_step_of_those_that_computed() -> None:
+    report = WorkerReport()
+    report.aggregate(WorkerReport(step=7, measured=3))
+    report.aggregate(WorkerReport())  # of a rank that is idle in this step
+    assert report == WorkerReport(step=7, measured=3)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
@@ -19,8 +20,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvdepot.devices import share
 from kvdepot.devices.cpu import HostTensors
-from kvdepot.integrations.vllm.paged_kv import describe_kv, without_expandable_segments
+from kvdepot.integrations.vllm.paged_kv import describe_kv, mem_pool_context, without_expandable_segments
 from kvdepot.memory.copier import CopyPiece
 
 BLOCKS, LAYERS, TOKENS = 6, 3, 32
@@ -166,3 +168,13 @@ def test_expandable_segments_are_off_only_while_the_kv_is_allocated() -> None:
         assert torch._C._accelerator_getAllocatorSettings() == mine
     finally:
         alloc_conf.set_alloc_conf(before)
+
+
+def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
+    context = mem_pool_context(VllmConfig())
+    assert context is not None
+    with context:
+        raw = torch.zeros(BLOCKS * 4096, dtype=torch.int8, device=torch.device("cpu"))  # as vLLM allocates it
+    address = raw.data_ptr()
+    view = share(raw.view(BLOCKS, 4096), "layer")
+    assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)

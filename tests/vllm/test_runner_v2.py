@@ -203,7 +203,7 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@pytest.mark.parametrize(("runner", "drafter"), [("V1", True), ("V2", False), ("V2", True)])
+@pytest.mark.parametrize(("runner", "drafter"), [("V1", False), ("V1", True), ("V2", False), ("V2", True)])
 def test_a_real_engine_makes_the_calls_of_these_tests(
     runner: str, drafter: bool, depot: Depot, paths: dict[str, Path], start: StartByHand, start_engine: StartEngine
 ) -> None:

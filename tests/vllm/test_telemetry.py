@@ -227,6 +227,3 @@ def test_the_reused_share_is_vllms_own_external_hit_rate(
     (usage,) = server.status()["usage"]
     assert (usage["asked_tokens"], usage["reused_tokens"]) == (queries, hits)
     engine.stop()
-
-
-# -- the connector's parts, without an engine

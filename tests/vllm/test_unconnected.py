@@ -132,6 +132,12 @@ def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
     two.stop()
 
 
+def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], tmp_path: Path) -> None:
+    steps = Steps(f"ipc://{tmp_path}/none.sock", models["gqa"])
+    steps.connector.shutdown()
+    steps.connector.shutdown()
+
+
 @pytest.mark.parametrize(
     ("extra", "fault"),
     [
