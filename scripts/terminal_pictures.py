@@ -36,7 +36,7 @@ def main(folder: Path) -> int:
 
 
 def status(now: Status) -> str:
-    """What `kvdepot status` prints."""
+    """The output of `kvdepot status`, as SVG."""
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=96, height=30, highlight=False, markup=False, file=nowhere)
         console.print(view.summary(now, PLACE))
@@ -46,7 +46,7 @@ def status(now: Status) -> str:
 
 
 async def top(seen: list[Status], columns: int = 80, lines: int = 24, *keys: str) -> str:
-    """What `kvdepot top` shows after a minute and these keys."""
+    """The screen of `kvdepot top` after a minute and these keys, as SVG."""
     with zmq.Context() as context:
         client = Client(PLACE, context)  # nobody answers it
         try:

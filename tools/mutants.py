@@ -171,7 +171,7 @@ def walk(function: ast.AST) -> Iterator[ast.AST]:
             continue
         if isinstance(child, ast.JoinedStr) or (isinstance(child, ast.AnnAssign) and not child.simple):
             continue
-        if isinstance(child, ast.Call) and name_of(child.func) in ("debug", "info", "warning", "error", "exception"):
+        if isinstance(child, ast.Call) and name_of(child.func) in LOGGING:
             continue
         yield child
         yield from walk(child)
@@ -219,20 +219,8 @@ def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> 
     source = (origin / fault.file).read_bytes()
     path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
     environ = {**os.environ, "PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        "--no-header",
-        "--tb=no",
-    ]
-    command += ["-m", "not vllm and not gpu", *order(tree, fault)]
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["--no-header", "--tb=no", "-m", "not vllm and not gpu", *order(tree, fault)]
     log = tree / "pytest.log"
     with log.open("wb") as output:
         tests = subprocess.Popen(command, cwd=tree, env=environ, stdout=output, stderr=output, start_new_session=True)

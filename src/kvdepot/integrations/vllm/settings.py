@@ -137,9 +137,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 class ServerPlace:
     """Where the server of this engine is, and what this process does for it.
 
-    engine: names this engine, equally in all its processes. is_logged: whether this process
-    logs that no server is there: one of an engine's does. server: the one that engines start. required: whether the
-    engine must not run without one. error: why the server could not be started; empty if it could.
+    engine: names this engine, equally in all its processes. is_logged: whether this process logs that no server is
+    there: one of an engine's does. server: the one that engines start. required: whether the engine must not run
+    without one. error: why the server could not be started; empty if it could.
     """
 
     url: str
