@@ -51,6 +51,7 @@ def test_a_decoder_decodes_what_a_prefill_engine_has_computed_and_stores_nothing
     prefill.run(tokens, max_tokens=1)
     same_as_its_own(decoder, tokens, decoder.run(tokens, max_tokens=300))
     assert vllm_depot.status()["chunks"] == before + CHUNKS
+    assert prefill.run_fresh(tokens, max_tokens=1)["cached"] == 0, "a producer loads nothing"
 
 
 def test_a_second_engine_gets_chunks_while_the_first_computes_the_rest(

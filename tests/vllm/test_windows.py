@@ -125,11 +125,12 @@ def test_preemption_leaves_no_wrong_byte_in_a_window(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
+@pytest.mark.parametrize(("kind", "parts"), [("windows", 9), ("mistral", 2)])
 def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+    kind: str, parts: int, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot("--verify", "always", arena_mib=64)
-    engine = start_engine(models["windows"], depot.url, **FLOAT32).wait_started()
+    engine = start_engine(models[kind], depot.url, **FLOAT32).wait_started()
     tokens = prompt(350, 3 * 256 + 11)
     cold = engine.run(tokens)
     spoil_a_part(depot)  # one part that is not what was stored fails the load as a whole
@@ -144,7 +145,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     depot.process.kill()
     depot.process.wait(HANG_S)
     (recomputed,) = engine.tell("finish").values()  # ... and then they are gone
-    assert engine.tell("failed_chunks") == 1 + 9
+    assert engine.tell("failed_chunks") == 1 + parts
     assert output(recomputed) == output(cold)
     again = start_depot(url=depot.url, arena_mib=64)  # another arena
     eventually(lambda: again.status()["instances"] == instances)
