@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "source lines": 42_731,
-    "test lines": 56_970,
+    "test lines": 57_200,
     "functions with more than 5 parameters": 15,
     "boolean parameters": 73,
     "Any": 162,
