@@ -19,33 +19,23 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from functools import cache
 from pathlib import Path
-from statistics import median
-from urllib.parse import quote, urlsplit
 
-import msgspec
 import pytest
 
-from kvdepot.config import Config
 from kvdepot.protocol.counters import SERVER, TIER
-from tests.conftest import HANG_S
 from tests.observability.samples import full_status
 from tests.ports import free_port
-from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
-from tests.web.browser import chromium, executable
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvdepot"
@@ -310,26 +300,6 @@ def test_what_is_not_run_is_shell_all_the_same(block: Block) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_two_commands_at_the_top_of_the_readme_do_all_the_set_up() -> None:
-    first = blocks(ROOT / "README.md")[0]
-    assert first.text == "make demo\nmake test\n"
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {"demo", "test"} <= set(targets)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "start.md"], ids=lambda page: page.name)
-def test_a_block_that_newcomers_paste_holds_no_placeholder(page: Path) -> None:
-    for block in blocks(page):
-        if block.kind == "sh":
-            commands = re.sub(r"#.*", "", block.text)
-            assert re.findall(r"(?<![\w$])[A-Z]{3,}(?!\w)", commands) == [], block
-
-
-def test_newcomers_install_without_extras() -> None:
-    for page in (ROOT / "README.md", DOCS / "start.md", DOCS / "vllm.md"):
-        assert len(re.findall(r"^pip install \.(?= |$)", page.read_text(), re.M)) == 1, page.name
-
-
 def test_the_extras_that_the_pages_name_exist() -> None:
     extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
     for page in PAGES:
@@ -344,57 +314,11 @@ def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> Non
         assert (page.parent / link).exists(), link
 
 
-def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
-    source = ast.parse((SOURCE / "integrations" / "vllm" / "settings.py").read_text())
-    (settings,) = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"]
-    read = {f"kvdepot.{_name(field.target)}" for field in settings.body if isinstance(field, ast.AnnAssign)}
-    assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
-    told = [
-        found for page in PAGES for found in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.S)
-    ]
-    assert told
-    for text in told:
-        config = json.loads(text)
-        connector = config.pop("kv_connector")
-        if connector == "LMCacheMPConnector":  # vLLM's own
-            assert config == {"kv_role": "kv_both"}
-            continue
-        assert connector == "KVDepotConnector"
-        assert config.pop("kv_role") in ("kv_both", "kv_producer", "kv_consumer")
-        assert set(config.pop("kv_connector_extra_config", {})) <= read
-        assert not config
-
-
-def test_the_page_of_http_runs_an_example_of_every_path() -> None:
-    source = (SOURCE / "web" / "app.py").read_text()
-    paths = set(re.findall(r'^@(?:get|post)\("(/[\w/]+)"', source, re.M)) | {"/schema/openapi.json"}
-    assert len(paths) > 15
-    run = "".join(block.text for block in blocks(DOCS / "http.md") if block.is_run)
-    told = set(re.findall(r"127\.0\.0\.1:7077(/[\w/.]+)", run)) | {
-        f"/v1/{name}" for name in re.findall(r"^post ([\w/]+)", run, re.M)
-    }
-    assert paths - told == set()
-
-
 # -- the architecture, the internals, the decisions, the glossary
 
 
 def _files_told(page: Path) -> set[str]:
     return set(re.findall(r"`([\w./-]+\.py)`", page.read_text()))
-
-
-def test_the_architecture_is_one_page() -> None:
-    assert len(ARCHITECTURE.read_bytes()) <= 8192
-
-
-def test_the_layers_of_the_architecture_are_those_that_are_tested() -> None:
-    (picture,) = [block.text for block in blocks(ARCHITECTURE)]
-    drawn = [set(re.findall(r"[\w/]+", line)) for line in picture.splitlines()]
-    layers = [line.split() for line in LAYERS.split("\n") if line.strip()]
-    assert len(drawn) == len(layers)
-    for names, line in zip(layers, reversed(drawn), strict=True):
-        for name in names:
-            assert (f"{name}/" if (SOURCE / name).is_dir() else name) in line
 
 
 @pytest.mark.parametrize(
@@ -411,23 +335,10 @@ def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> 
     assert missing == set()
 
 
-def test_the_internals_have_every_kind_of_thread_and_no_others() -> None:
-    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    named = set(re.findall(r'(?:name ?= ?f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
-    assert len(named) > 8
-    rows = re.findall(r"^\| [^|]*\| `(kvdepot-[a-z-]*[a-z])", (INTERNALS / "index.md").read_text(), re.M)
-    assert sorted(rows) == sorted(named)
-
-
 def test_every_page_of_the_internals_and_every_decision_is_in_the_sites_navigation() -> None:
     nav = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert len(nav) == len(set(nav))
     assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-
-
-def test_the_glossary_has_each_term_once_in_order() -> None:
-    terms = re.findall(r"^### (.+)$", GLOSSARY.read_text(), re.M)
-    assert len(terms) > 30 and terms == sorted(set(terms))
 
 
 # -- what stands in the operators' pages
@@ -492,35 +403,6 @@ def test_every_error_code_stands_in_the_operators_pages() -> None:
     assert _missing(codes) == []
 
 
-@cache
-def _texts() -> set[str]:
-    """All texts of the source, f-strings with `...` for what changes, as do texts for the log."""
-    found: set[str] = set()
-    for _, module in _modules():
-        for node in ast.walk(module):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values]
-                found.add("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(re.sub(r"%[-\d.]*[a-z]", "...", node.value))
-    return found
-
-
-def test_the_messages_of_the_page_of_symptoms_are_those_of_the_source() -> None:
-    said = "\n".join(_texts())
-    page = (DOCS / "troubleshooting.md").read_text()
-    parts = [
-        part.strip()
-        for title in ("The server does not start", "The engine does not connect")
-        for row in re.findall(r"^\| ([^|]+) \|", page.split(f"\n## {title}\n")[1].split("\n## ")[0], re.M)
-        for quoted in re.findall(r"`([^`]+)`", row)
-        for part in quoted.split("...")
-        if " " in part.strip()
-    ]
-    assert len(parts) > 6
-    assert [part for part in parts if part not in said] == []
-
-
 @pytest.mark.faults
 def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     names = {
@@ -544,48 +426,7 @@ def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     assert _missing(names - of_counters) == []
 
 
-def test_the_metrics_that_other_pages_name_stand_on_the_page_of_metrics() -> None:
-    known = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", (DOCS / "metrics.md").read_text()))
-    known |= {f"kvdepot_{counted.series}_total" for counted in SERVER}
-    known |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
-    for page in set(DOCS.glob("*.md")) - {DOCS / "metrics.md"}:
-        told = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", page.read_text()))
-        assert told - known == set(), page.name
-
-
-def test_the_settings_that_take_the_place_of_lmcaches_exist() -> None:
-    page = (DOCS / "migrate-from-lmcache.md").read_text()
-    ours = " ".join(re.findall(r"^\|[^|]+\|([^|]+)\|$", page, re.M))
-    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)", ours)}
-    assert len(flags) > 5
-    assert flags <= {field.name for field in msgspec.structs.fields(Config)}
-
-
 # -- pictures and site
-
-
-@pytest.mark.faults
-def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
-    need(modules=["matplotlib"])
-    numbers = DOCS / "plots" / "demo.json"
-    shown = (DOCS / "figures.md").read_text()
-    for prompt in json.loads(numbers.read_text())["prompts"]:
-        times = r" ms\s+".join(f"{prompt[key] * 1e3:.0f}" for key in ("cold_s", "depot_s", "own_s"))
-        assert re.search(rf"{prompt['tokens']} tokens\s+{times} ms .* yes", shown), prompt
-    chats = json.loads(numbers.read_text())["chats"]
-    assert chats["same_answers"] and "same answers: yes" in shown
-    times: dict[int, dict[str, list[float]]] = {}
-    for key in ("none", "kvdepot"):
-        for request in chats[key]["requests"]:
-            times.setdefault(request["turn"], {}).setdefault(key, []).append(request["first_s"] * 1e3)
-    for turn, found in times.items():
-        if 4 * len(found["none"]) >= 3 * len(times[0]["none"]):
-            without, depot = (f"{median(found[key]):.0f}" for key in ("none", "kvdepot"))
-            assert re.search(rf"^ *{turn + 1}  █+ {without} ms +█+ {depot} ms$", shown, re.M), turn
-    subprocess.run([sys.executable, str(ROOT / "demo" / "plots.py"), str(numbers), str(tmp_path)], check=True)
-    for name in ("ttft.png", "ttft-dark.png", "turns.png", "turns-dark.png"):
-        for picture in (tmp_path / name, DOCS / "plots" / name):
-            assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
@@ -609,74 +450,6 @@ def test_the_site_is_built_without_a_warning(site: Path) -> None:
     for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"
-
-
-_ANSWERS = {
-    "migrate": "migrate-from-lmcache", "lmcache": "migrate-from-lmcache", "troubleshoot": "troubleshooting",
-    "no hits": "troubleshooting", "tuning": "tuning", "performance": "tuning", "tensor parallel": "parallelism",
-    "quantization": "models", "fp8": "models", "how much memory": "memory", "upgrade": "upgrades",
-    "kubernetes": "kubernetes", "curl": "http", "savings": "operating", "remove user data": "tiers",
-    "several hosts": "tiers", "secure": "faq", "rag": "cookbook", "fp8 kv cache": "models",
-    "offloadingconnector": "faq", "overhead": "faq", "lora": "vllm", "pin a prompt": "hints",
-    "kvdepot doctor": "commands",
-}  # fmt: skip
-"""What people type into the search -> the page that answers."""
-
-
-@pytest.mark.faults
-def test_the_sites_search_finds_the_page_that_answers_among_the_first_three(site: Path) -> None:
-    need(commands=[executable() or "chromium"], modules=["playwright"])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    found: dict[str, list[str]] = {}
-    try:
-        with chromium() as browser:
-            page = browser.new_page()
-            page.set_default_timeout(1000 * HANG_S)
-            for words in _ANSWERS:
-                page.goto(f"http://127.0.0.1:{server.server_port}/?q={quote(words)}")
-                page.wait_for_function(f"() => /matching/.test({_SAYS})")
-                links = page.eval_on_selector_all(
-                    ".md-search-result__item", "all => all.map(e => e.querySelector('a').href)"
-                )
-                found[words] = [urlsplit(link).path.strip("/") for link in links[:3]]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert {words: pages for words, pages in found.items() if _ANSWERS[words] not in pages} == {}
-
-
-_SAYS = "document.querySelector('.md-search-result__meta').textContent"
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-_BROKEN = r"""() => [...document.querySelectorAll(".md-typeset table code")]
-    .filter((code) => code.textContent.length <= 40 && !/\s/.test(code.textContent) && code.getClientRects().length > 1)
-    .map((code) => code.textContent)"""
-
-
-@pytest.mark.faults
-def test_no_table_of_the_site_breaks_the_name_of_a_setting(site: Path) -> None:
-    need(commands=[executable() or "chromium"], modules=["playwright"])
-    broken: dict[str, list[str]] = {}
-    files = [file for file in site.rglob("index.html") if "<table" in file.read_text()]
-    assert files
-    with chromium() as browser:
-        page = browser.new_page()
-        page.set_default_timeout(1000 * HANG_S)
-        for file in files:
-            page.goto(f"file://{file}")
-            for width in (1280, 900, 400):
-                page.set_viewport_size({"width": width, "height": 900})
-                if names := page.evaluate(_BROKEN):
-                    broken[f"{file.parent.relative_to(site)} at {width} pixels"] = names
-    assert broken == {}
 
 
 def main() -> None:

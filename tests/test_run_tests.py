@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripts.run_tests import MOST
 
 ROOT = Path(__file__).parent.parent
 RunParts = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -39,11 +39,6 @@ def shaky():
 def test_flaky_afterwards(shaky): pass
 """
 BAD = 'def test_bad():\n    assert False, "never right"\n'
-MANY = f"""
-import pytest
-@pytest.mark.parametrize("number", range({MOST + 1}))
-def test_many(number): assert False
-"""
 CRASH = """
 import os
 from pathlib import Path
@@ -52,16 +47,6 @@ def test_crash():
     if not beside.exists():
         beside.touch()
         os._exit(9)
-"""
-SKIPPED_LATER = """
-from pathlib import Path
-import pytest
-def test_skipped_later():
-    beside = Path(__file__).with_name("called-before")
-    if beside.exists():
-        pytest.skip("not again")
-    beside.touch()
-    assert False
 """
 
 pytestmark = pytest.mark.faults
@@ -85,12 +70,9 @@ def run_parts(tmp_path: Path) -> RunParts:
     return run
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
-def test_a_flaky_test_is_named_last_its_failure_is_shown_and_the_other_parts_run(
-    run_parts: RunParts, workers: list[str]
-) -> None:
+def test_a_flaky_test_is_named_last_its_failure_is_shown_and_the_other_parts_run(run_parts: RunParts) -> None:
     files = {"test_good": GOOD, "test_flaky": FLAKY}
-    done = run_parts(files, one=[*workers, "test_good.py", "test_flaky.py"], two=["test_good.py"])
+    done = run_parts(files, one=["-n", "2", "test_good.py", "test_flaky.py"], two=["test_good.py"])
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
     assert sorted(lines[-2:]) == [
@@ -101,12 +83,6 @@ def test_a_flaky_test_is_named_last_its_failure_is_shown_and_the_other_parts_run
     assert done.stdout.count("E       AssertionError: the first teardown\n") == 1
     summaries = [line.split(" in ")[0] for line in lines if " passed" in line and " in " in line]
     assert summaries == ["1 failed, 4 passed, 1 error", "1 passed", "1 passed", "3 passed"]
-
-
-def test_where_nothing_is_flaky_the_last_line_is_pytests_own(run_parts: RunParts) -> None:
-    done = run_parts({"test_good": GOOD}, one=["test_good.py"], two=["-n", "2", "test_good.py"])
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1].startswith("3 passed in ") and "FLAKY" not in done.stdout
 
 
 def test_a_test_that_fails_twice_fails_the_run_which_still_names_the_flaky_ones(run_parts: RunParts) -> None:
@@ -121,25 +97,16 @@ def test_a_test_that_fails_twice_fails_the_run_which_still_names_the_flaky_ones(
 @pytest.mark.parametrize(
     ("content", "arguments", "why"),
     [
-        (MANY, [], f"{MOST + 1} tests failed"),
-        (CRASH, ["-n", "2"], "worker gw. crashed"),
+        (CRASH, ["-n", "2"], r"worker gw\d crashed"),
         (CRASH, [], "ended without a report"),
         ("import no_such_module\n", [], "cannot be collected"),
-        ("import no_such_module\n", ["-n", "2"], "cannot be collected"),
-        ("def test_interrupted(): raise KeyboardInterrupt\n", [], "status 2"),
-        (GOOD, ["--no-such-option"], "status 4"),
         (GOOD, ["-k", "no_such_test"], "status 5"),
-        (SKIPPED_LATER, [], "failed twice: test_it.py::test_skipped_later"),
     ],
-    ids=[
-        "more failures than are run again", "a crashed worker", "a crashed pytest", "an error at collection",
-        "an error at a worker's collection", "an interrupt", "a usage error", "no tests", "skipped the second time",
-    ],
-)  # fmt: skip
+    ids=["a crashed worker", "a crashed pytest", "an error at collection", "no tests"],
+)
 def test_what_is_no_flaky_test_fails_the_run(run_parts: RunParts, content: str, arguments: list[str], why: str) -> None:
     done = run_parts({"test_it": content}, it=[*arguments, "test_it.py"])
     assert done.returncode == 1, done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("FAILED: it: "), done.stdout
-    assert any(word in last for word in (why, why.replace(".", "0"), why.replace(".", "1"))), last
+    assert last.startswith("FAILED: it: ") and re.search(why, last), done.stdout
     assert "FLAKY" not in done.stdout
