@@ -76,8 +76,8 @@ def _counters(name: str) -> str:
         head = ["| counter | counts | when it grows |", "|---|---|---|"]
         return "\n".join([*head, *(f"| `{c.name}` | {c.meaning} | {c.advice} |" for c in shown)])
     prefix = "kvdepot_tier_" if name == "tiers" else "kvdepot_"
-    head = ["| counter | in Prometheus | counts | when it grows |", "|---|---|---|---|"]
-    rows = (f"| `{c.name}` | `{prefix}{c.series}_total` | {c.meaning} | {c.advice} |" for c in shown)
+    head = ["| counter, in Prometheus | counts | when it grows |", "|---|---|---|"]
+    rows = (f"| `{c.name}`, `{prefix}{c.series}_total` | {c.meaning} | {c.advice} |" for c in shown)
     return "\n".join([*head, *rows])
 
 

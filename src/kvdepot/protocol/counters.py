@@ -144,7 +144,7 @@ SERVER = (
         "connections refused", _REQUESTS, "Allow more open files: `ulimit -n`, `LimitNOFILE=`.", is_event=True,
     ),
     Counted(
-        "requests_refused", "requests", "Requests beyond `max_rate`; a status or list of leases counts as four.",
+        "requests_refused", "requests", "Requests beyond `max_rate`; a status counts as four, a list as four or more.",
         "requests refused", _REQUESTS, "Find the client that floods the server, or raise `max_rate`.", is_event=True,
     ),
     Counted(
@@ -194,7 +194,7 @@ SERVER = (
         "See `clients_refused`. Otherwise another user's process connects, or `/dev/shm` is not shared.",
     ),
     Counted(
-        "users_refused", "messages", "Messages under another client's identity.", "impersonations refused",
+        "users_refused", "messages", "Messages under the identity of another client.", "impersonations refused",
         _REQUESTS, "A client tries to impersonate another one.",
     ),
     Counted(
