@@ -12,6 +12,7 @@ from common import Scale, say
 from report import Figure, at_least
 
 from kvdepot.config import Config
+from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
 from kvdepot.devices.cpu import HostTensors
@@ -19,7 +20,6 @@ from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
-from kvdepot.testing.harness import Harness
 
 __all__ = ["run"]
 
@@ -27,6 +27,23 @@ _CHUNKS = 32
 """Of one prompt that is looked up."""
 _PROMPTS = 64
 _MODEL = "m"
+_CLIENT = b"one"
+
+
+class _Alive:
+    """The liveness file of a client that lives."""
+
+    name = "alive"
+    fence = 0
+
+    def is_alive(self) -> bool:
+        return True
+
+    def has_left(self) -> bool:
+        return False
+
+    def close(self, remove: bool) -> None:
+        """There is no file."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
@@ -39,7 +56,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             seconds = cores[which].look_up()
             if number >= 0:
                 rates[which].append(_PROMPTS / seconds)
-    count, held = cores[1].harness.depot.leases.totals("")
+    count, held = cores[1].depot.leases.totals("")
     notes.append(f"leases: {count} hold {held >> 20} MiB")
     return [at_least("lookups a second with 10k leases", "1/s", rates[1], rates[0], 0.95)]
 
@@ -51,9 +68,10 @@ class _Core:
         pages = 2 * leases + _PROMPTS * _CHUNKS
         index = Index(Allocator(0, pages * PAGE), POLICIES["lru"])
         config = Config(url="ipc:///nowhere", chunk_size=256)
-        self.harness = Harness(config, index, HostTensors.open)
-        self.harness.tick(0.0, 1000.0)
-        self._client = self.harness.hello()
+        self.depot = Depot(config, index, HostTensors.open)
+        self.depot.tick(0.0, 1000.0)
+        self.depot.welcome(_CLIENT, _Alive())
+        self._index = index
         self._namespace = index.namespaces.find(_MODEL, 1, 0, bytes(32), 1)
         self._namespace.live = 1
         short = [self._store(number, 1) for number in range(leases)]
@@ -62,14 +80,14 @@ class _Core:
             self._ask(wire.Lease(f"{number}", "retain", _MODEL, 1, 1, hashes, ttl_s=3600))
 
     def _store(self, number: int, chunks: int) -> bytes:
-        index = self.harness.index
+        index = self._index
         hashes = b"".join((number << 32 | i).to_bytes(32, "little") for i in range(1, chunks + 1))
         for chunk in index.reserve(self._namespace, 0, Run(hashes, PAGE, ROOT, 1), 0).chunks:
             index.seal(chunk, 0)
         return hashes
 
     def _ask(self, request: wire.Request) -> None:
-        (reply,) = self.harness.depot.handle(self._client, b"12345678", request)
+        (reply,) = self.depot.handle(_CLIENT, b"12345678", request)
         if isinstance(getattr(reply, "value", None), Exception):
             raise RuntimeError(f"{request.__class__.__name__}: {reply}")
 

@@ -20,11 +20,11 @@ from kvdepot import logs
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import HANG_S, Depot, StartDepot
 from tests.core.desk import Desk, lookup, prompt, retrieve, store
 from tests.core.host import new_host
+from tests.tiers.faulty import FaultyTier, MemoryTier
 
 
 class Written:

@@ -1,6 +1,7 @@
 """Plant small faults into the source, one at a time, and count how many of them the test suite notices.
 
     python tools/mutants.py [--tree DIR] [--seed N] [--count N] [--seconds N] [--jobs N] [--out FILE]
+    python tools/mutants.py --planted [NAME...] [--seconds N] [--jobs N]
 
 A seed draws the faults, an equal number from each area and as evenly as possible from each kind (see `KINDS`). Each
 fault runs in a copy of the tree: pytest stops at the first failure or after `--seconds`, over the test files in a fixed
@@ -9,6 +10,10 @@ engine or a GPU do not run. A fault is noticed if a test fails in this time. The
 per fault, and a table. It is resumable: faults that FILE has are not run again.
 
 `--tree` measures another checkout with its own tests, for a comparison of two versions of the suite.
+
+`--planted` plants the faults of planted.jsonl instead, all or those named: one fault a line, its name, its edits (file,
+old text, new text) and the seed soon after which the simulation was last seen to notice it, or with `by` the test files
+that must notice it. Exit code 1 if one is not noticed, or its old text is not there any more.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 AREAS = ("core", "client", "memory", "tiers", "protocol", "integrations")
 KINDS = ("comparison", "dropped line", "off by one", "wrong key", "missing release", "negation")
@@ -46,6 +51,8 @@ TURNED = {
 }
 GENERIC = ("list", "dict", "tuple", "set", "type", "deque", "Counter", "Callable", "Iterable")
 LOGGING = ("debug", "info", "warning", "error", "exception")
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+PYTEST += ["--no-header", "--tb=no", "-m", "not vllm and not gpu"]
 COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", "fuzz", ".github")
 
 
@@ -74,14 +81,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--draw", action="store_true", help="show the faults and run nothing")
+    parser.add_argument("--planted", nargs="*", metavar="NAME", help="plant the faults of planted.jsonl")
     asked = parser.parse_args()
+    if asked.planted is not None:
+        return planted(asked.tree, asked.planted, asked.python, asked.seconds, asked.jobs)
     faults = draw(asked.tree, asked.seed, asked.count)
     if asked.draw:
         print(*(fault.name for fault in faults), sep="\n")
         return 0
     done: dict[str, dict[str, object]] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees = [copy(asked.tree, Path(folder, str(number))) for number in range(asked.jobs)]
+    with copies(asked.tree, asked.jobs) as trees:
 
         def work(fault: Fault) -> None:
             tree = trees.pop()
@@ -185,6 +194,13 @@ def name_of(called: ast.expr) -> str:
 # -- running
 
 
+@contextlib.contextmanager
+def copies(tree: Path, count: int) -> Iterator[list[Path]]:
+    """So many copies of a tree, until the end of the context."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        yield [copy(tree, Path(folder, str(number))) for number in range(count)]
+
+
 def copy(tree: Path, target: Path) -> Path:
     """A copy of what tests read of a tree."""
     target.mkdir()
@@ -218,10 +234,17 @@ def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> 
     path, began = tree / fault.file, time.monotonic()
     source = (origin / fault.file).read_bytes()
     path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
+    status, lines = call(tree, [python, *PYTEST, *order(tree, fault)], seconds)
+    path.write_bytes(source)
+    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
+    by = failed.split(" - ")[0] or ("pytest ended" if status not in (0, None, 5) else "")
+    return {"by": by, "seconds": round(time.monotonic() - began, 1), "kind": fault.kind, "file": fault.file}
+
+
+def call(tree: Path, command: list[str], seconds: float) -> tuple[int | None, list[str]]:
+    """Run a command on a copy's source; returns its exit code (None: it took too long) and its output."""
     environ = {**os.environ, "PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    command += ["--no-header", "--tb=no", "-m", "not vllm and not gpu", *order(tree, fault)]
-    log = tree / "pytest.log"
+    log = tree / "output.log"
     with log.open("wb") as output:
         tests = subprocess.Popen(command, cwd=tree, env=environ, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -232,11 +255,53 @@ def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(tests.pid, signal.SIGKILL)
             tests.wait()
-            path.write_bytes(source)
-    lines = log.read_text(errors="replace").splitlines()
-    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
-    by = failed.split(" - ")[0] or ("pytest ended" if status not in (0, None, 5) else "")
-    return {"by": by, "seconds": round(time.monotonic() - began, 1), "kind": fault.kind, "file": fault.file}
+    return status, log.read_text(errors="replace").splitlines()
+
+
+# -- faults of planted.jsonl
+
+
+def planted(tree: Path, names: list[str], python: str, seconds: float, jobs: int) -> int:
+    """Plant the faults of these names, or all; returns the exit code."""
+    faults = [json.loads(line) for line in (tree / "tools/planted.jsonl").read_text().splitlines()]
+    faults = [fault for fault in faults if not names or fault["name"] in names]
+    missed = []
+    with copies(tree, jobs) as trees:
+
+        def work(fault: dict[str, Any]) -> None:
+            copied = trees.pop()
+            try:
+                noticed = plant(tree, copied, fault, python, seconds)
+            finally:
+                trees.append(copied)
+            print(f"{fault['name']}: {noticed or 'NOT NOTICED'}", flush=True)
+            if not noticed:
+                missed.append(fault["name"])
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(work, faults))
+    print(f"{len(faults) - len(missed)} of {len(faults)} noticed; not: {', '.join(missed) or 'none'}")
+    return 1 if missed or not faults else 0
+
+
+def plant(origin: Path, tree: Path, fault: dict[str, Any], python: str, seconds: float) -> str:
+    """Make a fault's edits in a copy, run what must notice it, and undo them; returns what it said, or nothing."""
+    files = {file for file, _, _ in fault["edits"]}
+    sources = {file: (origin / "src/kvdepot" / file).read_text() for file in files}
+    changed = dict(sources)
+    for file, old, new in fault["edits"]:
+        if changed[file].count(old) != 1:
+            return ""  # the source has changed: mend the line
+        changed[file] = changed[file].replace(old, new)
+    simulate = [python, "-m", "tests.sim", "--jobs", "1", "--first", str(fault["seed"])]
+    command = [python, *PYTEST, *fault["by"]] if "by" in fault else simulate
+    for file, source in changed.items():
+        (tree / "src/kvdepot" / file).write_text(source)
+    status, lines = call(tree, command, seconds)
+    for file, source in sources.items():
+        (tree / "src/kvdepot" / file).write_text(source)
+    said = [line for line in lines if line.startswith(("FAILED", "seed "))]
+    return said[0] if status == 1 and said else ""
 
 
 def show(faults: list[Fault], done: dict[str, dict[str, object]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdepot.testing.faulty import MemoryTier
+from tests.tiers.faulty import MemoryTier
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from kvdepot.testing.harness import Harness
 from kvdepot.tiers import TierConfig
 from tests.conftest import clear
 from tests.core.groups import BLOCKS as PER_CHUNK
 from tests.core.groups import Reaches, fingerprint, wire_groups
+from tests.harness import Harness
 
 BLOCKS = 64
 BLOCK = PAGE // PER_CHUNK  # so a chunk takes one page

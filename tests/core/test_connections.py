@@ -25,7 +25,7 @@ from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, Seal
-from kvdepot.testing.harness import ArenaName, Harness, PlainLiveness
+from tests.harness import ArenaName, Harness, PlainLiveness
 
 
 def harness(url: str = "ipc:///nowhere", **settings: Any) -> Harness:

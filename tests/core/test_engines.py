@@ -8,8 +8,8 @@ import os
 import pytest
 
 from kvdepot.protocol import wire
-from kvdepot.testing.harness import Harness
 from tests.core.test_connections import ask, harness
+from tests.harness import Harness
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from kvdepot.testing.faulty import MemoryTier
 from tests.conftest import HANG_S, SHM, StartDepot
 from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
 from tests.core.host import look, new_host
 from tests.core.shelf import Path, Shelf, key_of, keys, reserve, sealed
 from tests.core.shelf import prompt as keys_of
+from tests.tiers.faulty import MemoryTier
 
 
 def begin(removals: Removals, *namespaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:

@@ -13,13 +13,13 @@ import pytest
 
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers import Tier
 from kvdepot.tiers.worker import Erase, Find, Load
 from tests.conftest import clear
 from tests.core.desk import group_stores, instance_of, prompt, retrieve, store
 from tests.core.groups import SHAPES, Reaches, deepest, wire_groups
 from tests.core.host import Host, look
+from tests.tiers.faulty import FaultyTier, MemoryTier
 
 Parts = Sequence[Iterable[int]]
 """Numbers of chunks, by group."""

@@ -29,9 +29,9 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.prefixes import Prefix
-from kvdepot.testing.harness import PlainLiveness
 from tests.conftest import clear
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
+from tests.harness import PlainLiveness
 
 # -- the model
 

@@ -22,12 +22,12 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import KINDS
 from kvdepot.protocol.quotas import shown_tag
-from kvdepot.testing.faulty import MemoryTier
 from kvdepot.tiers import parse
 from kvdepot.tiers.worker import Erased
 from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, shards, store
 from tests.core.host import look, new_host
 from tests.core.test_quotas import engine, fill, pages
+from tests.tiers.faulty import MemoryTier
 
 
 def lease(chain: ChunkChain, name: str = "l", kind: str = "retain", **options: Any) -> wire.Lease:

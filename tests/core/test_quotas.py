@@ -16,12 +16,12 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, salt_tag
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TenantStatus
-from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.disk import Disk
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import Enforce
 from tests.core.desk import PER_CHUNK, Desk, layout, prompt, shards, store
 from tests.core.host import Host, look, new_host
+from tests.tiers.faulty import FaultyTier, MemoryTier
 
 
 def pages(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:

@@ -13,12 +13,12 @@ import pytest
 
 from kvdepot.errors import TierError
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.breaker import FAILURES
 from kvdepot.tiers.worker import MOST_PARTS, Erased, Find, Load, Probe, Save
 from tests.conftest import clear
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
+from tests.tiers.faulty import FaultyTier, MemoryTier
 
 # -- loads
 

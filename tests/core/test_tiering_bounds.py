@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import MemoryTier
 from tests.core.desk import prompt, shards, store
 from tests.core.host import look, new_host
+from tests.tiers.faulty import MemoryTier
 
 
 def test_finds_that_nobody_awaits_do_not_pile_up(tier: MemoryTier) -> None:

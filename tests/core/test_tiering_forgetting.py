@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.worker import Find, Load
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
+from tests.tiers.faulty import FaultyTier, MemoryTier
 
 # -- forgetting
 

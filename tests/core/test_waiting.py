@@ -7,9 +7,9 @@ import pytest
 from kvdepot.core import waiting
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
-from kvdepot.testing.faulty import MemoryTier
 from tests.core.desk import PER_CHUNK, Desk, group_stores, instance_of, lookup, prompt, retrieve, store
 from tests.core.host import look, new_host
+from tests.tiers.faulty import MemoryTier
 
 HYBRID = (0, 2)
 Asked = tuple[bytes, bytes]

@@ -12,7 +12,6 @@ from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
-from kvdepot.testing.simulation import Link, World
 from kvdepot.tiers.worker import Load, Part
 from tests.sim.behind import Behind
 from tests.sim.content import Memory, chunk_image
@@ -20,6 +19,7 @@ from tests.sim.groups import deepest, needed
 from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
 from tests.sim.waits import Waits
+from tests.sim.world import Link, World
 
 if TYPE_CHECKING:
     from tests.sim.host import Host

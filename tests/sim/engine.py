@@ -17,10 +17,10 @@ from kvdepot.client.transfer import Transfer
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
-from kvdepot.testing.simulation import Process
 from tests.sim.content import CHUNK_TOKENS, MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of, tokens_of
 from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned
+from tests.sim.world import Process
 
 if TYPE_CHECKING:
     from tests.sim.run import Run

@@ -17,7 +17,6 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.protocol import wire
-from kvdepot.testing.simulation import Link, Network, Process, World
 from kvdepot.tiers.worker import TierTask
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.groups import Hybrid
@@ -25,6 +24,7 @@ from tests.sim.neighbours import Neighbours
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
 from tests.sim.tiers import Forgettings, Store
+from tests.sim.world import Link, Network, Process, World
 
 ARENA = "arena"
 GONE_S = 3.0

@@ -24,7 +24,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import Quota, name_of
-from kvdepot.testing.harness import PlainLiveness
+from tests.harness import PlainLiveness
 from tests.sim.tiers import WALL
 
 if TYPE_CHECKING:

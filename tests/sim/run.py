@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 
 from kvdepot.memory.records import SLOT_BYTES
-from kvdepot.testing.simulation import World
 from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
@@ -20,6 +19,7 @@ from tests.sim.hybrid import HYBRID_MODES, HybridEngine
 from tests.sim.neighbours import Neighbours, are_there
 from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
+from tests.sim.world import World
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""

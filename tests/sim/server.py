@@ -28,14 +28,14 @@ from kvdepot.protocol.handshake import SECRET_BYTES, is_sealed
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
-from kvdepot.testing.harness import Harness
-from kvdepot.testing.simulation import Link
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
+from tests.harness import Harness
 from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 from tests.sim.waits import Waits
+from tests.sim.world import Link
 
 if TYPE_CHECKING:
     from tests.sim.host import Host

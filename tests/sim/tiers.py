@@ -19,7 +19,6 @@ import numpy as np
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.copier import checksum, views
-from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
@@ -44,10 +43,11 @@ from kvdepot.tiers.worker import (
     Unwanted,
 )  # fmt: skip
 from tests.sim.content import Memory, chunk_image
+from tests.tiers.faulty import FAULTS, FaultyTier, MemoryTier
 
 if TYPE_CHECKING:
-    from kvdepot.testing.simulation import World
     from tests.sim.server import Server
+    from tests.sim.world import World
 
 WALL = 1_790_000_000.0
 """Seconds since 1970 at the world's time 0."""

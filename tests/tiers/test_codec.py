@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice
 from kvdepot.memory.copier import checksum
-from kvdepot.testing.faulty import MemoryTier
 from kvdepot.tiers import Options
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Saved
 from tests.conftest import HANG_S
+from tests.tiers.faulty import MemoryTier
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvdepot.errors import InternalError, TierError
-from kvdepot.testing.faulty import MemoryTier
 from kvdepot.tiers import Usage, disk, parse
 from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import space
 from kvdepot.tiers.worker import Find, Forget, Forgotten, Probe, TierWorker
 from tests.conftest import HANG_S
+from tests.tiers.faulty import MemoryTier
 
 
 class Panic(BaseException):

@@ -30,10 +30,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvdepot.errors import KVDepotError, TierError
-from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
 from kvdepot.tiers import ABSENT, NAME, Blob, Tier, Usage
 
-__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "TierConformance", "content", "cut", "name_of", "together"]
+__all__ = ["TierConformance", "content", "cut", "name_of", "together"]
 
 KIB = 1 << 10
 MIB = 1 << 20

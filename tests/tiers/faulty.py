@@ -64,7 +64,7 @@ class MemoryTier:
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         return [self._write(blob.name, b"".join(blob.buffers), blob.born) for blob in blobs]
 
-    def _write(self, name: str, data: bytes, born: int) -> bool:
+    def _write(self, name: str, data: bytes, born: int = 0) -> bool:
         with self._lock:
             if self.capacity_bytes is not None:
                 if len(data) > self.capacity_bytes:
