@@ -66,8 +66,6 @@ class Checks:
             self._removing.clear()
         assert index.held >= 0 and index.reserved >= 0 and 0 <= allocator.free_bytes <= allocator.capacity
         self.host.check_pins(self)
-        if self.host.neighbours is not None:
-            self.host.neighbours.check(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
             patience_s = STORE_S + (self.host.config.lookup_s if self.host.stores else 0.0)
             late_s = self.world.now - max(since, self._well_since) - patience_s
@@ -98,7 +96,7 @@ class Checks:
                             self.host.forgettings.check_chunk(chunk, rank)
 
     def _engines_namespaces(self) -> list[Namespace]:
-        """Those whose bytes are known; neighbours store none."""
+        """Namespaces whose bytes are known: those of the engines; odd clients have tenants."""
         return [namespace for namespace in self.index.namespaces.all() if not namespace.tenant]
 
     def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:

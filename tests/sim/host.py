@@ -20,7 +20,6 @@ from kvdepot.protocol import wire
 from kvdepot.tiers.worker import TierTask
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.groups import Hybrid
-from tests.sim.neighbours import Neighbours
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
 from tests.sim.tiers import Forgettings, Store
@@ -278,8 +277,6 @@ class Host:
     at_tier_task: tuple[type[TierTask], Callable[[], None]] | None = None
     """To happen once, in the middle of a tier's next tier task of that kind."""
     network_slow: bool = False
-    neighbours: Neighbours | None = None
-    """Tenants with quotas, in some runs."""
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self._delay_s)

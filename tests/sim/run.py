@@ -16,7 +16,6 @@ from tests.sim.engine import MODES, Engine
 from tests.sim.groups import HYBRIDS, Hybrid
 from tests.sim.host import ARENA, Host, new_config
 from tests.sim.hybrid import HYBRID_MODES, HybridEngine
-from tests.sim.neighbours import Neighbours, are_there
 from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
 from tests.sim.world import World
@@ -59,11 +58,7 @@ class Run(Host):
         slots = random.choice([3, 24, 256, 256, 256])
         pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
         stores = new_stores(world)
-        has_neighbours = are_there(seed)
-        super().__init__(
-            world, config, arena_bytes=_PAGE * pages, table_slots=slots, stores=[] if has_neighbours else stores
-        )
-        self.neighbours = Neighbours(self) if has_neighbours else None
+        super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots, stores=stores)
         self.engines: list[Engine] = []
         self._odd = OddClients(self)
         self._steps = steps
@@ -118,8 +113,6 @@ class Run(Host):
         world.note("everyone leaves")
         self._heal()
         self._odd.leave()
-        if self.neighbours is not None:
-            self.neighbours.leave()
         for engine in self.engines:
             engine.leaving, engine.pause_s = True, 0.0
             if engine.serving:
@@ -472,7 +465,6 @@ EXPECTED = frozenset(
     server_died_while_removing store_while_removing
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_store
     storer_died_while_awaited
-    capped quota_below_use quota_refused quota_set taken_from_a_tenant
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )
 """What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""
