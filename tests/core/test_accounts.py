@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.core.index import matching
 from kvdepot.core.index import quotas as quotas_module
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
@@ -100,7 +100,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.over: dict[Owner, int] = {}  # those above a cap that was lowered, and the pages that they may have at most
         self.open: list[Chunk] = []
         self.pins: list[list[Chunk]] = []
-        self.late: list[tuple[Owner, Chunk, Any]] = []  # shards that a store replaced while they were being loaded
+        self.late: list[Shard] = []  # of loads that a store has overtaken
 
     def account(self, owner: Owner) -> Owner:
         """Whose quota an owner's chunks count for; ("", b""): nobody's."""
@@ -112,12 +112,10 @@ class QuotaMachine(RuleBasedStateMachine):
         return next((tenant, tag) for tag in TAGS if tenant_salt(tenant, tag) == chunk.salt)
 
     def used(self) -> Counter[Owner]:
-        """Pages by account, from the chunks, and from what is still being loaded although it was replaced."""
+        """Pages by account, from the chunks."""
         used: Counter[Owner] = Counter()
         for owner in OWNERS:
             used[self.account(owner)] += self.house.used(*owner)
-        for owner, _, shard in self.late:
-            used[self.account(owner)] += sum(size for _, size in shard.extents) // PAGE
         return used
 
     @rule(owner=st.sampled_from(OWNERS), path=OF_PATHS, is_load=st.booleans(), seals=st.booleans())
@@ -128,8 +126,8 @@ class QuotaMachine(RuleBasedStateMachine):
         loading = old.shards[0] if old is not None else None
         owner = owner if old is None else self.owner_of(old)
         made = self.house.reserve(tenant, path, size, is_load, tag)
-        if made.chunks and loading is not None and loading.state is State.REPLACED:
-            self.late.append((owner, made.chunks[0], loading))
+        if made.chunks and loading is not None and loading.state is State.FREED:
+            self.late.append(loading)
             made.chunks.clear()
         after = self.used()
         for other in self.quotas.keys() - {self.account(owner)}:
@@ -175,9 +173,8 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.late)
     @rule()
-    def end_a_load_that_was_replaced(self) -> None:
-        _, chunk, shard = self.late.pop()
-        self.index.give_back(chunk, shard)
+    def end_a_load_that_was_given_up(self) -> None:
+        self.index.give_back(self.late.pop())
 
     @rule(tenant=st.sampled_from(TENANTS), path=OF_PATHS)
     def pin(self, tenant: str, path: tuple[int, ...]) -> None:
@@ -248,8 +245,8 @@ class QuotaMachine(RuleBasedStateMachine):
             self.index.release(pins)
         for chunk in getattr(self, "open", []):
             self.index.discard(chunk, 0)
-        for _, chunk, shard in getattr(self, "late", []):
-            self.index.give_back(chunk, shard)
+        for shard in getattr(self, "late", []):
+            self.index.give_back(shard)
         if hasattr(self, "index"):
             self.index.validate()
             assert not any(is_evictable(chunk) and not chunk.queued for n in self.index.namespaces.all()

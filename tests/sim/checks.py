@@ -83,10 +83,10 @@ class Checks:
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
-        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._lookups._arrivals.values())
-        replaced = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        detached = sum(namespace.detached.total() for namespace in self.index.namespaces.all())
-        assert replaced == detached or (replaced > 0) == (detached > 0)
+        arrivals = tiering._lookups._arrivals.values()
+        arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
+        given_up = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        assert (given_up > 0) == (self.index.given_up > 0) and given_up <= self.index.given_up
         assert self.index.accounts.leaving >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():
@@ -248,7 +248,7 @@ class Checks:
         """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
         arrivals = tier_task.token.arrivals
         for part, arrival in zip(tier_task.parts, arrivals, strict=True):
-            if arrival.replaced:
+            if arrival.is_given_up:
                 assert arrival.shard.extents == part.extents
                 self.world.counters["load_replaced"] += 1
                 continue

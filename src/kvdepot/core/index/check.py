@@ -17,10 +17,10 @@ _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
 
 
 def check(
-    namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: tuple[int, int, int]
+    namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: tuple[int, int, int, int]
 ) -> None:
     """Raise AssertionError unless every count, link and state agrees; O(n). totals: an index's own counts of chunks,
-    reserved shards and holds."""
+    reserved shards, holds, and bytes of loads that were given up."""
     allocator.validate()
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
@@ -49,18 +49,16 @@ def check(
             reserved += opened
             held += chunk.holds
         assert total == namespace.bytes
-        for salt, size in namespace.detached.items():
-            by_account[id(accounts.of(namespace.tenant, salt))][1] += size
-        used += total + namespace.detached.total()
+        used += total
         chunks += len(namespace.chunks)
     for namespace in namespaces:
         for chunk in namespace.chunks.values():
             assert chunk.children == children.get(id(chunk), 0)
-    assert used == allocator.capacity - allocator.free_bytes, (used, allocator)
     for account in accounts.all():
         assert [account.chunks, account.used] == by_account[id(account)], account
         assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account
-    assert (chunks, reserved, held) == totals
+    given_up = allocator.capacity - allocator.free_bytes - used
+    assert (chunks, reserved, held, given_up) == totals
 
 
 class Heard:

@@ -8,13 +8,12 @@ bytes.
     of a shard    RESERVED, LOADING -> SEALED -> CORRUPT -> RESERVED, LOADING
     of a chunk    FILLING -> WHOLE -> CHAINED, and back to FILLING; PENDING_REMOVAL -> FILLING
 
-A slow load from a tier must not block an engine that has computed the same shard: a LOADING shard can be REPLACED by
-another. Every shard ends as FREED, every chunk as GONE.
+A slow load from a tier must not block an engine that has computed the same shard: then the load is given up, which
+takes its shard out of the chunk. Every shard ends as FREED, every chunk as GONE.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -55,24 +54,22 @@ class State(IntEnum):
     """Its bytes are being written."""
     LOADING = 1
     """Its bytes are being read from a tier."""
-    REPLACED = 2
-    """Its bytes are still being read from a tier, but another shard has taken its place in the chunk."""
-    SEALED = 3
+    SEALED = 2
     """Its bytes are what was stored."""
-    CORRUPT = 4
+    CORRUPT = 3
     """It was sealed, but its bytes must not be used: they are not what was stored, or were forgotten."""
-    FREED = 5
-    """Its extents were returned to the allocator."""
+    FREED = 4
+    """It is in no chunk; the allocator has its extents, or gets them when a load that was given up has ended."""
     # of a chunk
-    FILLING = 6
+    FILLING = 5
     """Not sealed on every rank."""
-    WHOLE = 7
+    WHOLE = 6
     """Sealed on every rank, but not known to have a complete chain before it."""
-    CHAINED = 8
+    CHAINED = 7
     """Sealed on every rank, and so were all before it in its chain."""
-    PENDING_REMOVAL = 9
+    PENDING_REMOVAL = 8
     """No lookup finds it. It is removed when nothing holds it and nothing is behind it, unless it is stored again."""
-    GONE = 10
+    GONE = 9
 
 
 class Event(IntEnum):
@@ -82,21 +79,19 @@ class Event(IntEnum):
     """A shard (of the chunk) is going to be written."""
     LOAD = 1
     """A shard is going to be read from a tier."""
-    REPLACE = 2
-    """Another shard takes the place of one that is being loaded."""
-    SEAL = 3
+    SEAL = 2
     """All bytes of a shard have arrived."""
-    COMPLETE = 4
+    COMPLETE = 3
     """All shards of the chunk are sealed."""
-    CHAIN = 5
+    CHAIN = 4
     """All chunks before this one are chained."""
-    CORRUPT = 6
+    CORRUPT = 5
     """Bytes of a sealed shard are not what was stored, or must not be used."""
-    HIDE = 7
+    HIDE = 6
     """The chunk was forgotten, or is too old, and cannot be removed yet."""
-    RENEW = 8
+    RENEW = 7
     """A chunk that was pending removal is stored again."""
-    REMOVE = 9
+    REMOVE = 8
 
 
 class IllegalTransition(AssertionError):
@@ -122,8 +117,7 @@ def _table(rows: dict[State, dict[Event, State]]) -> dict[State, _Row]:
 TRANSITIONS: Final = _table(
     {
         State.RESERVED: {Event.SEAL: State.SEALED, Event.REMOVE: State.FREED},
-        State.LOADING: {Event.SEAL: State.SEALED, Event.REPLACE: State.REPLACED, Event.REMOVE: State.FREED},
-        State.REPLACED: {Event.REMOVE: State.FREED},
+        State.LOADING: {Event.SEAL: State.SEALED, Event.REMOVE: State.FREED},
         State.SEALED: {Event.CORRUPT: State.CORRUPT, Event.REMOVE: State.FREED},
         State.CORRUPT: {Event.RESERVE: State.RESERVED, Event.LOAD: State.LOADING, Event.REMOVE: State.FREED},
         State.FREED: {},
@@ -303,7 +297,7 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "detached", "facts", "gone", "group",
+        "account", "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group",
         "groups", "hiding", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
         "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
@@ -345,7 +339,6 @@ class Namespace:
         self.hiding: list[Scope] = []  # removals in progress that hide chunks of it
         self.broken = 0  # chunks that are not chained although chunks behind them are
         self.bytes = 0
-        self.detached: Counter[bytes] = Counter()  # bytes by salt, of shards that were replaced but are still loaded
         self.slot: int | None = None  # first slot of its record
         self.recorded = 0  # layouts in the record
 

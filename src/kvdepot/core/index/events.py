@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from kvdepot.core.index.chunk import Chunk, Shard
+from kvdepot.core.index.chunk import Chunk
 
 __all__ = [
     "Failed",
@@ -22,7 +22,6 @@ __all__ = [
     "Listener",
     "Reason",
     "Removed",
-    "Replaced",
     "Stored",
     "Used",
 ]
@@ -51,14 +50,6 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
     chunk: Chunk
 
 
-class Replaced(msgspec.Struct, frozen=True, gc=False):
-    """A reservation took the place of a shard that is still being loaded; its loader calls `give_back` for it."""
-
-    chunk: Chunk
-    rank: int
-    shard: Shard
-
-
 class Used(msgspec.Struct, frozen=True, gc=False):
     """A request has found the prefix that ends with these chunks. Each is said once per request."""
 
@@ -82,7 +73,7 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
     """Bit t: tier t has all shards of a chunk that was evicted."""
 
 
-IndexEvent: TypeAlias = Stored | Failed | Replaced | Used | Hidden | Removed
+IndexEvent: TypeAlias = Stored | Failed | Used | Hidden | Removed
 
 
 class Listener(Protocol[A_co]):

@@ -29,7 +29,7 @@ from kvdepot.core.index.chunk import (
     is_evictable,
     is_forgotten,
 )
-from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Replaced, Stored, Used
+from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Stored, Used
 from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_space
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.quotas import set_quota
@@ -44,8 +44,8 @@ __all__ = ["Index"]
 
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
-_CHAINED, _PENDING_REMOVAL = State.CHAINED, State.PENDING_REMOVAL
-_RESERVE, _SEAL, _COMPLETE, _CHAIN, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.CHAIN, Event.REMOVE
+_PENDING_REMOVAL = State.PENDING_REMOVAL
+_RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
 _EVICTED, _DROPPED, _FAILED = Reason.EVICTED, Reason.DROPPED, Reason.FAILED
 
 
@@ -72,6 +72,7 @@ class Index:
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
+        self.given_up = 0  # bytes that loads still write to, although their shards are in no chunk any more
         self.evicted = 0
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
@@ -144,10 +145,13 @@ class Index:
         for place, key in enumerate(keys):
             chunk = chunks.get(key)
             shard = chunk.shards.get(rank) if chunk is not None else None
+            is_late = shard is not None and shard.state is _LOADING and shard.size == size and bool(extents)
+            if chunk is not None and chunk.account is account and is_late and self._give_up(chunk, rank, wall):
+                shard = None
             if chunk is not None and (shard is not None or chunk.account is not account):
                 if shard is not None and shard.size != size and not shard.sealed:
                     result.refusal = Refusal.OTHER_SIZE
-                elif shard is None or chunk.account is not account or not self._take_over(chunk, rank, extents, wall):
+                elif shard is None or chunk.account is not account or not self._rewrite(chunk, rank, wall):
                     result.known += 1  # a chunk of another account: its bytes would not count for the one that asks
                     chunk = None
             elif not extents:
@@ -175,8 +179,7 @@ class Index:
         self.held += fresh
         self.reserved += fresh
         namespace.bytes += fresh * taken
-        account.used += fresh * taken  # as `charge`, without the cost of a call
-        account.spare += fresh * taken
+        account.charge(fresh * taken)
         for unused in extents:
             self.allocator.free(unused)
         if new:
@@ -197,40 +200,44 @@ class Index:
         account.chunks += 1
         return chunk
 
-    def _take_over(self, chunk: Chunk, rank: int, extents: list[Extents], wall: int | None) -> bool:
-        """Reserve a shard that exists, if it is corrupt, or being loaded; False if it cannot be had. wall: as above. A
-        late load's place is taken with one of `extents`, and with its hold, unless the chunk is pending removal and
-        other shards of it are open: those must not become part of a renewed chunk."""
+    def _rewrite(self, chunk: Chunk, rank: int, wall: int | None) -> bool:
+        """Reserve a shard that exists, if it is corrupt and its bytes may be overwritten; wall: as above."""
         shard, is_load = chunk.shards[rank], wall is None
-        match shard.state:
-            case State.CORRUPT if is_free_to_write(chunk, is_load):
-                shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
-                shard.checksum = shard.tiers = 0  # its extents will be rewritten
-                chunk.holds += 1
-                self.held += 1
-                self.reserved += 1
-            case State.LOADING if extents:
-                others = [each for each in chunk.shards.values() if each is not shard]
-                if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
-                    return False
-                shard.state = TRANSITIONS[shard.state][Event.REPLACE]
-                chunk.shards[rank] = Shard(extents.pop(), shard.size, _LOADING if is_load else _RESERVED)
-                taken = Allocator.rounded(shard.size)
-                chunk.account.charge(taken)
-                chunk.namespace.detached[chunk.salt] += taken
-                self.events.append(Replaced(chunk, rank, shard))
-            case _:
-                return False
-        if chunk.state is _PENDING_REMOVAL:
-            self._renew(chunk, wall)
-        chunk.generation = self.namespaces.generation
+        if shard.state is not State.CORRUPT or not is_free_to_write(chunk, is_load):
+            return False
+        shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
+        shard.checksum = shard.tiers = 0  # its extents will be rewritten
+        chunk.holds += 1
+        self.held += 1
+        self.reserved += 1
+        self._renew(chunk, wall)
         return True
 
+    def _give_up(self, chunk: Chunk, rank: int, wall: int | None) -> bool:
+        """Give up the load of a shard, whose place the caller takes. False if the chunk is pending removal and other
+        shards of it are open: those must not become part of a renewed chunk. wall: as above."""
+        others = [each for other, each in chunk.shards.items() if other != rank]
+        if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
+            return False
+        self.given_up += Allocator.rounded(self._take_out(chunk, rank).size)
+        chunk.holds -= 1
+        self.held -= 1
+        self._renew(chunk, wall)
+        return True
+
+    def give_back(self, shard: Shard) -> None:
+        """Free the extents of a load that was given up, once it writes to them no more."""
+        self.allocator.free(shard.extents)
+        self.given_up -= Allocator.rounded(shard.size)
+
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
-        """Keep a chunk that is pending removal, because it is stored again. wall: as above; then its sealed shards are
-        as new, but their records and their copies in tiers have the old age."""
+        """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed shards
+        are as new, but their records and their copies in tiers have the old age."""
+        chunk.generation = self.namespaces.generation
+        if chunk.state is not _PENDING_REMOVAL:
+            return
         chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
-        chunk.born, chunk.generation = chunk.born if wall is None else wall, self.namespaces.generation
+        chunk.born = chunk.born if wall is None else wall
         self.accounts.ages.record(chunk)
         if chunk.sealed == chunk.namespace.world_size:
             chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
@@ -279,46 +286,36 @@ class Index:
             self.namespaces.record(chunk, rank, self.serial)
         if shard.slot is None:
             self.unrecorded += 1
-        if is_last and chunk.position:  # otherwise it is found by its key alone
-            before = chunk.parent
-            if before is not None and before.state is _CHAINED and not (self.chains.waiting or chunk.broken):
-                chunk.state = TRANSITIONS[chunk.state][_CHAIN]  # as `join`, in the usual case
-            else:
-                self.chains.join(chunk)
+        if is_last:
+            self.chains.join(chunk)
         self.events.append(Stored(chunk, rank))
         self.release((chunk,))
 
     def discard(self, chunk: Chunk, rank: int) -> None:
-        """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk.
-        Nothing else may hold it then. Chunks behind it keep a parent that is never chained, so no chain has them."""
-        shard = chunk.shards[rank]
-        assert shard.is_open, shard.state
+        """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
+        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them."""
+        assert chunk.shards[rank].is_open, chunk.shards[rank].state
         self.events.append(Failed(chunk))
-        self._free(shard)
-        del chunk.shards[rank]
+        self.allocator.free(self._take_out(chunk, rank).extents)
+        if chunk.shards:
+            self.release((chunk,))
+            return
+        self.held -= chunk.holds
+        chunk.holds = 0
+        before = self._unlink(chunk, _FAILED, 0)
+        if before is not None:
+            self.remove(before, _DROPPED)
+
+    def _take_out(self, chunk: Chunk, rank: int) -> Shard:
+        """Take a reserved shard out of its chunk; its extents stay allocated."""
+        shard = chunk.shards.pop(rank)
+        shard.state = TRANSITIONS[shard.state][_REMOVE]
         taken = Allocator.rounded(shard.size)
         chunk.bytes -= taken
         chunk.namespace.bytes -= taken
         chunk.account.charge(-taken)
         self.reserved -= 1
-        if chunk.shards:
-            self.release((chunk,))
-            return
-        chunk.holds -= 1
-        self.held -= 1
-        before = self._unlink(chunk, _FAILED, 0)
-        if before is not None:
-            self.remove(before, _DROPPED)
-
-    def give_back(self, chunk: Chunk, shard: Shard) -> None:
-        """Free a replaced shard of a chunk, which may be gone, once nothing writes to the shard any more."""
-        self._free(shard)
-        namespace, size = chunk.namespace, Allocator.rounded(shard.size)
-        namespace.account_of(chunk.salt).charge(-size)  # a chunk that is gone does not know of new accounts
-        namespace.detached[chunk.salt] -= size
-        if not namespace.detached[chunk.salt]:
-            del namespace.detached[chunk.salt]
-        self.namespaces.forget(namespace)
+        return shard
 
     # -- holds and uses
 
@@ -340,14 +337,16 @@ class Index:
     def release(self, chunks: Sequence[Chunk]) -> None:
         """Undo one `hold`."""
         for chunk in chunks:
+            if chunk.gone:
+                continue  # its last shard did not arrive, which has ended its holds
             assert chunk.holds > 0, chunk.key.hex()
             chunk.holds -= 1
-            if not chunk.holds and not chunk.children and not chunk.gone:
+            self.held -= 1
+            if not chunk.holds and not chunk.children:
                 if chunk.state is _PENDING_REMOVAL:
                     self.remove(chunk, _DROPPED)
                 else:
                     chunk.account.policy.add(chunk)
-        self.held -= len(chunks)
 
     # -- mark corrupt, hide, remove
 
@@ -393,8 +392,7 @@ class Index:
                 self._free(shard)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
-            account.used -= last.bytes  # as `charge`, without the cost of a call
-            account.spare -= last.bytes
+            account.charge(-last.bytes)
             last.bytes = 0
             last = self._unlink(last, reason, tiers)
             reason, tiers = _DROPPED, 0  # its ancestors were pending removal, and nothing is behind them any more
@@ -445,4 +443,5 @@ class Index:
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))
+        totals = self.chunks, self.reserved, self.held, self.given_up
+        check(self.namespaces.all(), self.allocator, self.accounts, totals)

@@ -108,10 +108,10 @@ class Namespaces:
 
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
-        if namespace.chunks or namespace.live or namespace.detached:
+        if namespace.chunks or namespace.live:
             return
         groups = namespace.groups
-        if len(groups) > 1 and any(each.chunks or each.live or each.detached for each in groups):
+        if len(groups) > 1 and any(each.chunks or each.live for each in groups):
             return
         firsts = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
         if groups[0] in firsts:

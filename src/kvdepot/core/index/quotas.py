@@ -47,7 +47,7 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
             ids = set(map(id, moved))
             known = namespaces.all() if old is accounts.rest else of_tenant
             left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
-        size = sum(chunk.bytes for chunk in moved) + _detached(of_tenant, old, salt if tag else None)
+        size = sum(chunk.bytes for chunk in moved)
         new = _replace(accounts, old, owner, quota)
         for namespace in of_tenant:
             namespace.account = accounts.of(tenant)
@@ -86,16 +86,6 @@ def queue(chunks: list[Chunk]) -> None:
 
 def _chunks_in(namespaces: Iterable[Namespace]) -> list[Chunk]:
     return [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
-
-
-def _detached(namespaces: Iterable[Namespace], account: Account, salt: bytes | None) -> int:
-    """Bytes of an account, with this salt (None: any), in shards that are still loaded but belong to no chunk now."""
-    return sum(
-        size
-        for namespace in namespaces
-        for each, size in namespace.detached.items()
-        if salt in (None, each) and namespace.account_of(each) is account
-    )
 
 
 def _refuse_many(chunks: int) -> None:

@@ -89,7 +89,11 @@ class Arrival:
     shard: Shard
     tier: int
     tier_lookups: list[TierLookup] = field(default_factory=list)
-    replaced: bool = False  # a store or another load has taken over the shard
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether a store or another load has taken the shard's place: a late load must block neither."""
+        return not self.shard.is_open
 
     @property
     def place(self) -> tuple[int, bytes, int]:
@@ -239,7 +243,8 @@ class Lookups:
     def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> Arrival | None:
         """The load of a shard that is in progress, if its tier works; otherwise None."""
         arrival = self._arrivals.get((namespace.number, key, rank))
-        return arrival if arrival is not None and self._tiers[arrival.tier].breaker.usable else None
+        is_usable = arrival is not None and not arrival.is_given_up and self._tiers[arrival.tier].breaker.usable
+        return arrival if is_usable else None
 
     # -- load
 
@@ -324,8 +329,9 @@ class Lookups:
                 near.append(arrival)
             elif matching.find(group, rank, key)[0] is None:
                 tier = tier_lookup.found.get((group.group, i, rank))
-                late = (group.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
-                if tier is None or not (late or matching.is_missing(group, rank, key)):
+                late = self._arrivals.get((group.number, key, rank))
+                is_late = late is not None and not late.is_given_up  # its tier's circuit breaker is open
+                if tier is None or not (is_late or matching.is_missing(group, rank, key)):
                     return False
                 far.append((rank, tier))
         if self.arriving_bytes + sum(group.sizes[rank] for rank, _ in far) > self._most_arriving:
@@ -358,40 +364,15 @@ class Lookups:
         position = i + 1 if tier_lookup.chained else 0
         fresh: list[Arrival] = []
         for rank, tier in far:
-            late = self._arrivals.get((namespace.number, key, rank))
             run = Run(key, namespace.sizes[rank], parent, position, tier_lookup.salt)
             made = self._index.reserve(namespace, rank, run, None)
             if not made.chunks:  # no room: without this shard, the others are useless
                 for arrival in fresh:
                     self._index.discard(arrival.chunk, arrival.rank)
                 return None
-            if late is not None:
-                self.replaced(late)
             (chunk,) = made.chunks
             fresh.append(Arrival(chunk, rank, chunk.shards[rank], tier))
         return fresh
-
-    def replaced_by_store(self, chunk: Chunk, rank: int, shard: Shard) -> None:
-        """Note that a store has taken over a shard, if it was being loaded."""
-        arrival = self._arrivals.get((chunk.namespace.number, chunk.key, rank))
-        if arrival is not None and arrival.shard is shard:
-            self.replaced(arrival)
-
-    def replaced(self, arrival: Arrival) -> None:
-        """Note that a store or another load has taken over a shard that was being loaded.
-
-        A load that is late or hangs must block neither newly computed chunks nor those of another tier.
-        """
-        del self._arrivals[arrival.place]
-        arrival.replaced = True
-        self._release_holds(arrival)  # so that it can be removed if filling it fails
-
-    def _release_holds(self, arrival: Arrival) -> None:
-        """Release the holds of all tier lookups on the chunk."""
-        for tier_lookup in arrival.tier_lookups:
-            place = arrival.chunk.namespace.number, arrival.chunk.key
-            if tier_lookup.held.pop(place, None) is not None:
-                self._index.release([arrival.chunk])
 
     # -- what arrives
 
@@ -428,12 +409,12 @@ class Lookups:
         """Seal a shard that has arrived, or release its reservation; returns whether it is sealed."""
         chunk, rank = arrival.chunk, arrival.rank
         self.arriving_bytes -= arrival.shard.size
-        if arrival.replaced:
-            self._index.give_back(arrival.chunk, arrival.shard)
+        if self._arrivals.get(arrival.place) is arrival:
+            del self._arrivals[arrival.place]
+        if arrival.is_given_up:
+            self._index.give_back(arrival.shard)
             return False
-        del self._arrivals[arrival.place]
         if isinstance(header, NotLoaded) or is_hidden(chunk) or self._is_too_old(chunk, header.born):
-            self._release_holds(arrival)
             self._index.discard(chunk, rank)
             return False
         arrival.shard.tiers |= tier.bit

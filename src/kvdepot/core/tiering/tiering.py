@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
-from kvdepot.core.index.events import IndexEvent, Reason, Removed, Replaced, Stored
+from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.forgetting import (
     FORGET_S,
@@ -199,8 +199,6 @@ class Tiering:
             match event:
                 case Stored(chunk, rank):
                     shards.append((chunk, rank))
-                case Replaced(chunk, rank, shard):
-                    self._lookups.replaced_by_store(chunk, rank, shard)
                 case Removed(_, _, Reason.EVICTED, tiers):
                     self._saves.removed(tiers)
         return [*self._saves.stored(shards), *self._saves.make_room(shards[0][0].account)] if shards else ()
