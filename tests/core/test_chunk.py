@@ -159,9 +159,9 @@ class States(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
     def fail(self, number: int, rank: int) -> None:
         chunk = self.open.get((number, rank)) or self.chunk(number)
-        if chunk is not None:
-            if self.attempt(lambda: self.index.discard(chunk, rank), (number, rank) in self.open):
-                del self.open[number, rank]
+        is_open = (number, rank) in self.open
+        if chunk is not None and self.attempt(lambda: self.index.discard(chunk, rank), is_open):
+            del self.open[number, rank]
 
     @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
     def mark_corrupt(self, number: int, rank: int) -> None:

@@ -470,21 +470,17 @@ def test_records_of_models_without_parts_are_erased() -> None:
     assert [each.model for each in index.namespaces.all()] == ["m", "m"]
 
 
-def test_two_models_that_name_one_lost_first_group_get_one_each() -> None:
+def test_models_whose_records_contradict_each_other_are_dropped_with_their_parts_and_no_others() -> None:
     memory, chain = bytearray(100 * SLOT_BYTES), PROMPTS[1][:1]
     records = Records(memoryview(memory))
-    for number, model in ((1, "m"), (2, "n")):
+    for number, model in ((1, "m"), (2, "n"), (3, "sound")):  # two name one lost first group
+        first = 5 if model != "sound" else 7
         layouts = {0: fingerprint(1, 0)}
-        records.write(NamespaceRecord(number, "", model, 1, BLOCKS, layouts, CHUNK_TOKENS, 1, 5, [(0, 2), (1, 2)]))
+        records.write(NamespaceRecord(number, "", model, 1, BLOCKS, layouts, CHUNK_TOKENS, 1, first, [(0, 2), (1, 2)]))
         records.write(ShardRecord(number, 0, chain[0], b"", 0, ((START + number * PAGE, PAGE),), PAGE, number, 7))
     index = make(memory=memory)
-    assert restore(index).shards == 2
-    numbers = [each.number for each in index.namespaces.all()]
-    assert len(set(numbers)) == len(numbers) == 4
-    store_everywhere(index, chain)
-    for model in ("m", "n"):
-        assert boundary(index, chain, model) == 1
-    after, _ = restarted(index)
-    assert {extents: owner[1:] for extents, owner in owners(after).items()} == {
-        extents: owner[1:] for extents, owner in owners(index).items()
-    }
+    restored = restore(index)
+    index.validate()
+    assert restored.shards == 1 and {each.model for each in index.namespaces.all()} == {"sound"}
+    assert [line.split(":")[0] for line in restored.dropped[:2]] == ["namespace 1", "namespace 2"]
+    assert len(restored.dropped) == 4 and index.records.used == 2

@@ -35,7 +35,7 @@ from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.quotas import set_quota
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.eviction import Policy
-from kvdepot.memory.allocator import Allocator, Extents
+from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
@@ -231,8 +231,8 @@ class Index:
         self.given_up -= Allocator.rounded(shard.size)
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
-        """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed shards
-        are as new, but their records and their copies in tiers have the old age."""
+        """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
+        shards are as new, but their records and their copies in tiers have the old age."""
         chunk.generation = self.namespaces.generation
         if chunk.state is not _PENDING_REMOVAL:
             return

@@ -2,7 +2,8 @@
 
 Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
 the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in
-two shards). Each invalid record is dropped and counted. The chunks behind a dropped one are no prefix any more.
+two shards). Each invalid record is dropped and counted. The chunks behind a dropped one are no prefix any more. Of a
+model whose namespaces' records contradict each other, everything is dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
@@ -32,16 +35,13 @@ class _Recorded(NamedTuple):
     """A namespace, and the record that it was read from."""
 
     namespace: Namespace
-    first: int
-    """Number of the first group's namespace."""
     record: NamespaceRecord
 
     @property
     def identity(self) -> tuple[object, ...]:
         """The facts that the groups of one model have in common."""
         record = self.record
-        groups = tuple(map(tuple, record.groups))
-        return self.first, record.tenant, record.model, record.world_size, record.chunk_tokens, groups
+        return record.tenant, record.model, record.world_size, record.chunk_tokens, tuple(map(tuple, record.groups))
 
 
 @dataclass
@@ -71,13 +71,12 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
             shards.append((slot, record))
         else:
             _add_namespace(index, namespaces, slot, record, restored)
-    _drop_doubles(index, namespaces, restored)
+    complete = _join(index, namespaces, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
     shards.sort(key=_serial)  # in the order of their stores: neighbours in a chain are then neighbours in memory
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
         _add_shard(index, namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
-    complete = _join(namespaces)
     for namespace in complete:
         _link(namespace, parents.get(namespace.number, {}))
     for namespace in complete:
@@ -117,16 +116,18 @@ def _serial(item: tuple[int, ShardRecord]) -> int:
 def _add_namespace(
     index: Index, namespaces: dict[int, _Recorded], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
-    groups = record.groups or [(0, record.blocks_in_chunk)]
+    if not record.groups:  # of arena format 2
+        groups = [(0, record.blocks_in_chunk)]
+        record = msgspec.structs.replace(record, first=record.number, groups=groups)
     is_sound = (
         1 <= record.world_size <= 1 << 16
         and 0 <= record.number < _MOST
         and 0 <= record.first < _MOST
         and 0 <= record.chunk_tokens < _MOST
-        and all(0 <= reach <= MAX_CHUNKS and blocks >= 1 for reach, blocks in groups)
-        and 0 <= record.group < len(groups) <= MAX_GROUPS
-        and record.blocks_in_chunk == groups[record.group][1]
-        and (record.group > 0 or not record.groups or record.first == record.number)
+        and all(0 <= reach <= MAX_CHUNKS and blocks >= 1 for reach, blocks in record.groups)
+        and 0 <= record.group < len(record.groups) <= MAX_GROUPS
+        and record.blocks_in_chunk == record.groups[record.group][1]
+        and (record.group > 0 or record.first == record.number)
     )
     if not is_sound:
         restored.dropped.append(f"namespace {record.number}: a number is out of its range")
@@ -139,48 +140,41 @@ def _add_namespace(
             return
     namespace = Namespace(
         record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk, record.chunk_tokens,
-        groups[record.group][0],
+        record.groups[record.group][0],
     )  # fmt: skip
     namespace.layouts = dict(record.layouts)
     namespace.slot, namespace.recorded = slot, len(namespace.layouts)
-    namespaces[record.number] = _Recorded(namespace, record.first if record.groups else record.number, record)
+    namespaces[record.number] = _Recorded(namespace, record)
 
 
-def _drop_doubles(index: Index, namespaces: dict[int, _Recorded], restored: Restored) -> None:
-    """Drop all but one of the namespaces that claim to be the same group of the same model."""
-    claimed: set[tuple[object, ...]] = set()
-    for number, each in list(namespaces.items()):
-        claim = (*each.identity, each.record.group)
-        if claim in claimed:
-            restored.dropped.append(f"namespace {number}: another one is the same KV cache group")
-            index.records.erase(each.namespace.slot)
-            del namespaces[number]
-        claimed.add(claim)
+def _join(index: Index, recorded: dict[int, _Recorded], restored: Restored) -> list[Namespace]:
+    """The namespaces of all models whose records agree, all KV cache groups of each; drops the other models' records.
 
-
-def _join(recorded: dict[int, _Recorded]) -> list[Namespace]:
-    """Join the namespaces of each model's KV cache groups. A group that has no record gets an empty namespace.
-
-    Records that contradict each other stay apart: such a model lacks groups, so no prefix of it is found.
+    A group that has no record, as nothing of it was stored, gets an empty namespace.
     """
-    numbers = itertools.count(max((max(number, each.first) for number, each in recorded.items()), default=0) + 1)
-    taken = set(recorded)
-    complete: list[Namespace] = []
-    models: dict[tuple[object, ...], dict[int, Namespace]] = {}
+    models: dict[int, list[_Recorded]] = {}  # by the number of the first group's namespace
     for each in recorded.values():
-        models.setdefault(each.identity, {})[each.record.group] = each.namespace
-    for groups in models.values():
-        like = recorded[next(iter(groups.values())).number].record
-        for group, (reach, blocks) in enumerate(like.groups or [(0, like.blocks_in_chunk)]):
+        models.setdefault(each.record.first, []).append(each)
+    taken = set(recorded)
+    numbers = itertools.count(max((*taken, *models), default=0) + 1)
+    complete: list[Namespace] = []
+    for first, known in models.items():
+        groups = {each.record.group: each.namespace for each in known}
+        agrees = len({each.identity for each in known}) == 1 and len(groups) == len(known)
+        if not agrees or (0 not in groups and first in taken):
+            for each in known:
+                restored.dropped.append(f"namespace {each.record.number}: it contradicts another one of its model")
+                index.records.erase(each.namespace.slot)
+                del recorded[each.record.number]
+            continue
+        like = known[0].record
+        for group, (reach, blocks) in enumerate(like.groups):
             if group not in groups:
-                # The records of the others name the first group by its number, unless another model has that.
-                is_named = not group and like.first not in taken
-                number = like.first if is_named else next(numbers)
-                taken.add(number)
+                number = next(numbers) if group else first
                 groups[group] = Namespace(
                     number, like.tenant, like.model, like.world_size, blocks, like.chunk_tokens, reach
                 )
-        joined = [groups[group] for group in sorted(groups)]
+        joined = [groups[group] for group in range(len(like.groups))]
         join_groups(joined)
         complete += joined
     return complete
@@ -237,7 +231,7 @@ def _plausible(
 def _fault(record: ShardRecord, recorded: _Recorded | None, start: int) -> str:
     """Why a record is invalid by itself; empty if it is valid. start: offset of the first chunk in the arena."""
     if recorded is None:
-        return "its namespace is not recorded"
+        return "its namespace is not recorded, or contradicts another"
     owner = recorded.namespace
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "it has no valid key, or an unknown rank"
