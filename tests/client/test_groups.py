@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from kvdepot.client.contract import wrap_kv_caches
-from kvdepot.client.operation import Operation
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import Client
-from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.transfer import GroupSpec, Operation, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Ended, WorkerClient
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.memory.allocator import PAGE

@@ -11,7 +11,7 @@ from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 
 SPEC = ShardSpec("model", 2, 1, 256, 4)
-TRANSFER = Transfer("r", b"p" * 32, 3, b"h" * 64, pack_block_ids(range(8)), 2, b"s" * 16, {"traceparent": "00"})
+TRANSFER = Transfer("r", b"p" * 32, 3, b"h" * 64, pack_block_ids(range(8)), 2, b"s" * 16)
 
 
 @pytest.mark.parametrize("block_tokens", [0, -1, 3, 512])

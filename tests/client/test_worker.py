@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.operation import Operation
-from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.transfer import Operation, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Ended, WorkerClient
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.protocol import wire

@@ -87,7 +87,7 @@ class Child:
         lora = LoRARequest(*request["lora"]) if request.get("lora") else None
         self.engine.add_request(
             request["id"], prompt_of(request), params_of(request), lora_request=lora,
-            trace_headers=request.get("trace_headers"), priority=request.get("priority", 0),
+            priority=request.get("priority", 0),
         )  # fmt: skip
 
     def finish(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +34,7 @@ class Desk:
 
     def __init__(self, saves_decode: bool = False) -> None:
         self.peer: Any = Answering()
-        config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=""))
-        self.stats = OperationStats(config, lambda request_id: None)
+        self.stats = OperationStats()
         settings = ConnectorSettings(save_decode=saves_decode)
         self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats, settings)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.operation import Began, Operation
+from kvdepot.client.transfer import Operation
 from kvdepot.errors import DeadlineExceeded
 from kvdepot.integrations.vllm.stats import KVDepotStats, Minute, Moved, PrefillSpeed
 
 
 def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
     def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: Any = None) -> Operation:
-        return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
+        return Operation(kind, ["r"], took_s, chunks, done, size, error)
 
     one, two = KVDepotStats(), KVDepotStats()
     assert one.is_empty() and one.reduce() == {}

@@ -15,9 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.client.operation import Began, Operation
 from kvdepot.client.socket import Client, MessagingFuture, check_type
-from kvdepot.client.transfer import PromptChunks, ShardSpec
+from kvdepot.client.transfer import Operation, PromptChunks, ShardSpec
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -55,7 +54,7 @@ class SubmittedLookup:
     """One request's lookup, and its answer as far as it is known."""
 
     message: wire.Lookup
-    began: Began
+    began_s: float
     heard: int  # `Client.heard` when it was sent
     is_second: bool = False  # it replaced one whose caller was held back
     future: MessagingFuture[int] = field(init=False)
@@ -88,7 +87,7 @@ class SchedulerClient:
             message = prompt.lookup(request_id, readers or self.spec.world_size)
             if self._reports:
                 message = msgspec.structs.replace(message, reports=True)
-            self._ask(request_id, SubmittedLookup(message, Began.now(), self.client.heard))
+            self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
         client = self.client
@@ -120,8 +119,8 @@ class SchedulerClient:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc
         if self.watch is not None:
-            took_s, chunks = time.monotonic() - lookup.began.at_s, len(lookup.message.hashes) // HASH_BYTES
-            self.watch(Operation("lookup", [request_id], lookup.began, took_s, chunks, found, error=error))
+            took_s, chunks = time.monotonic() - lookup.began_s, len(lookup.message.hashes) // HASH_BYTES
+            self.watch(Operation("lookup", [request_id], took_s, chunks, found, error=error))
         return lookup.outcome
 
     def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
@@ -143,7 +142,7 @@ class SchedulerClient:
             is_returning = was_silent and client.is_returning()
             if is_outdated or (was_silent and lookup.heard != client.heard):
                 is_second = lookup.was_held and not is_returning
-                lookup, outcome = SubmittedLookup(lookup.message, Began.now(), client.heard, is_second), _PENDING
+                lookup, outcome = SubmittedLookup(lookup.message, time.monotonic(), client.heard, is_second), _PENDING
                 self._ask(request_id, lookup)
             elif is_returning:
                 lookup.was_held = True

@@ -31,7 +31,7 @@ from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint
 from kvdepot.protocol.curve import Key, read_client_key
-from kvdepot.protocol.endpoints import is_coming
+from kvdepot.protocol.endpoints import holder, is_coming
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
 
@@ -273,11 +273,19 @@ class Client:
             try:
                 self.ask(wire.ChunkSize()).result(timeout_s)
             except DeadlineExceeded as exc:
-                from kvdepot.protocol.silence import why_silent
-
-                told = why_silent(self.server_url, self._has_key)
-                raise (Unavailable(told) if told else self._connection.no_server()) from exc
+                raise self._silent() from exc
         return self.chunk_size
+
+    def _silent(self) -> Unavailable:
+        """The error for a server that does not answer in time."""
+        who = holder(self.server_url)
+        if not who:
+            return self._connection.no_server()
+        key = "does not accept this client's key" if self._has_key else "requires a key (--key, KVDEPOT_KEY)"
+        return Unavailable(
+            f"the kvdepot server at {self.server_url} ({who}) does not answer: it is starting, stopped (SIGSTOP) or "
+            f"hanging, has reached its limit of open files, or {key}; its log says more"
+        )
 
     @overload
     def ask(self, request: wire.Request, *, deadline_s: float | None = DEADLINE_S) -> MessagingFuture[Any]: ...

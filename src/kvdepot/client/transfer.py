@@ -6,17 +6,17 @@ client, only this module makes messages from their fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import NORMAL
 
-__all__ = ["GroupSpec", "LeaseTerms", "PromptChunks", "ShardSpec", "Transfer", "pack_block_ids"]
+__all__ = ["GroupSpec", "LeaseTerms", "Operation", "PromptChunks", "ShardSpec", "Transfer", "pack_block_ids"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Transfer:
     """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
     parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
-    trace_headers: the request's W3C trace headers, or None; they stay in the engine. group: the place of the blocks'
-    KV cache group in `ShardSpec.groups`.
+    group: the place of the blocks' KV cache group in `ShardSpec.groups`.
     """
 
     request_id: str
@@ -35,7 +34,6 @@ class Transfer:
     block_ids: bytes
     skip_blocks: int = 0
     salt: bytes = b""
-    trace_headers: Mapping[str, str] | None = None
     group: int = 0
 
     @property
@@ -176,6 +174,25 @@ class PromptChunks:
         """The message that removes the chunks after the first `keep`."""
         spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
         return wire.Drop(*shape, self.hashes, self.salt, spec.chunk_tokens, keep)
+
+
+class Operation(NamedTuple):
+    """One lookup, store or retrieve that has ended; clients pass it to their `watch`, which must not block or raise.
+
+    kind: lookup, store or retrieve. requests: ids; several where one step stores or retrieves for several. took_s:
+    seconds until the engine asked for the outcome. chunks: asked for. done: found, stored or retrieved; 0 for a store
+    that was not complete. size_bytes: of the shards that are done. error: why the lookup was not answered, or nothing
+    was copied. stored: hashes of the chunks of a complete store, 32 bytes each.
+    """
+
+    kind: str
+    requests: list[str]
+    took_s: float
+    chunks: int
+    done: int
+    size_bytes: int = 0
+    error: KVDepotError | None = None
+    stored: bytes = b""
 
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:

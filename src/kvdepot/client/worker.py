@@ -19,9 +19,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
-from kvdepot.client.operation import Began, Operation
 from kvdepot.client.socket import Client, MessagingFuture, check_type
-from kvdepot.client.transfer import ShardSpec, Transfer
+from kvdepot.client.transfer import Operation, ShardSpec, Transfer
 from kvdepot.errors import KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
@@ -51,7 +50,7 @@ class Submitted(Generic[T]):
     futures: list[MessagingFuture[T]] | None = None  # one per KV cache group; None: it waits for its event
     error: KVDepotError | None = None  # why it was not sent
     is_void: bool = False  # whatever its answers are, what it moved is lost: its tensors have no memory any more
-    began: Began = field(default_factory=Began.now)
+    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def chunks(self) -> int:
@@ -321,12 +320,9 @@ class WorkerClient:
         """Report an operation. done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
-        outcome, began = submitted.outcome(), submitted.began
+        outcome, took_s = submitted.outcome(), time.monotonic() - submitted.began_s
         error = outcome if isinstance(outcome, KVDepotError) else None
-        took_s = time.monotonic() - began.at_s
-        self.watch(
-            Operation(kind, submitted.request_ids, began, took_s, submitted.chunks, done, size_bytes, error, stored)
-        )
+        self.watch(Operation(kind, submitted.request_ids, took_s, submitted.chunks, done, size_bytes, error, stored))
 
     def take_failed_requests(self) -> set[str]:
         """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must

@@ -76,26 +76,6 @@ def engine_hash(chunk_hash: bytes) -> bytes:
     return blake3(_ENGINE_ROOT + chunk_hash).digest()
 
 
-class _Reached:
-    """Last item of a chain's token list; records that a comparison reached it (see `_is_prefix`)."""
-
-    __slots__ = ("reached",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def __eq__(self, other: object) -> bool:
-        self.reached = True
-        return False
-
-    def __gt__(self, other: object) -> bool:  # reflected `token < sentinel`
-        return False
-
-    def __lt__(self, other: object) -> bool:
-        return False
-
-
 class ChunkChain:
     """The chunk hashes of one growing prompt; every token is hashed once.
 
@@ -103,15 +83,14 @@ class ChunkChain:
     them. Not thread-safe.
     """
 
-    __slots__ = ("_sentinel", "_tokens", "chunk_size", "hashes", "lookahead", "root")
+    __slots__ = ("_tokens", "chunk_size", "hashes", "lookahead", "root")
 
     def __init__(self, chunk_size: int, root: bytes = ROOT, lookahead: int = 0) -> None:
         self.chunk_size = chunk_size
         self.lookahead = lookahead
         self.root = root
         self.hashes = bytearray()
-        self._sentinel = _Reached()
-        self._tokens: list[object] = [self._sentinel]  # tokens hashed so far, and the sentinel
+        self._tokens: list[int] = []  # hashed so far
 
     def __len__(self) -> int:
         """Chunks hashed so far."""
@@ -132,24 +111,6 @@ class ChunkChain:
         """Concatenated hashes of chunks `[first, end)`."""
         return bytes(self.hashes[first * HASH_BYTES : end * HASH_BYTES])
 
-    def _is_prefix(self, token_ids: Sequence[int]) -> bool:
-        """Whether `token_ids` starts with the tokens hashed so far.
-
-        One pass in C without a copy: comparing two lists stops at the first item that differs, and our list ends in a
-        sentinel that records the comparison. Identical int objects cost 1 ns each.
-        """
-        sentinel = self._sentinel
-        sentinel.reached = False
-        tokens = token_ids if isinstance(token_ids, list) else list(token_ids)
-        hashed = len(self._tokens) - 1
-        if len(tokens) == hashed:
-            tokens = [*tokens, 0]  # the sentinel is compared only if the other list has an item too
-        try:
-            _ = self._tokens < tokens
-        except TypeError:
-            return False  # an item is not a number; hashing it raises
-        return sentinel.reached
-
     def extend(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
         """Make `hashes` those of the full chunks of `token_ids`; the tail is ignored.
 
@@ -160,9 +121,9 @@ class ChunkChain:
         Raises BadRequest for anything that is not a token id.
         """
         size, covered = self.chunk_size, self.covered
-        if covered and (covered > len(token_ids) or not self._is_prefix(token_ids)):
+        if covered and list(token_ids[:covered]) != self._tokens:
             self.hashes.clear()
-            del self._tokens[:-1]
+            self._tokens.clear()
             covered = 0
         first, end = len(self), (len(token_ids) - self.lookahead) // size
         if end <= first:
@@ -179,7 +140,7 @@ class ChunkChain:
             for extra in by_chunk.get(chunk, ()):
                 digest = _derive(digest, extra)
             self.hashes += digest
-        self._tokens[-1:-1] = token_ids[covered:reach]
+        self._tokens += token_ids[covered:reach]
 
     def _by_chunk(self, extras: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
         """The extras hashed into each chunk besides tokens, each after its position from the chunk's start."""

@@ -6,7 +6,6 @@ identity.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,8 +89,6 @@ class Tracked:
     request: Request
     prompt: RequestChunks
     hints: Hints = NO_HINTS
-    trace_headers: Mapping[str, str] | None = None
-    """Its W3C trace headers, if vLLM traces."""
     is_cached: bool = True
     """If not, it is neither looked up nor stored any more."""
     preemptions: int = 0
@@ -149,5 +146,5 @@ class Tracked:
         chain = self.prompt.chain
         return Transfer(
             self.request.request_id, chain.parent(piece.first), piece.first, chain.slice(piece.first, piece.end),
-            pack_block_ids(piece.blocks), piece.skip, self.salt, self.trace_headers, piece.group,
+            pack_block_ids(piece.blocks), piece.skip, self.salt, piece.group,
         )  # fmt: skip

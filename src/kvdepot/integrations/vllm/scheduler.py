@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ class SchedulerHalf:
     ) -> None:
         """plan: of the model's KV cache groups. events: what is published of chunks."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.stats = OperationStats(vllm_config, self._trace_headers)
+        self.stats = OperationStats()
         self._depot = client
         self._depot.watch = self.stats
         self._plan = plan
@@ -92,10 +92,6 @@ class SchedulerHalf:
 
     def __repr__(self) -> str:
         return f"<SchedulerHalf {len(self._tracked)} requests, step {self._step}>"
-
-    def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
-        tracked = self._tracked.get(request_id)
-        return tracked.request.trace_headers if tracked is not None else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._holds.bind(pool)
@@ -130,9 +126,7 @@ class SchedulerHalf:
                 self._uncached.add(request_id)
                 return
             prompt = RequestChunks(request, parent, self._rules)
-            headers = request.trace_headers if self.stats.is_traced else None
-            hints, headers = self._leases.read(request), dict(headers) if headers else None
-            tracked = self._tracked[request_id] = Tracked(request, prompt, hints, headers)
+            tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._minute.requested()
             self._submit_lookup(tracked)
             self._leases.request_arrived(tracked)

@@ -1,4 +1,4 @@
-"""The measurements of an engine: metrics and spans in vLLM, a log line a minute, and the speed of its prefill.
+"""The measurements of an engine: metrics in vLLM, a log line a minute, and the speed of its prefill.
 
 - `KVDepotStats` and `KVDepotMetrics` are the connector's metrics in vLLM's log, and as `vllm:kvdepot_*` among its
   Prometheus metrics. The scheduler and each rank's worker report the operations that ended since the last step; vLLM
@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median, median_high
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvdepot.client.operation import Operation
+from kvdepot.client.transfer import Operation
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.values import plural
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 __all__ = ["KVDepotMetrics", "KVDepotStats", "Minute", "Moved", "OperationStats", "PrefillSpeed", "moved_by"]
 
@@ -101,27 +98,14 @@ class KVDepotStats(KVConnectorStats):
 
 
 class OperationStats:
-    """Operations that ended in one process of the engine since its last step; and their spans, if vLLM traces."""
+    """Operations that ended in one process of the engine since its last step."""
 
-    def __init__(self, vllm_config: VllmConfig, headers: Callable[[str], Mapping[str, str] | None]) -> None:
-        """headers: returns the W3C trace headers of a request, by its id."""
+    def __init__(self) -> None:
         self._stats = KVDepotStats()
-        self._spans: Callable[[Operation], None] | None = None
-        if vllm_config.observability_config.otlp_traces_endpoint:
-            from kvdepot.client.tracing import Spans  # vLLM has OpenTelemetry then
-
-            self._spans = Spans(headers=headers)
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether spans are made, which need requests' trace headers."""
-        return self._spans is not None
 
     def __call__(self, operation: Operation) -> None:
         """Add an operation that has ended."""
         self._stats.count(operation)
-        if self._spans is not None:
-            self._spans(operation)
 
     def count(self, name: str) -> None:
         """Add one to a count of `_COUNTED` that is not of operations."""

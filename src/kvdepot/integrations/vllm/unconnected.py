@@ -35,7 +35,7 @@ class UnconnectedScheduler:
 
     def __init__(self, vllm_config: VllmConfig, model: str) -> None:
         """model: the engine's namespace."""
-        self.stats = OperationStats(vllm_config, lambda request_id: None)
+        self.stats = OperationStats()
         self._model = model
         self._roots = Roots(vllm_config)
         self._pool: BlockPool | None = None
@@ -96,7 +96,7 @@ class UnconnectedWorker:
 
     def __init__(self, vllm_config: VllmConfig, rank: int, fails_whole: bool) -> None:
         """The arguments are those of WorkerHalf."""
-        self.stats = OperationStats(vllm_config, lambda request_id: None)
+        self.stats = OperationStats()
         self._rank = rank
         self._fails_whole = fails_whole
         self._failed = Orders()  # whose loads have failed and are not reported yet

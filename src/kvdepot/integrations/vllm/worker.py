@@ -5,14 +5,13 @@ connector.py says when vLLM calls each method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
-from kvdepot.client.operation import Operation
-from kvdepot.client.transfer import Transfer
+from kvdepot.client.transfer import Operation
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
@@ -40,15 +39,13 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int, fails_whole: bool) -> None:
         """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
         events = vllm_config.kv_events_config
-        self.stats = OperationStats(vllm_config, self._trace_headers)
+        self.stats = OperationStats()
         self._depot = client
         self._depot.watch = self._operation_ended
         self._fails_whole = fails_whole
         self._rank = rank
         self._reports_keys = events is not None and events.enable_kv_cache_events
         self._report = WorkerReport()  # of what was stored since the last step
-        # W3C trace headers of requests that are being loaded or stored
-        self._headers: dict[str, Mapping[str, str]] = {}
         self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
         self._gpu: torch.device | None = None  # that holds the KV, if one does
 
@@ -60,13 +57,6 @@ class WorkerHalf:
         self._report.moved += moved_by(operation)
         if self._reports_keys:
             self._report.add(operation.stored, self._rank)
-
-    def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
-        return self._headers.get(request_id)
-
-    def _note_headers(self, transfer: Transfer) -> None:
-        if transfer.trace_headers:
-            self._headers[transfer.request_id] = transfer.trace_headers
 
     # -- its tensors
 
@@ -105,8 +95,6 @@ class WorkerHalf:
         """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
-            for transfer in transfers:
-                self._note_headers(transfer)
             self._depot.submit_retrieve([request_id], transfers, event)
 
     def store(self, orders: Orders) -> None:
@@ -115,8 +103,6 @@ class WorkerHalf:
         Before this step computes: another engine may be waiting for these chunks, and a step takes long.
         """
         if orders.stores:
-            for store in orders.stores:
-                self._note_headers(store)
             requests = list(dict.fromkeys(store.request_id for store in orders.stores))
             submitted = self._depot.submit_store(requests, orders.stores, self._queued())
             if orders.holds:
@@ -140,8 +126,6 @@ class WorkerHalf:
         # Not vLLM's ids: stores of a finished request may be ordered a step later, and vLLM asserts that it waits for
         # every id that is returned.
         ended = self._depot.poll(orders.ended)
-        for request_id in self._headers.keys() - self._depot.stores.keys() - self._depot.retrieves.keys():
-            del self._headers[request_id]
         return ended.stored or None, ended.retrieved or None
 
     def take_failed_requests(self) -> set[str]:
