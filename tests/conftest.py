@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from kvdepot.client import MessageQueueClient
-from kvdepot.core.forgetting import Removals
+from kvdepot.core.forgetting import clear as clear_steps
 from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
 from kvdepot.memory import shm
@@ -88,12 +88,11 @@ def state(process: Path) -> str:
 
 def clear(index: Index, model: str = "") -> int:
     """Remove every chunk that nothing holds, of one model or of all; how many."""
-    removals = Removals(index, step_chunks=3)
     namespaces = [namespace for namespace in index.namespaces.all() if model in ("", namespace.model)]
-    removal = removals.begin(namespaces, None, hides=False)
-    while removals:
-        removals.step()
-    return removal.removed
+    scope = index.namespaces.begin_removal(namespaces, None, hides=False)
+    for _ in clear_steps(index, scope):
+        pass
+    return scope.removed
 
 
 class Depot:

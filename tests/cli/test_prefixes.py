@@ -58,7 +58,8 @@ def test_ls_lists_what_is_in_memory(depot: Depot, chats: Engine) -> None:
 def test_inspect_shows_a_prompt_by_the_hash_that_ls_shows(depot: Depot, chats: Engine) -> None:
     which = ("--url", depot.url, "--model", chats.model)
     end = last_hash([*SYSTEM, *[8] * CHUNK])
-    done = run("inspect", end[:9], *which)  # an odd number of digits
+    assert "2 of 2 chunks" in run("inspect", last_hash(SYSTEM)[:9], *which).stdout, "an odd number of digits"
+    done = run("inspect", end, *which)
     assert done.returncode == 0, done.stderr
     assert "3 of 3 chunks in memory" in done.stdout and "3 ready" in done.stdout
     assert re.search(r"0: all chunks +1-3 ", done.stdout)

@@ -84,7 +84,7 @@ def test_a_prompt_of_any_length_is_inspected(depot: Depot, tensors: Path, monkey
         assert admin.inspect(client, model, end=end) == told
         for most in (2, 3, 4, 5, 6):
             monkeypatch.setattr(admin, "_PAGE", most)
-            for named in (end, end[:8]):
+            for named in (end,):
                 assert [each.position for each in admin.inspect(client, model, end=named)] == [1, 2, 3, 4, 5]
         assert admin.inspect(client, model, end=bytes(HASH_BYTES)) == []
         with pytest.raises(BadRequest, match="give either"):

@@ -80,7 +80,7 @@ class Host(Desk):
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.tier_tasks or self.depot.removals or self.depot.drops or self.depot.lists:
+        while self.tasks or self.tier_tasks or self.depot.removals or self.depot.lists:
             self.settle()
             while self.tier_tasks:
                 self.work()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
+from kvdepot.core.forgetting import Work, clear, forget
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, Scope
 from kvdepot.core.index.events import IndexEvent, Listener
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation, Run
@@ -65,6 +67,37 @@ class Told(list[IndexEvent]):
 
     def append(self, event: IndexEvent) -> None:
         self._listener.notice([event], 0.0)
+
+
+class Steps:
+    """Removals from an index without a server, one after the other, of some chunks a step."""
+
+    def __init__(self, index: Index, chunks: int) -> None:
+        self.index = index
+        self.under_way: list[tuple[Scope, Work]] = []
+        self._chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def forget(self, namespaces: Iterable[Namespace], salt: bytes | None = None) -> Scope:
+        scope = self.index.namespaces.begin_removal(namespaces, salt, hides=True)
+        self.under_way.append((scope, forget(self.index, scope)))
+        return scope
+
+    def clear(self, namespaces: Iterable[Namespace]) -> Scope:
+        scope = self.index.namespaces.begin_removal(namespaces, None, hides=False)
+        self.under_way.append((scope, clear(self.index, scope)))
+        return scope
+
+    def step(self) -> None:
+        for _ in range(self._chunks):
+            if self.under_way and next(self.under_way[0][1], None) is None:
+                del self.under_way[0]
+
+    def finish(self) -> None:
+        while self.under_way:
+            self.step()
 
 
 class Shelf:

@@ -2,109 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.client import MessageQueueClient
-from kvdepot.core.forgetting import Removal, Removals
 from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_hidden
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_forgotten, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
-from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import HANG_S, SHM, StartDepot
-from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
+from tests.core.desk import Desk, lookup, prompt, shards, store
 from tests.core.host import look, new_host
-from tests.core.shelf import Path, Shelf, key_of, keys, reserve, sealed
+from tests.core.shelf import Path, Steps, key_of, reserve, sealed
 from tests.core.shelf import prompt as keys_of
 from tests.tiers.faulty import MemoryTier
-
-
-def begin(removals: Removals, *namespaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:
-    return removals.begin(namespaces, salt, hides)
-
-
-def finish(removals: Removals) -> None:
-    while removals:
-        removals.step()
-
-
-@pytest.fixture
-def shelf() -> Shelf:
-    return Shelf(64)
-
-
-# -- what is hidden
-
-
-def test_each_step_removes_at_most_so_many_and_says_in_the_end_how_many(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=3)
-    shelf.store(keys("c", 10))
-    removal = begin(removals, shelf.namespace)
-    left = []
-    while removals:
-        ended = removals.step()
-        left.append(shelf.index.chunks)
-        assert ended == ([] if removals else [removal])
-    assert left == [7, 4, 1, 0]
-    assert removal.removed == 10
-
-
-def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    chain = keys("c", 5)
-    for number in range(1, 6):  # an odd client: its salts change within a prompt
-        parent = chain[number - 2] if number > 1 else b"root"
-        salt = b"s" * 16 if number == 3 else b""
-        chunk = reserve(shelf.index, shelf.namespace, 0, chain[number - 1], parent, number, PAGE, salt)
-        assert chunk is not None
-        shelf.index.seal(chunk, 0)
-    begin(removals, shelf.namespace, salt=b"s" * 16)
-    for _ in range(2):
-        for end in range(1, 6):
-            assert shelf.matched(chain[:end]) == min(end, 2)
-        finish(removals)
-    shelf.index.validate()
-
-
-def test_what_makes_room_while_it_is_being_forgotten_counts_as_forgotten(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    shelf.store(keys("old", 64))
-    removal = begin(removals, shelf.namespace)
-    shelf.store(keys("new", 5))
-    assert (shelf.index.evicted, removal.removed) == (0, 5)
-    finish(removals)
-    assert removal.removed == 64 and shelf.matched(keys("new", 5)) == 5
-
-
-# -- clearing
-
-
-def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order(shelf: Shelf) -> None:
-    removals = Removals(shelf.index, step_chunks=1)
-    chain = keys("c", 5)
-    shelf.store(chain)
-    chunks = shelf.namespace.chunks
-    for key in chain[:4]:
-        chunks[key] = chunks.pop(key)  # as a server finds them that has taken over an arena
-    removal = begin(removals, shelf.namespace, hides=False)
-    finish(removals)
-    assert removal.removed == 5 and not shelf.index.chunks
-
 
 # -- as the depot does it
 
@@ -128,7 +48,7 @@ def test_forgetting_is_answered_when_it_is_through_and_lookups_are_answered_mean
         assert desk.answers[found] == 0
         desk.expire()
         turns += 1
-    assert turns == 4 and desk.answers[asked] == {"memory": 5}
+    assert turns == 5 and desk.answers[asked] == {"memory": 5}
     assert desk.depot.next_deadline() > 0.0
     assert desk.depot.counters["forgotten_chunks"] == 5
 
@@ -143,53 +63,13 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
         assert desk.depot.next_deadline() == 0.0
         desk.expire()
         turns += 1
-    assert turns == 4
+    assert turns == 5
     size = (desk.index.allocator.capacity - desk.index.allocator.free_bytes) // 5
     assert desk.answers[asked] == [2, 2 * size]
     assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
     assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
     assert desk.ask(b"one", lookup(chain)) == 3
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
-
-
-def test_clearing_is_answered_when_it_is_through(desk: Desk) -> None:
-    desk.ask(b"one", store(prompt("a", 3)))
-    asked = desk.send(b"one", wire.Clear())
-    desk.expire()
-    assert asked not in desk.answers
-    desk.settle()
-    assert desk.answers[asked] is None and desk.index.chunks == 0
-    assert desk.depot.counters["cleared_chunks"] == 3
-
-
-def test_who_has_pinned_what_is_forgotten_gets_none_of_it_before_it_has_gone(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    desk.ask(b"one", store(chain))
-    desk.ask(b"one", lookup(chain))
-    under_way = desk.send(b"one", retrieve(chain))
-    asked = desk.send(b"one", wire.Forget())
-    late = desk.send(b"one", retrieve(chain, blocks=list(range(8, 16))))
-    assert desk.answers[late] == [False] * 4
-    for task in list(desk.tasks):
-        desk.finish(task)
-    assert desk.answers[under_way] == [False] * 4 and asked not in desk.answers
-    desk.settle()
-    assert desk.answers[asked] == {"memory": 4}
-
-
-def test_a_store_that_began_before_it_is_discarded_and_one_after_it_is_kept(desk: Desk) -> None:
-    desk.ask(b"one", store(prompt("a", 4)))
-    before = desk.send(b"one", store(prompt("b", 2)))
-    asked = desk.send(b"one", wire.Forget())
-    after = desk.send(b"one", store(prompt("a", 2), blocks=[8, 9, 10, 11]))
-    for task in list(desk.tasks):
-        desk.finish(task)
-    assert asked not in desk.answers
-    assert (desk.answers[before], desk.answers[after]) == (False, True)
-    desk.settle()
-    assert desk.ask(b"one", lookup(prompt("a", 4), "r1")) == 2
-    assert desk.ask(b"one", lookup(prompt("b", 2), "r2")) == 0
-    desk.index.validate()
 
 
 def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk) -> None:
@@ -233,23 +113,6 @@ def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
 # -- with tiers
 
 
-def test_what_waits_to_be_saved_when_it_is_forgotten_is_not_saved_though_it_is_still_there() -> None:
-    tier = MemoryTier()
-    host = new_host(("disk:///d?threads=1", tier))
-    host.depot.removals.step_chunks = 1
-    chain = prompt("a", 4)
-    host.ask(b"one", store(chain))
-    host.ask(b"one", store(prompt("b", 4)))
-    assert host.kinds() == ["Save"]
-    asked = host.send(b"one", wire.Forget())
-    while host.tier_tasks:
-        host.work()
-    assert asked not in host.answers and host.depot.removals and not tier.objects
-    host.rest()
-    assert host.answers[asked]["memory"] == 8 and not tier.objects
-    assert host.find(b"one", look(chain)) == 0
-
-
 def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> None:
     tier = MemoryTier()
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
@@ -265,24 +128,6 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
     host.rest()
     assert host.answers[asked] == {"memory": 14, "disk:///d": 0}
     assert host.find(b"one", look(prompt("b", 6))) == 6
-
-
-def test_what_arrives_from_a_tier_while_it_is_being_forgotten_is_dropped() -> None:
-    tier = MemoryTier()
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 4)
-    here.find(b"one", store(chain))
-    there.depot.removals.step_chunks = 1
-    there.find(b"one", store(prompt("o", 4)))
-    found = there.send(b"one", look(chain))
-    there.work()
-    assert there.kinds() == ["Load"]
-    asked = there.send(b"one", wire.Forget())
-    there.work()
-    assert there.answers[found] == 0 and there.depot.removals
-    there.rest()
-    assert there.answers[asked]["memory"] == 4 and there.index.chunks == 0
-    there.assert_quiet()
 
 
 def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> None:
@@ -323,7 +168,7 @@ class RemovalMachine(RuleBasedStateMachine):
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
         self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy])
-        self.removals = Removals(self.index, step)
+        self.removals = Steps(self.index, step)
         self.heard = Heard()
         self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
@@ -334,7 +179,6 @@ class RemovalMachine(RuleBasedStateMachine):
         self.kept: dict[tuple[int, bytes], Kept] = {}
         self.open: list[tuple[Kept, int]] = []  # reservations that are under way
         self.pinned: list[list[Chunk]] = []
-        self.clearing: list[tuple[Removal, set[int]]] = []  # and what it may take
 
     # -- storing
 
@@ -415,8 +259,9 @@ class RemovalMachine(RuleBasedStateMachine):
     def evict(self) -> None:
         victim = self.index.accounts.victim(None, 0)
         if victim is not None:
+            evicted, is_counted = self.index.evicted, not is_forgotten(victim)
             self.index.remove(victim, Reason.EVICTED)
-            assert victim.gone
+            assert victim.gone and self.index.evicted - evicted == is_counted, "what is forgotten is not evicted"
             self.forget_what_is_gone()
 
     # -- removing
@@ -424,7 +269,7 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(places=st.sampled_from([(0,), (1,), (0, 1)]), salt=st.sampled_from([None, *SALTS[1:]]))
     def forget(self, places: tuple[int, ...], salt: bytes | None) -> None:
         if len(self.removals) < 16:
-            begin(self.removals, *(self.namespaces[place] for place in places), salt=salt)
+            self.removals.forget([self.namespaces[place] for place in places], salt)
             for kept in self.kept.values():
                 if kept.place in places and salt in (None, kept.salt):
                     kept.forgotten = True
@@ -432,15 +277,13 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(places=st.sampled_from([(0,), (0, 1)]))
     def clear(self, places: tuple[int, ...]) -> None:
         if len(self.removals) < 16:
-            removal = begin(self.removals, *(self.namespaces[place] for place in places), hides=False)
-            self.clearing.append((removal, {id(kept) for kept in self.kept.values() if kept.place in places}))
+            self.removals.clear([self.namespaces[place] for place in places])
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.removals.step()
             self.forget_what_is_gone()
-        self.clearing = [item for item in self.clearing if item[0] in self.removals._under_way]
 
     def forget_what_is_gone(self) -> None:
         """What has gone was forgotten, or may have been cleared or evicted: nothing needed it."""
@@ -483,11 +326,11 @@ class RemovalMachine(RuleBasedStateMachine):
             self.seal(kept, rank)
         for held in self.pinned:
             self.index.release(held)
-        finish(self.removals)
+        self.removals.finish()
         for namespace in self.namespaces:
             namespace.live = 0
-        begin(self.removals, *self.namespaces, hides=False)
-        finish(self.removals)
+        self.removals.clear(self.namespaces)
+        self.removals.finish()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         self.heard.notice(self.index.take_events(), 0.0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
@@ -496,51 +339,3 @@ class RemovalMachine(RuleBasedStateMachine):
 
 TestRemovalMachine = RemovalMachine.TestCase
 TestRemovalMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
-
-
-# -- a real server
-
-
-_MANY = 100_000
-
-
-@pytest.mark.faults
-def test_a_server_that_forgets_a_hundred_thousand_chunks_answers_lookups_all_the_while(start_depot: StartDepot) -> None:
-    depot = start_depot("--max-rate", "10000000", arena_mib=512)
-    tensors = SHM / f"kvtest-{secrets.token_hex(6)}"
-    tensors.write_bytes(bytes(1000 * 512))
-    tensors.chmod(0o600)
-    one, two = (MessageQueueClient(depot.url, depot.context) for _ in range(2))
-    try:
-        layout = Layout([Mapping(tensors.name, 1000 * 512)], [Segment(0, 0, 512, 512)], 1000, bytes(32))
-        assert one.ask(wire.Register(1, layout)).result(HANG_S) is None
-
-        def fill(model: str, count: int) -> bytes:
-            """Store chunks of one prompt, a block each; their keys."""
-            hashes = secrets.token_bytes(HASH_BYTES * count)
-            blocks = np.arange(count, dtype="<u4").tobytes()
-            part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, blocks, 0)
-            assert one.ask(wire.Store(1, 1, [part])).result(HANG_S) is True
-            return hashes
-
-        def found(model: str, hashes: bytes) -> int:
-            return int(two.ask(wire.Lookup(model, 1, 1, model, 1, hashes)).result(HANG_S))
-
-        for _ in range(_MANY // 1000 - 1):
-            fill("much", 1000)
-        gone, kept = fill("much", 1000)[:HASH_BYTES], fill("little", 1)
-        assert found("much", gone) == found("little", kept) == 1
-        forgotten = one.ask(wire.Forget("much"))
-        meanwhile = []
-        while not forgotten.query():
-            meanwhile.append(found("much", gone))
-            assert found("little", kept) == 1
-        assert forgotten.result(0.0) == {"memory": _MANY}
-        # A step removes 256: a server that stopped for them all would have answered one or two.
-        assert len(meanwhile) > 50
-        assert not any(meanwhile[meanwhile.index(0) :]), "what was forgotten was found again"
-        assert depot.status()["chunks"] == 1
-    finally:
-        one.close()
-        two.close()
-        tensors.unlink()

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import matching
 from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, is_hidden
@@ -20,7 +19,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
-from tests.core.shelf import Path, Shelf, keys, prompt, reserve, reserve_one
+from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve, reserve_one
 
 # -- the model
 
@@ -98,7 +97,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.rack = Rack(reaches, pages, world_size, policy)
         self.index = self.rack.index
         self.model = Model(reaches, world_size)
-        self.removals = Removals(self.index, step_chunks=2)
+        self.removals = Steps(self.index, 2)
         self.pinned: list[tuple[list[Part], list[Chunk]]] = []
 
     def drop_gone(self, protected: set[Part]) -> list[Part]:
@@ -272,7 +271,7 @@ class GroupsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.removals) < 2)
     @rule()
     def forget_all(self) -> None:
-        self.removals.begin(self.rack.namespaces, None, hides=True)
+        self.removals.forget(self.rack.namespaces)
         for part in self.model.parts.values():
             self.hide(part)
 
@@ -413,15 +412,6 @@ def test_a_part_whose_unbounded_one_failed_to_arrive_stays_and_serves_once_that_
 # -- forgetting and ages
 
 
-def finish(removals: Removals) -> int:
-    """Steps that it took."""
-    steps = 0
-    while removals:
-        removals.step()
-        steps += 1
-    return steps
-
-
 def test_only_the_parts_of_one_salt_are_forgotten() -> None:
     rack, mine, theirs = Rack((0, 1)), keys("mine", 2), keys("theirs", 2)
     for chain, salt in ((mine, b"s" * 16), (theirs, b"t" * 16)):
@@ -430,9 +420,9 @@ def test_only_the_parts_of_one_salt_are_forgotten() -> None:
                 chunk = rack.reserve(group, chain, number, salt=salt)
                 assert chunk is not None
                 rack.index.seal(chunk, 0)
-    removals = Removals(rack.index)
-    removal = removals.begin(rack.namespaces, b"s" * 16, hides=True)
-    finish(removals)
+    removals = Steps(rack.index, 1)
+    removal = removals.forget(rack.namespaces, b"s" * 16)
+    removals.finish()
     assert removal.removed == 4
     assert (rack.boundary(mine), rack.boundary(theirs)) == (0, 2)
 

@@ -21,7 +21,6 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import KINDS
-from kvdepot.protocol.quotas import shown_tag
 from kvdepot.tiers import parse
 from kvdepot.tiers.worker import Erased
 from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, shards, store
@@ -82,32 +81,6 @@ def test_what_is_leased_survives_a_flood_and_what_is_not_does_not(desk: Desk) ->
     assert desk.ask(blue, wire.EndLease("l")) is False
 
 
-def test_names_belong_to_tenants_and_a_newer_lease_replaces_the_one_of_its_name(desk: Desk) -> None:
-    blue, red = engine(desk, "blue"), engine(desk, "red")
-    first, second = prompt("a", 2), prompt("b", 3)
-    for client in (blue, red):
-        desk.ask(client, store(first))
-        desk.ask(client, store(second))
-        desk.ask(client, lease(first))
-    assert desk.ask(red, lease(second)) == 3
-    assert desk.ask(red, wire.EndLease("l")) is True
-    assert names(desk, "blue") == {"l"} and not names(desk, "red")
-    assert desk.depot.leases.totals("") == (1, 2 * PAGE)
-
-
-def test_a_lease_outlives_its_client_and_ends_with_its_time(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 3)
-    desk.ask(blue, store(chain))
-    desk.ask(blue, lease(chain, ttl_s=10))
-    desk.die(blue)
-    desk.tick(9.0, 1009.0)
-    assert names(desk) == {"l"} and desk.index.held == 1
-    desk.tick(10.0, 1010.0)
-    assert names(desk) == set() and desk.index.held == 0
-    desk.assert_empty()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -137,20 +110,6 @@ def test_leases_beyond_the_most_are_refused_and_counted_but_names_can_be_replace
     assert desk.ask(blue, lease(chain, "7")) == 1
 
 
-def test_a_lease_of_expired_chunks_leaves_no_counts_behind() -> None:
-    """Its end removes the chunks, and new ones may get their id()."""
-    desk = Desk(pages=32, settings={"ttl_s": 100})
-    desk.tick(0.0, 1000.0)
-    blue = engine(desk, "blue")
-    desk.ask(blue, store(prompt("a", 3)))
-    desk.ask(blue, lease(prompt("a", 3)))
-    desk.tick(200.0, 1200.0)
-    assert desk.index.chunks == 3, "they are hidden, and held"
-    desk.ask(blue, wire.EndLease("l"))
-    leases = desk.depot.leases
-    assert (desk.index.chunks, leases._protected, leases._holds) == (0, {}, {})
-
-
 def test_counters_say_what_leases_held_for_how_long_and_what_lookups_found_of_it(desk: Desk) -> None:
     blue = engine(desk, "blue")
     chain = prompt("a", 4)
@@ -171,17 +130,6 @@ def test_counters_say_what_leases_held_for_how_long_and_what_lookups_found_of_it
 
 
 # -- growth
-
-
-def test_a_lease_grows_with_chunks_that_are_stored_after_it_began(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 6)
-    desk.ask(blue, store(chain, end=2))
-    assert desk.ask(blue, lease(chain)) == 2
-    desk.ask(blue, store(chain, first=2, end=6))
-    assert desk.depot.leases.listed("", 0.0)[0].chunks == 6
-    fill(desk, blue, 40)
-    assert has(desk, blue, chain) == 6
 
 
 def test_a_lease_of_a_prompt_that_nobody_has_stored_yet_waits_for_a_minute(desk: Desk) -> None:
@@ -209,34 +157,15 @@ def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk
 # -- the budget
 
 
-def test_a_lease_beyond_the_budget_ends_own_leases_that_have_an_end_the_lowest_priority_first(desk: Desk) -> None:
+def test_a_lease_that_finds_no_room_is_refused_and_ends_no_other(desk: Desk) -> None:
     blue = engine(desk, "blue")
-    chains = {name: prompt(name, 4) for name in ("forever", "low", "old", "new")}
-    for name, priority, ttl_s in (("forever", 0, 0), ("low", 10, 60), ("old", 50, 60), ("new", 50, 60)):
-        desk.ask(blue, store(chains[name]))
-        assert desk.ask(blue, lease(chains[name], name, priority=priority, ttl_s=ttl_s)) == 4
-    other = prompt("other", 8)
-    desk.ask(blue, store(other))
-    assert isinstance(desk.ask(blue, lease(other, "weak", priority=9, ttl_s=60)), Busy)
-    assert names(desk) == set(chains), "a refused lease changes nothing"
-    assert desk.ask(blue, lease(other, "strong", priority=50)) == 8
-    assert names(desk) == {"forever", "new", "strong"}
-    assert isinstance(desk.ask(blue, lease(prompt("low", 4), "more", priority=40)), Busy | int)
-    assert desk.depot.leases.bytes <= 16 * PAGE
-
-
-def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
-    for name, ttl_s in (("forever", 0), ("timed", 60), ("later", 90)):
-        desk.ask(blue, store(prompt(name, 5)))
-        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s)) == 5
-    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 26)))
-    assert names(desk) == {"forever", "later"} and desk.depot.leases.bytes == 10 * PAGE
-    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 14)))
-    assert names(desk) == {"forever"}
-    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 8)))
-    assert not names(desk) and desk.index.held == 0
+    desk.ask(blue, store(prompt("first", 12)))
+    desk.ask(blue, store(prompt("second", 8)))
+    assert desk.ask(blue, lease(prompt("first", 12), "first", ttl_s=60, priority=0)) == 12
+    refused = desk.ask(blue, lease(prompt("second", 8), "second", priority=100))
+    assert isinstance(refused, Busy) and f"leases hold {12 * PAGE} of the {16 * PAGE}" in str(refused)
+    assert names(desk) == {"first"} and desk.depot.counters["leases_refused"] == 1
+    assert desk.ask(blue, lease(prompt("second", 8), "first")) == 8, "it replaces the one of its name"
 
 
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +192,9 @@ def test_a_refused_lease_loses_no_reply_to_one_of_its_name_that_waits(
     waiting = desk.send(blue, lease(chain, "n"))
     assert waiting not in desk.answers
     refused = desk.send(blue, lease(chain, "n", kind="expire", ttl_s=10))
-    assert isinstance(desk.answers[refused], Busy) and desk.answers[waiting] == 0
+    assert isinstance(desk.answers[refused], Busy) and waiting not in desk.answers
     desk.settle()
+    assert desk.answers[waiting] == 5
 
 
 def test_another_tenants_forget_ends_no_lease_of_chunks_that_have_expired() -> None:
@@ -318,7 +248,7 @@ def test_a_drop_of_a_prompt_with_windows_whose_trunk_has_expired_removes_both() 
 
 
 def test_while_too_much_is_being_dropped_more_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.core.dropping._MOST_HASHES", 2)
+    monkeypatch.setattr("kvdepot.core.forgetting._MOST_HASHES", 2)
     blue = engine(desk, "blue")
     chain = prompt("a", 3)
     desk.ask(blue, store(chain))
@@ -354,38 +284,6 @@ def test_a_lease_that_drops_removes_its_chunks_when_its_time_is_over(desk: Desk,
     desk.tick(5.0, 1005.0)
     desk.settle()
     assert desk.index.chunks == 0 and names(desk) == set()
-
-
-def test_a_lease_is_released_with_its_chunks_also_when_it_no_longer_keeps_hashes(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    one, two = branch("agents", 4, 1), branch("agents", 4, 2)
-    for number, chain in enumerate((one, two)):
-        desk.ask(blue, store(chain))
-        assert desk.ask(blue, lease(chain, f"{number}")) == 7
-    assert desk.ask(blue, wire.EndLease("0", drops=True)) is True
-    assert (has(desk, blue, one), has(desk, blue, two)) == (4, 7)
-    assert desk.ask(blue, wire.EndLease("1", drops=True)) is True
-    assert desk.index.chunks == 0
-
-
-def test_tiers_lose_what_is_dropped_and_a_chunk_being_saved_is_waited_for() -> None:
-    tier = MemoryTier()
-    host = new_host(tier)
-    chain = prompt("a", 4)
-    saving = host.send(b"one", store(chain))
-    while host.copies():
-        host.finish(host.copies()[0])
-    assert host.answers[saving] is True and "Save" in host.kinds()
-    asked = host.send(b"one", drop(chain))
-    assert asked not in host.answers, "a save would write it again"
-    host.work()
-    host.tick(1.0, 1001.0)
-    while asked not in host.answers or host.tier_tasks:
-        host.expire()
-        host.rest()
-    assert host.answers[asked] == 4 and "Erase" in [type(each).__name__ for each in host.done]
-    assert host.find(b"one", look(chain)) == 0
-    host.assert_quiet()
 
 
 def test_a_chunk_that_is_being_demoted_is_waited_for_and_its_tier_loses_it() -> None:
@@ -452,30 +350,6 @@ def salted(chain: ChunkChain, salt: bytes = b"") -> wire.Store:
     return wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])
 
 
-def test_a_lease_uses_the_budget_of_the_chunks_that_it_holds_whatever_salt_is_said() -> None:
-    desk = Desk(pages=64)
-    desk.hello(b"one")
-    desk.register(b"one")
-    desk.ask(b"one", wire.SetQuota("", pages(cap=8), _TAG))
-    assert desk.ask(b"one", salted(prompt("theirs", 8), _TAG))
-    for said in (_TAG, b""):
-        refused = desk.ask(b"one", lease(prompt("theirs", 8), salt=said))
-        assert isinstance(refused, Busy), "half of the cap is the budget"
-    assert desk.ask(b"one", salted(prompt("next", 1), _TAG)), "its salt can still store"
-
-
-def test_a_lease_of_others_chunks_does_not_use_the_floor_of_the_salt_that_is_said() -> None:
-    desk = Desk(pages=64)
-    desk.hello(b"one")
-    desk.register(b"one")
-    desk.ask(b"one", wire.SetQuota("", pages(floor=32), _TAG))
-    assert desk.ask(b"one", salted(prompt("r1", 32)))
-    assert isinstance(desk.ask(b"one", lease(prompt("r1", 32), "x", salt=_TAG)), Busy)
-    desk.ask(b"one", lease(prompt("r1", 16), "y", salt=_TAG))
-    assert desk.ask(b"one", salted(prompt("mine", 32), _TAG)), "its floor holds"
-    assert {each.salt: each.chunks for each in desk.depot.status().tenants}[shown_tag(_TAG)] == 32
-
-
 _TAG = salt_tag("user")
 _QUOTAS = [("blue", b""), ("red", b""), ("blue", _TAG), ("", _TAG)]
 
@@ -505,12 +379,6 @@ class LeaseMachine(RuleBasedStateMachine):
     def store(self, tenant: str, name: str, chunks: int) -> None:
         salted = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt_of(name))
         self.desk.ask(self.clients[tenant], wire.Store(1, 1, [salted]))
-        growing = [(key, each) for key, each in self.model.items() if key[0] == tenant and each[0] == name]
-        for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
-            gone = self.model.pop(key)
-            grown = [each for other, each in growing if other != key and gone[3] <= each[3]]
-            assert gone[2] < float("inf") and grown, "no lease that grew needed its room"
-            assert self.account(tenant, gone[0]) is self.account(tenant, name), "it gave up another account's room"
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
@@ -533,18 +401,30 @@ class LeaseMachine(RuleBasedStateMachine):
         self.expiring.pop((tenant, name), None)
         if kind == "expire":
             self.expiring[tenant, name] = chunks
-        for key in [key for key in self.model if key[0] == tenant and key[1] not in there]:
-            gone = self.model.pop(key)
-            assert gone[2] < float("inf") and gone[3] <= priority, "this lease need not make room"
-            assert self.account(tenant, gone[0]) is self.account(tenant, what), "it gave up another account's room"
+        assert there == {key[1] for key in self.model if key[0] == tenant}, "no other lease ends for it"
 
     def _names(self, tenant: str) -> set[str]:
         return set(self.desk.depot.leases._by_tenant.get(tenant, {}))
 
     @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), drops=st.booleans())
     def end(self, tenant: str, name: str, drops: bool) -> None:
-        was_there = self.model.pop((tenant, name), None) is not None
-        assert self.desk.ask(self.clients[tenant], wire.EndLease(name, drops)) is was_there
+        lease = self.desk.depot.leases._by_tenant.get(tenant, {}).get(name)
+        ended, client = self.model.pop((tenant, name), None), self.clients[tenant]
+        self.expiring.pop((tenant, name), None)
+        before = 0 if ended is None else has(self.desk, client, prompt(ended[0], 6))
+        keys = 0 if lease is None else len(lease.keys()) // 32
+        assert self.desk.ask(client, wire.EndLease(name, drops)) is (ended is not None)
+        self.desk.settle()
+        if ended is not None:
+            left = has(self.desk, client, prompt(ended[0], 6))
+            is_whole = drops and keys >= before
+            assert left == (self._held(tenant, ended[0]) if is_whole else before), "only a lease keeps what is dropped"
+
+    def _held(self, tenant: str, what: str) -> int:
+        """The chunks of a prompt that the leases left hold."""
+        leases = self.desk.depot.leases._by_tenant.get(tenant, {}).values()
+        first = bytes(prompt(what, 1).hashes)
+        return max((each.chunks for each in leases if each.keys()[:32] == first and each.holds), default=0)
 
     @rule(seconds=st.integers(1, 4))
     def wait(self, seconds: int) -> None:
@@ -556,14 +436,9 @@ class LeaseMachine(RuleBasedStateMachine):
         self.desk.settle()
         self.model = {key: each for key, each in self.model.items() if each[2] > now}
         for tenant, what, chunks in expired:
-            held = [
-                each.chunks
-                for each in self.desk.depot.leases._by_tenant.get(tenant, {}).values()
-                if bytes(each.keys())[:32] == bytes(prompt(what, 1).hashes) and each.holds
-            ]
             left = has(self.desk, self.clients[tenant], prompt(what, 6))
             if there[tenant, what, chunks] <= chunks:
-                assert left == max(held, default=0), "what has expired is gone, unless another lease holds it"
+                assert left == self._held(tenant, what), "what has expired is gone, unless another lease holds it"
         for tenant in _TENANTS:  # those that nobody stored end after a minute
             for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
                 assert self.model.pop(key)[1] == 0
@@ -571,10 +446,22 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(_QUOTAS), floor=st.sampled_from([0, 4, 8, None]), cap=st.sampled_from([0, 8, 16]))
     def quota(self, owner: tuple[str, bytes], floor: int | None, cap: int) -> None:
         quota = None if floor is None else pages(floor, cap)
+        held = [each for each in self.desk.depot.leases._all() if each.held]
         if self.desk.ask(b"admin", wire.SetQuota(owner[0], quota, owner[1])) is None:
             self.floors[owner] = floor or 0
-        for key in [key for key in self.model if key[1] not in self._names(key[0])]:
-            del self.model[key]
+        ended: set[Account] = set()
+        for lease in sorted(
+            held, key=lambda each: (not each.request.ttl_s, each.request.priority, each.number), reverse=True
+        ):
+            key, account = (
+                (lease.tenant, lease.request.name),
+                self.account(lease.tenant, self.model[lease.tenant, lease.request.name][0]),
+            )
+            if key[1] in self._names(key[0]):
+                assert account not in ended, "those without an end, and of high priority, end last"
+            else:
+                ended.add(account)
+                del self.model[key]
 
     @invariant()
     def agrees(self) -> None:
@@ -588,13 +475,19 @@ class LeaseMachine(RuleBasedStateMachine):
             held[account] = held.get(account, 0) + leases._by_tenant[tenant][name].held
             assert leases._by_tenant[tenant][name].held >= chunks * PAGE
         assert {(t, n) for t, each in leases._by_tenant.items() for n in each} == set(self.model)
+        for lease in () if leases._due else leases._growing:
+            there = has(
+                self.desk, self.clients[lease.tenant], prompt(self.model[lease.tenant, lease.request.name][0], 6)
+            )
+            assert lease.chunks == min(there, len(lease.hashes) // 32), "it has grown with what was stored"
         protected: Counter[int] = Counter()
         for top, _ in (each for lease in leases._all() for each in lease.tops):
             chunk: Chunk | None = top
             while chunk is not None:
                 protected[id(chunk)] += 1
                 chunk = chunk.parent
-        assert leases._protected == protected
+        for namespace in self.desk.index.namespaces.all():
+            assert all(each.leases == protected[id(each)] for each in namespace.chunks.values())
         above_all = 0
         floors = sum(self.floors.values()) * PAGE
         half = (_ARENA * PAGE - floors) // 2

@@ -3,8 +3,6 @@ in test_index.py."""
 
 from __future__ import annotations
 
-import itertools
-from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.prefixes import ChunkStatus, Prefix
-from tests.core.desk import Desk, group_stores, lookup, prompt, store
-from tests.core.groups import BLOCKS, Reaches
+from tests.core.desk import Desk, group_stores, lookup, store
+from tests.core.groups import BLOCKS
 
 
 def chain(name: str, *ids: int) -> ChunkChain:
@@ -57,14 +55,6 @@ def slow(desk: Desk) -> Desk:
     return desk
 
 
-def test_prompts_that_begin_with_the_same_chunk_are_one_family(desk: Desk) -> None:
-    for ids in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6)):
-        desk.ask(b"one", store(chain("chat", *ids)))
-    (found,) = ask(desk)
-    first, shared = (chain("chat", *ids).hashes[-32:].hex() for ids in ((1,), (1, 2)))
-    assert found == Prefix("", "m", shared, 2, 6, 3, 6 * PAGE, 0, 0, 0.0, 0.0, first)
-
-
 def test_lookups_that_find_some_of_a_family_are_its_hits(desk: Desk) -> None:
     desk.ask(b"one", store(chain("chat", 1, 2, 3)))
     desk.tick(101.0, 1060.0)
@@ -93,15 +83,6 @@ def test_families_are_sorted_and_only_the_first_are_told(desk: Desk, sort: str, 
     assert [each.hash for each in ask(desk, sort=sort, most=2)] == hashes[:2]
 
 
-def test_only_models_with_a_prefix_are_listed(desk: Desk) -> None:
-    desk.register(b"one", 2, fingerprint=b"g" * 32)
-    desk.ask(b"one", store(chain("a", 1)))
-    desk.ask(b"one", store(chain("b", 1), 2, model="other"))
-    assert {each.model for each in ask(desk)} == {"m", "other"}
-    assert [each.model for each in ask(desk, model="oth")] == ["other"]
-    assert ask(desk, model="x") == []
-
-
 def test_a_tenant_sees_its_own_families_alone_and_a_client_without_one_sees_all() -> None:
     desk = Desk(settings={"keys": "/nowhere"})
     for client in (b"red", b"blue", b""):
@@ -111,29 +92,6 @@ def test_a_tenant_sees_its_own_families_alone_and_a_client_without_one_sees_all(
     assert [each.tenant for each in ask(desk, b"red")] == ["red"]
     assert [each.tenant for each in ask(desk, b"blue")] == ["blue"]
     assert sorted(each.tenant for each in ask(desk, b"none")) == ["", "blue", "red"]
-
-
-def test_what_is_being_forgotten_is_not_listed(desk: Desk) -> None:
-    desk.ask(b"one", store(prompt("a", 3)))
-    desk.ask(b"one", lookup(prompt("a", 3)))  # so that it stays until its session ends
-    desk.ask(b"one", wire.Forget())
-    assert desk.index.chunks == 3 and ask(desk) == []
-
-
-@pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (0, 0, 1)])
-def test_a_model_with_several_groups_counts_tokens_once_and_the_bytes_of_all(reaches: Reaches) -> None:
-    desk = Desk(pages=256)
-    desk.hello(b"one")
-    desk.register_groups(reaches, chunk_tokens=4)
-    prompts = [chain("chat", 1, 2, 3), chain("chat", 1, 2, 4)]
-    for each in prompts:
-        for request in sorted(group_stores(reaches, each), key=lambda request: reaches[request.instance - 1] > 0):
-            desk.ask(b"one", request)
-    used = desk.index.allocator.capacity - desk.index.allocator.free_bytes
-    (found,) = ask(desk)
-    assert (found.hash, found.shared_tokens) == (chain("chat", 1, 2).hashes[-32:].hex(), 8)
-    assert (found.tokens, found.prompts, found.bytes) == (16, 2, used)
-    desk.index.validate()
 
 
 def test_a_list_is_made_in_steps_between_which_others_are_served(slow: Desk) -> None:
@@ -194,35 +152,6 @@ def test_a_client_that_asks_for_many_lists_is_refused_and_others_are_not(slow: D
     assert len(told(slow, late)) == 20
 
 
-def test_clients_are_served_in_turn(slow: Desk) -> None:
-    """A short list does not wait for the long ones that others have asked for."""
-    slow.hello(b"two")
-    for number in range(20):
-        slow.ask(b"one", store(chain(f"p{number}", 1)))
-    long = [slow.send(b"one", wire.Prefixes()) for _ in range(2)]
-    short = slow.send(b"two", wire.Inspect(hashes=bytes(chain("p0", 1).hashes)))
-    while short not in slow.answers:
-        slow.expire()
-    assert not slow.answers.keys() & set(long)
-    slow.settle()
-    assert list(slow.answers)[-2:] == long
-
-
-def test_one_list_of_prefixes_is_made_at_a_time_and_the_others_wait_in_order(slow: Desk) -> None:
-    """Each takes memory for every chunk."""
-    clients = [b"one", b"two", b"three"]
-    for number in range(20):
-        slow.ask(b"one", store(chain(f"p{number}", 1)))
-    for each in clients[1:]:
-        slow.hello(each)
-    asked = [slow.send(each, wire.Prefixes()) for each in clients]
-    made = [each.answer for queue in slow.depot.lists._queues.values() for each in queue]
-    while slow.depot.lists:
-        slow.expire()
-        assert [getgeneratorstate(each) for each in made].count(GEN_SUSPENDED) <= 1
-    assert list(slow.answers)[-3:] == asked
-
-
 def test_lists_are_refused_at_shutdown_which_they_would_delay(slow: Desk) -> None:
     for number in range(20):
         slow.ask(b"one", store(chain(f"p{number}", 1)))
@@ -277,33 +206,11 @@ def test_the_chunks_of_a_prompt_are_told_with_what_holds_them(desk: Desk) -> Non
     asked = chain("a", 1, 2, 3, 4)
     found = inspect(desk, hashes=bytes(asked.hashes))
     assert [(each.hash, each.position, each.state, each.held, each.leased) for each in found] == [
-        (asked.hashes[32 * at : 32 * at + 32].hex(), at + 1, "ready", int(at == 1), int(at == 2)) for at in range(3)
+        (asked.hashes[32 * at : 32 * at + 32].hex(), at + 1, "ready", int(at >= 1), 1) for at in range(3)
     ]
     assert {(each.bytes, each.age_s, each.group, each.chunk_tokens, each.model) for each in found} == {
         (PAGE, 30.0, 0, 1, "m")
     }
-
-
-def test_a_chunk_is_found_by_the_beginning_of_its_hash_with_all_before_it(desk: Desk) -> None:
-    stored = chain("a", 1, 2, 3)
-    desk.ask(b"one", store(stored))
-    desk.ask(b"one", store(chain("b", 1)))
-    found = inspect(desk, end=bytes(stored.hashes[32:40]))
-    assert [each.position for each in found] == [1, 2]
-    assert found == inspect(desk, hashes=bytes(stored.hashes[:64]))
-    assert inspect(desk, end=b"\0" * 8) == []
-
-
-def test_the_beginning_of_several_hashes_is_refused(desk: Desk) -> None:
-    ends: dict[bytes, bytes] = {}
-    for number in itertools.count():  # two prompts whose hashes begin with the same three bytes
-        key = bytes(chain("a", number).hashes)
-        if ends.setdefault(key[:3], key) != key:
-            break
-    for each in (number, next(i for i in range(number) if bytes(chain("a", i).hashes)[:3] == key[:3])):
-        desk.ask(b"one", store(chain("a", each)))
-    assert isinstance(desk.ask(b"one", wire.Inspect(end=key[:3])), BadRequest)
-    assert [each.hash for each in inspect(desk, end=key)] == [key.hex()]
 
 
 def test_parts_of_all_groups_are_told_and_chunks_that_are_being_stored(desk: Desk) -> None:
@@ -353,36 +260,9 @@ def test_the_end_of_a_prompt_is_told_without_its_beginning(desk: Desk, monkeypat
     desk.ask(b"one", store(stored))
     end = bytes(stored.hashes[-32:])
     assert [each.position for each in inspect(desk, end=end, most=4)] == [6, 7, 8, 9]
-    assert [each.position for each in inspect(desk, end=bytes(stored.hashes[32:40]), most=6)] == [1, 2]
     assert isinstance(desk.ask(b"one", wire.Inspect(end=end)), BadRequest)
     for refused in (wire.Inspect(end=end, most=-1), wire.Inspect(hashes=end, most=1)):
         assert isinstance(desk.ask(b"one", refused), BadRequest)
-
-
-def test_the_beginning_of_a_hash_is_not_searched_among_too_many_chunks(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would be listed in one step, which delays others."""
-    monkeypatch.setattr(lists_module, "MOST_SEARCHED", 3)
-    desk.register(b"one", 2, fingerprint=b"g" * 32)
-    stored = chain("a", *range(4))
-    desk.ask(b"one", store(stored, end=3))
-    desk.ask(b"one", store(stored, 2, end=3, model="other"))
-    end = bytes(stored.hashes[64:96])
-    assert len(inspect(desk, end=end[:8])) == 6, "no model has more"
-    desk.ask(b"one", store(stored, 2, first=3, model="other", ticket=9))
-    refused = desk.ask(b"one", wire.Inspect(end=end[:8]))
-    assert isinstance(refused, BadRequest) and "give the whole hash, as `kvdepot ls --long` shows it" in str(refused)
-    assert len(inspect(desk, end=end)) == 6
-    assert len(inspect(desk, model="m", end=end[:8])) == 3
-
-
-def test_a_whole_hash_is_found_without_a_search(desk: Desk) -> None:
-    for number in range(30):
-        desk.ask(b"one", store(chain(f"p{number}", 1)))
-    key = bytes(chain("p3", 1).hashes)
-    assert steps_of(desk, wire.Inspect(end=key), step=1) < 5 < steps_of(desk, wire.Inspect(end=key[:31]), step=1)
-    assert inspect(desk, end=key) == inspect(desk, end=key[:31]) != []
 
 
 def test_hashes_that_memory_lacks_are_passed_many_in_a_step(desk: Desk) -> None:
@@ -390,21 +270,6 @@ def test_hashes_that_memory_lacks_are_passed_many_in_a_step(desk: Desk) -> None:
     lacking, known = (wire.Inspect(hashes=bytes(chain(each, *range(64)).hashes)) for each in ("lacking", "a"))
     assert steps_of(desk, lacking, step=64) == 2
     assert steps_of(desk, known, step=64) == 3, "what is told takes longer than what is only looked at"
-
-
-def test_an_inspection_counts_as_many_requests_as_it_looks_at_parts() -> None:
-    desk = Desk(pages=64, settings={"keys": "/nowhere"})
-    for client in (b"red", b"blue"):
-        desk.hello(client, user=client.decode())
-    for number in range(8):
-        desk.register(b"red", number + 1, fingerprint=bytes([number]) * 32)
-        desk.ask(b"red", store(chain("a", 1), number + 1, model=f"m{number}"))
-    request, lists = wire.Inspect(hashes=bytes(range(256)) * 8 * 256), desk.depot.lists
-    each = 16384 // 128
-    assert lists.cost(request) == lists.cost(request, "red") == 4 + 8 * each
-    assert lists.cost(wire.Inspect("m3", request.hashes)) == 4 + each
-    assert lists.cost(request, "blue") == 4
-    assert lists.cost(wire.Inspect(end=bytes(32))) == lists.cost(wire.Inspect(end=bytes(8))) == 4
 
 
 def test_a_tenant_inspects_its_own_chunks_alone() -> None:
@@ -415,12 +280,12 @@ def test_a_tenant_inspects_its_own_chunks_alone() -> None:
     desk.ask(b"red", store(chain("a", 1)))
     key = bytes(chain("a", 1).hashes)
     assert len(inspect(desk, b"red", hashes=key)) == len(inspect(desk, b"red", end=key)) == 1
-    assert inspect(desk, b"blue", hashes=key) == inspect(desk, b"blue", end=key[:4]) == []
+    assert inspect(desk, b"blue", hashes=key) == inspect(desk, b"blue", end=key) == []
 
 
 def test_an_inspection_that_says_not_what_is_refused(desk: Desk) -> None:
     for request in (
-        wire.Inspect(), wire.Inspect(hashes=bytes(31)), wire.Inspect(end=b"12"), wire.Inspect(end=bytes(33)),
+        wire.Inspect(), wire.Inspect(hashes=bytes(31)), wire.Inspect(end=bytes(31)), wire.Inspect(end=bytes(33)),
         wire.Inspect(hashes=bytes(32), end=bytes(32)),
     ):  # fmt: skip
         assert isinstance(desk.ask(b"one", request), BadRequest)

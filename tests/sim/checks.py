@@ -339,7 +339,7 @@ class Checks:
             and not any(each.hiding for each in self.index.namespaces.all())
         )
         assert not len(self.depot.sessions._waiting), "lookups that wait for stores, and nobody stores"
-        waiting = self.depot.sessions._awaiting, self.depot.forgetting._removing, self.depot.forgetting._forgetting
+        waiting = self.depot.sessions._awaiting, self.depot.removals._ready, self.depot.removals._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
         assert not tiering.tier_lookups and not tiering._lookups._arrivals and not tiering.forgettings, tiering

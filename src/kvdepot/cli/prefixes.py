@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from string import hexdigits
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +13,7 @@ from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import clean, count, duration, print_tables, ranges, show, size
 from kvdepot.errors import ConfigError
-from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
+from kvdepot.protocol.prefixes import MOST_PREFIXES, SORTS
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kvdepot.protocol.prefixes import ChunkStatus
 
 __all__ = ["inspect", "ls"]
+
+_LEAST_DIGITS, _DIGITS = 6, 64
+"""Hexadecimal digits of the beginning of a hash, and of a whole one."""
 
 
 @click.command()
@@ -61,17 +65,18 @@ def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address,
 @options.server
 @options.as_json
 def inspect(prefix: str, source: options.PromptSource, is_long: bool, server: options.Address, as_json: bool) -> int:
-    """Show where the chunks of one prompt are: those up to the chunk HASH (or the beginning of its hash), or those of
-    the prompt that is given. For an id that `kvdepot ls` shows: the chunks that all prompts of that group share.
+    """Show where the chunks of one prompt are: those up to the chunk HASH, or those of the prompt that is given. For an
+    id that `kvdepot ls` shows, or its beginning: the chunks that all prompts of that group share.
 
     It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. Exit code 1 if memory has none of the chunks.
     """
     if sum(map(bool, (prefix, source.tokens, source.hashes))) != 1:
         raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
-    end = _digits(prefix) if prefix else b""
+    if prefix:
+        _check(prefix)
     with connect(server) as client:
-        found, numbers = _up_to(client, source.model, prefix, end) if prefix else _of_prompt(client, source)
+        found, numbers = _up_to(client, source.model, prefix.lower()) if prefix else _of_prompt(client, source)
     lacks = f"no chunk whose hash begins with {prefix}" if prefix else f"none of the prompt's {len(numbers)} chunks"
     if as_json or not found:
         show(as_json, {"chunks": len(numbers), "in_memory": found}, f"memory has {lacks}")
@@ -80,14 +85,16 @@ def inspect(prefix: str, source: options.PromptSource, is_long: bool, server: op
     return 0 if found else 1
 
 
-def _up_to(client: Client, model: str, prefix: str, end: bytes) -> tuple[list[ChunkStatus], dict[str, int]]:
+def _up_to(client: Client, model: str, prefix: str) -> tuple[list[ChunkStatus], dict[str, int]]:
     """The chunks in memory up to one with a hash, or of the group with that id; and the chunks' numbers by hash."""
     from kvdepot.client import admin
 
     families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
-    ends = [each.hash for each in families if each.id.startswith(prefix.lower())]
-    found = admin.inspect(client, model, end=bytes.fromhex(ends[0]) if len(ends) == 1 else end)
-    found = found if any(each.hash.startswith(prefix.lower()) for each in found) else []
+    ends = {each.hash for each in families if each.id.startswith(prefix) or each.hash.startswith(prefix)}
+    if len(ends) > 1:
+        raise ConfigError(f"several hashes that `kvdepot ls` shows begin with {prefix}: give more of it")
+    end = next(iter(ends), prefix)
+    found = admin.inspect(client, model, end=bytes.fromhex(end)) if len(end) == _DIGITS else []
     return found, {each.hash: each.position for each in found if each.position}
 
 
@@ -103,17 +110,13 @@ def _of_prompt(client: Client, source: options.PromptSource) -> tuple[list[Chunk
     return found, {each: number for number, each in enumerate(keys, 1)}
 
 
-def _digits(prefix: str) -> bytes:
-    """The whole bytes of a hash that its first digits name. Raises ConfigError."""
-    try:
-        if not prefix.isascii() or not 2 * LEAST_HASH <= len(prefix) <= 64:
-            raise ValueError
-        return bytes.fromhex(prefix[: len(prefix) // 2 * 2])
-    except ValueError:
+def _check(prefix: str) -> None:
+    """Raise ConfigError unless these can be the first digits of a hash."""
+    if not _LEAST_DIGITS <= len(prefix) <= _DIGITS or not set(prefix) <= set(hexdigits):
         raise ConfigError(
-            f"{clean(prefix)[:80]!r} is not a chunk's hash: give {2 * LEAST_HASH} to 64 hexadecimal digits, as "
-            "`kvdepot ls` shows them"
-        ) from None
+            f"{clean(prefix)[:80]!r} is not a chunk's hash: give {_DIGITS} hexadecimal digits, as `kvdepot ls --long` "
+            f"shows them, or {_LEAST_DIGITS} or more digits of an id that `kvdepot ls` shows"
+        )
 
 
 def _print(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:

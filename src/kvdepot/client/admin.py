@@ -249,9 +249,8 @@ def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b
     """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
 
     It asks for some chunks at a time, so a prompt may be of any length, and the answer mixes what was there meanwhile.
-    Raises BadRequest unless exactly one of `hashes` and `end` is given, if several chunks' hashes begin with `end`, or
-    if there are too many models or chunks to look at; Busy if too many ask at once; ProtocolError if the answer is not
-    of this version.
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if there are too many models or chunks;
+    Busy if too many ask at once; ProtocolError if the answer is not of this version.
     """
     if bool(hashes) == bool(end) or len(hashes) % HASH_BYTES:
         return _page(client, wire.Inspect(model, hashes, end))  # the server says what is wrong

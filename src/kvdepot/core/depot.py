@@ -16,9 +16,8 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
-from kvdepot.core.dropping import Drops
 from kvdepot.core.engines import Engines, client_figures
-from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
+from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.events import Listener
 from kvdepot.core.index.excess import expire, trim
@@ -73,13 +72,11 @@ class Depot:
         """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
         listeners: others that want to know what happens to chunks."""
         self.index = index
-        self.removals = Removals(index, step_chunks)
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
-        self.lists = Lists(index, self.tiering, self.leases.holds_of)
-        self.drops = Drops(index, self.tiering, self.counters, step_chunks)
+        self.lists = Lists(index, self.tiering)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
@@ -103,8 +100,8 @@ class Depot:
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(server or ServerFacts())
         self.engines = Engines(self.report.note)
-        self.forgetting = RemovalRequests(
-            config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
+        self.removals = Removals(
+            config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
         )
 
     def __repr__(self) -> str:
@@ -193,23 +190,23 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                return self.forgetting.clear(client, number, request)
+                return self.removals.clear(client, number, request, self.now)
             case wire.Lease():
                 if request.drops or request.kind == "expire":
-                    self.drops.refuse_many()
+                    self.removals.refuse_drops()
                 return self.sessions.lease(client, number, request, self.now)
             case wire.EndLease():
                 if request.drops:
-                    self.drops.refuse_many()
+                    self.removals.refuse_drops()
                 return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
             case wire.Drop():
-                return self.drops.ask(client, number, request, self.now)
+                return self.removals.drop(client, number, request, self.now)
             case wire.Leases():
                 value = self.leases.listed(client.tenant, self.now)
             case wire.Forget():
-                return self.forgetting.forget(client, number, request, self.now)
+                return self.removals.forget(client, number, request, self.now)
             case wire.Count():
-                return self.forgetting.count(client, number, request)
+                return self.removals.count(client, number, request, self.now)
             case wire.Prefixes():
                 return self.lists.prefixes(client, number, request, self.wall)
             case wire.Inspect():
@@ -238,7 +235,7 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self.drops or self.lists or self._is_behind:
+        if self.removals or self.lists or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
@@ -247,7 +244,7 @@ class Depot:
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.forgetting.step(), *self.drops.step(now), *self.lists.step(), *self.sessions.expire(now)]
+        actions = [*self.removals.step(now), *self.lists.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return self._publish(actions)
@@ -260,7 +257,7 @@ class Depot:
                 case TierLookup():
                     actions += self.sessions.answer(decision)
                 case Forgetting():
-                    actions += self.forgetting.answer(decision)
+                    actions += self.removals.answer(decision)
                 case _:
                     actions.append(decision)
         return actions
@@ -271,8 +268,8 @@ class Depot:
         self.report.wall = self.wall
         self.lifetimes.wall = self.wall
         for lease in self.leases.tick(now):
-            self.drops.begin(lease.tenant, lease.request, lease.hashes)
-        self.drops.retry()
+            self.removals.drop_leased(lease)
+        self.removals.tick()
         self.usages.tick(now)
         self._drop_excess()
         self.report.tick(now, self.counters, self.tiering.status(now))
@@ -306,18 +303,15 @@ class Depot:
     def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
         ended = self.leases.end(client.tenant, request.name, self.now)
         if ended is not None and request.drops:
-            self.drops.begin(ended.tenant, ended.request, ended.hashes)
+            self.removals.drop_leased(ended)
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer every list and every request that waits for stores or tiers."""
-        actions: list[Action] = []
-        while self.removals:
-            actions += self.forgetting.step()
-        actions += [*self.drops.stop(), *self.lists.stop()]
+        actions = [*self.removals.stop(), *self.lists.stop()]
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
-            actions += self.forgetting.answer(forgetting)
+            actions += self.removals.answer(forgetting)
         return self._publish(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:

@@ -1,163 +1,125 @@
-"""Handles Forget, Clear and Count: removes or counts chunks in memory, some at a time, and replies at the end.
+"""Requests that remove chunks from memory and tiers, or count them: Forget, Clear, Count and Drop. Decisions only.
 
-Called by core/depot.py on the deciding thread, which serves other requests between steps. No I/O or clock. Invariant:
-once a removal that `hides` begins, nobody gets a chunk that it covers, however long it takes; chunks stored later stay.
+Called by core/depot.py on the deciding thread, which serves other requests between steps. A removal is a generator that
+examines one chunk at a time, and `Removals` advances them one after the other. Forget, Clear and Count pass the chunks
+of namespaces, the newest first; a Drop passes one prompt's keys, the last first.
+
+Invariants: once a Forget begins, no client gets a chunk that it covers, however long it takes; chunks stored later
+stay. Each request is answered once, or its client has died.
 
 Each chunk carries the number of removals that had begun when it was created (`Chunk.generation`), and a removal covers
 only older chunks (`Scope`). So the index knows what is hidden without marking every chunk, and a covered chunk
 that blocks a store, or is evicted for one, is removed at once (`Index.remove_forgotten`).
+
+A Drop ends at the first chunk that is held, or that a chunk of another prompt follows. It waits for a chunk that is
+only being saved to a tier, since the save would write it again. Whether another prompt shares a chunk that only a tier
+has is not known here: chunks behind what memory has are removed too, except the first `keep` of the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_names, check_salt
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Chunk, Namespace, Scope, State, is_evictable, is_there
+from kvdepot.core.index.chunk import Namespace, Scope, State, is_evictable, is_there
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.leases import Leases
+from kvdepot.core.leases import Lease, Leases
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering.forgetting import MOST_FORGETTINGS, Forgetting, NotForgotten
+from kvdepot.core.tiering.forgetting import MOST_FORGETTINGS, Forgetting, NotForgotten, Unsaved
 from kvdepot.core.tiering.tiering import Tiering
-from kvdepot.errors import Busy
+from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.keys import tenant_salt
+from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.values import plural
 
-__all__ = ["STEP_CHUNKS", "Removal", "RemovalRequests", "Removals"]
+__all__ = ["STEP_CHUNKS", "Removals", "Work", "clear", "forget"]
 
 STEP_CHUNKS = 256
 """Chunks that one step examines, in one or two milliseconds."""
-_MOST = 16  # removals at a time
+_MOST = 16
+"""Forgets, Clears and Counts in progress."""
+_MOST_HASHES = 1 << 20
+"""Hashes of all drops in progress; with more, clients can ask for none, and begin no lease that ends with one."""
+_WAIT_S = 30.0
+"""The longest time that a drop waits for the saves of one chunk; then it ends there."""
+
+Work: TypeAlias = Generator[bool, None, int]
+"""Yields after each chunk whether it waits for a save; returns the number of chunks removed from memory."""
+
+
+class _Outcome(Enum):
+    """The outcome for the last chunk of a drop."""
+
+    REMOVED = "from memory"
+    ABSENT = "it was not in memory"
+    STAYS = "it is held, or another prompt's chunk follows it"
+    BEING_SAVED = "it can be removed once a tier has it"
 
 
 @dataclass(slots=True, eq=False)
-class Removal:
-    """One removal in progress. If it hides, held chunks are removed once released; otherwise held chunks stay, and so
-    do the chunks before them."""
+class _Removal:
+    """A request in progress. client: None for a lease that has ended. hashes: the number that a drop keeps."""
 
-    scope: Scope
-    counts: bool  # removes nothing: `removed` counts what a removal would remove
-    left: list[Chunk] = field(default_factory=list)  # still to examine, last one first
-    counted_bytes: int = 0  # if it only counts
+    client: Client | None
+    number: bytes
+    request: wire.Forget | wire.Clear | wire.Count | wire.Drop | wire.Lease
+    work: Generator[bool, None, object]
+    forgetting: Forgetting | None = None
+    hashes: int = 0
 
-    @property
-    def removed(self) -> int:
-        """Number of chunks removed, hidden or counted so far."""
-        return self.scope.removed
+    def reply(self, value: object) -> list[Action]:
+        client = self.client
+        return [] if client is None or client.dead else [Reply(client.identity, self.number, value)]
 
 
 class Removals:
-    """The removals in progress, handled one after the other."""
-
-    def __init__(self, index: Index, step_chunks: int = STEP_CHUNKS) -> None:
-        self._index = index
-        self._under_way: list[Removal] = []
-        self.step_chunks = step_chunks
-
-    def __repr__(self) -> str:
-        return f"<Removals of {sum(len(removal.left) for removal in self._under_way)} chunks in {len(self)}>"
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def begin(self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool, counts: bool = False) -> Removal:
-        """Begin to remove, or count, the current chunks of these namespaces and this salt (None: any salt).
-
-        `step` does the removing; this only lists the chunks, which takes some ten milliseconds per million. Raises
-        Busy, and then changes nothing.
-        """
-        if len(self._under_way) >= _MOST:
-            raise Busy(f"{len(self._under_way)} requests to forget, clear or count are in progress: retry later")
-        removal = Removal(self._index.namespaces.begin_removal(namespaces, salt, hides), counts)
-        for namespace in removal.scope.namespaces:
-            removal.left += namespace.chunks.values()
-        self._under_way.append(removal)
-        return removal
-
-    def step(self) -> list[Removal]:
-        """Examine up to `step_chunks` chunks; returns the removals that this has finished."""
-        through = []
-        steps = self.step_chunks
-        while self._under_way:
-            removal = self._under_way[0]
-            while removal.left and steps:
-                steps -= 1
-                # The newest chunk first: the chunks behind a chunk are newer than it.
-                self._look_at(removal.left.pop(), removal)
-            if removal.left:
-                break
-            through.append(self._under_way.pop(0))
-            self._index.namespaces.end_removal(removal.scope)
-        return through
-
-    def _look_at(self, chunk: Chunk, removal: Removal) -> None:
-        index, scope = self._index, removal.scope
-        if removal.counts:
-            if scope.means(chunk) and is_there(chunk):
-                scope.removed += 1
-                removal.counted_bytes += chunk.bytes
-            return
-        if chunk.gone or index.remove_forgotten(chunk) or scope.hides:
-            return
-        if not scope.means(chunk) or not is_evictable(chunk):
-            return  # stored anew in the meantime, or held
-        before = chunk.parent
-        while before is not None and before.state is State.PENDING_REMOVAL:
-            before = before.parent  # those in between go with the last chunk behind them
-        scope.removed += 1
-        index.remove(chunk, Reason.DROPPED)
-        if before is not None and scope.means(before):
-            removal.left.append(before)  # it may have been kept only because of this chunk
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request that waits for the end of a removal."""
-
-    client: Client
-    number: bytes
-    request: wire.Forget | wire.Clear | wire.Count
-    forgetting: Forgetting | None = None  # of a Forget
-
-    def reply(self, value: object) -> list[Action]:
-        return [] if self.client.dead else [Reply(self.client.identity, self.number, value)]
-
-
-class RemovalRequests:
-    """Requests that remove chunks from memory and tiers, or count what a removal would remove."""
+    """The removals of one depot, one after the other."""
 
     def __init__(
         self,
         config: Config,
         index: Index,
-        removals: Removals,
         tiering: Tiering,
         sessions: Sessions,
         leases: Leases,
         counters: Counters,
         report: Report,
+        step_chunks: int = STEP_CHUNKS,
     ) -> None:
+        """step_chunks: how many chunks one step examines."""
+        self.step_chunks = step_chunks
         self._config = config
         self._index = index
-        self._removals = removals
         self._tiering = tiering
         self._sessions = sessions
         self._leases = leases
         self._counters = counters
         self._report = report
-        self._removing: dict[Removal, _Asked] = {}  # the request behind each removal
-        self._forgetting: dict[Forgetting, _Asked] = {}  # and behind each forgetting, until it is answered
+        self._ready: deque[_Removal] = deque()
+        self._waiting: deque[_Removal] = deque()  # drops, for saves
+        self._forgetting: dict[Forgetting, _Removal] = {}  # until they are answered
+        self._hashes = 0  # of all drops
+        self._now = 0.0
+        self._is_stopping = False
 
     def __repr__(self) -> str:
-        return f"<RemovalRequests {len(self._removing)} removing, {len(self._forgetting)} forgetting>"
+        return f"<Removals {len(self._ready)}, {len(self._waiting)} wait for saves, {len(self._forgetting)} for tiers>"
+
+    def __bool__(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._ready)
+
+    # -- of namespaces
 
     def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
         """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
@@ -167,62 +129,206 @@ class RemovalRequests:
         # Without keys there are no tenants; with keys, a client may only forget chunks of its own tenant.
         tenant = client.tenant if self._config.keys or request.model else None
         forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt)
-        removal = self._removals.begin(namespaces, salt, hides=True)
-        asked = _Asked(client, number, request, forgetting)
-        self._removing[removal] = self._forgetting[forgetting] = asked
+        scope = self._index.namespaces.begin_removal(namespaces, salt, hides=True)
+        removal = _Removal(client, number, request, forget(self._index, scope), forgetting)
+        self._forgetting[forgetting] = removal
+        self._ready.append(removal)
         self._leases.forget()
         actions = self._sessions.forget(now)
-        return [*actions, *self._tiering.forget(forgetting, now), *self.step()]
+        return [*actions, *self._tiering.forget(forgetting, now), *self.step(now)]
 
-    def count(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
+    def count(self, client: Client, number: bytes, request: wire.Count, now: float) -> list[Action]:
         """Count what a Forget would remove from memory. Raises BadRequest or Busy."""
-        removal = self._removals.begin(*self._named(client, request), hides=False, counts=True)
-        self._removing[removal] = _Asked(client, number, request)
-        return self.step()
+        self._ready.append(_Removal(client, number, request, _count(*self._named(client, request))))
+        return self.step(now)
 
-    def clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
+    def clear(self, client: Client, number: bytes, request: wire.Clear, now: float) -> list[Action]:
         """Remove all chunks that nothing holds from memory. Raises Busy, and then changes nothing."""
-        namespaces = [
-            namespace
-            for namespace in self._index.namespaces.all()
-            if namespace.tenant == client.tenant and request.model in ("", namespace.model)
-        ]
-        removal = self._removals.begin(namespaces, None, hides=False)
-        self._removing[removal] = _Asked(client, number, request)
-        return self.step()
+        self._refuse_many()
+        namespaces = [each for each in self._owned(client) if request.model in ("", each.model)]
+        scope = self._index.namespaces.begin_removal(namespaces, None, hides=False)
+        self._ready.append(_Removal(client, number, request, clear(self._index, scope)))
+        return self.step(now)
 
     def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
-        """The request's namespaces and salt within the client's tenant; None: any salt. Raises BadRequest."""
+        """The request's namespaces and salt within the client's tenant; None: any salt. Raises BadRequest or Busy."""
         check_names("", request.model)
         check_salt(request.salt)
+        self._refuse_many()
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        tenants = [namespace for namespace in self._index.namespaces.all() if namespace.tenant == client.tenant]
-        return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
+        return [each for each in self._owned(client) if each.model.startswith(request.model)], salt
 
-    def step(self) -> list[Action]:
-        """Continue the removals, and reply to requests whose removal has ended."""
-        return [action for removal in self._removals.step() for action in self._through(removal)]
+    def _owned(self, client: Client) -> list[Namespace]:
+        return [each for each in self._index.namespaces.all() if each.tenant == client.tenant]
 
-    def _through(self, removal: Removal) -> list[Action]:
-        """A removal has ended in memory."""
-        asked, chunks = self._removing.pop(removal), removal.removed
-        match asked.request:
-            case wire.Clear():
+    def _refuse_many(self) -> None:
+        if sum(not isinstance(each.request, wire.Drop | wire.Lease) for each in self._ready) >= _MOST:
+            raise Busy(f"{_MOST} requests to forget, clear or count are in progress: retry later")
+
+    # -- of prompts
+
+    def drop(self, client: Client, number: bytes, request: wire.Drop, now: float) -> list[Action]:
+        """Drop a prompt's chunks; replies with the number of those removed from memory. Raises BadRequest or Busy."""
+        check_hashes(request.hashes)
+        check_names("", request.model)
+        check_salt(request.salt)
+        check_chunk_tokens(request.chunk_tokens)
+        if request.keep < 0:
+            raise BadRequest(f"keep is {request.keep}")
+        self.refuse_drops()
+        work = self._drop(client.tenant, request, request.hashes, request.keep)
+        self._begin(_Removal(client, number, request, work, hashes=len(request.hashes) // HASH_BYTES))
+        return self.step(now)
+
+    def drop_leased(self, lease: Lease) -> None:
+        """Drop the chunks of a lease that has ended."""
+        if lease.hashes:
+            work = self._drop(lease.tenant, lease.request, lease.hashes, 0)
+            self._begin(_Removal(None, b"", lease.request, work, hashes=len(lease.hashes) // HASH_BYTES))
+
+    def refuse_drops(self) -> None:
+        """Raise Busy if too many chunks are being dropped."""
+        if self._hashes > _MOST_HASHES:
+            raise Busy(f"prompts of {self._hashes} chunks are being dropped; the limit is {_MOST_HASHES}")
+
+    def _begin(self, drop: _Removal) -> None:
+        self._hashes += drop.hashes
+        self._ready.append(drop)
+
+    def _drop(self, tenant: str, prompt: wire.Drop | wire.Lease, hashes: bytes, keep: int) -> Work:
+        removed = 0
+        for place in reversed(range(keep, len(hashes) // HASH_BYTES)):
+            key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+            since = self._now
+            while (outcome := self._drop_chunk(tenant, prompt, key)) is _Outcome.BEING_SAVED:
+                if self._now - since >= _WAIT_S or self._is_stopping:
+                    return removed
+                yield True
+            if outcome is _Outcome.STAYS or self._is_stopping:
+                break
+            removed += outcome is _Outcome.REMOVED
+            yield False
+        return removed
+
+    def _drop_chunk(self, tenant: str, prompt: wire.Drop | wire.Lease, key: bytes) -> _Outcome:
+        """Remove a chunk, the last one of its prompt, on all ranks, in memory and tiers."""
+        index = self._index
+        namespaces = index.namespaces.for_lookup(
+            prompt.model, prompt.world_size, prompt.blocks_in_chunk, tenant, prompt.chunk_tokens
+        )
+        groups = [group for namespace in namespaces for group in namespace.groups]
+        parts = [part for group in groups if (part := group.chunks.get(key)) is not None]
+        for part in parts:
+            if part.children > sum(other.parent is part for other in parts):
+                return _Outcome.STAYS
+        busy = [part for part in parts if part.holds]
+        if any(part.holds > self._tiering.saves_of(part) for part in busy):
+            return _Outcome.STAYS
+        if busy:
+            return _Outcome.BEING_SAVED
+        salt = tenant_salt(tenant, prompt.salt)
+        stored = {part.namespace: part.salt for part in parts}  # else the tiers have it under the salt that is named
+        self._tiering.erase([Unsaved(group, key, stored.get(group, salt)) for group in groups])
+        for part in sorted(parts, key=lambda part: part.children):  # those of bounded groups first
+            if not part.gone and not index.remove_forgotten(part):  # gone: it was pending removal until the one behind
+                index.remove(part, Reason.DROPPED)
+        return _Outcome.REMOVED if parts else _Outcome.ABSENT
+
+    # -- progress
+
+    def tick(self) -> None:
+        """Called once a second: drops that wait check again whether saves have ended."""
+        self._ready += self._waiting
+        self._waiting.clear()
+
+    def step(self, now: float) -> list[Action]:
+        """Examine up to `step_chunks` chunks, and reply to requests that this has finished."""
+        self._now = now
+        actions: list[Action] = []
+        left = self.step_chunks
+        while self._ready and left:
+            removal = self._ready[0]
+            try:
+                while left:
+                    left -= 1
+                    if next(removal.work):
+                        self._waiting.append(self._ready.popleft())
+                        break
+            except StopIteration as end:
+                self._ready.popleft()
+                actions += self._end(removal, end.value)
+        return [*actions, *self._tiering.erase_some()]
+
+    def stop(self) -> list[Action]:
+        """Before shutdown: finish all, but end drops where they are."""
+        self._is_stopping = True
+        self.tick()
+        actions: list[Action] = []
+        while self._ready:
+            actions += self.step(self._now)
+        return actions
+
+    def _end(self, removal: _Removal, result: int | list[int]) -> list[Action]:
+        match removal.request, result:
+            case wire.Clear(), int(chunks):
                 self._counters["cleared_chunks"] += chunks
-                return asked.reply(None)
-            case wire.Count():
-                return asked.reply([chunks, removal.counted_bytes])
-            case wire.Forget(model, salt):
+                return removal.reply(None)
+            case wire.Forget(model, salt), int(chunks):
                 self._counters["forgotten_chunks"] += chunks
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
                 self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
-                assert asked.forgetting is not None
-                is_last = self._tiering.forgotten_here(asked.forgetting, chunks)
-                return self.answer(asked.forgetting) if is_last else []
+                assert removal.forgetting is not None
+                is_last = self._tiering.forgotten_here(removal.forgetting, chunks)
+                return self.answer(removal.forgetting) if is_last else []
+            case wire.Drop() | wire.Lease(), int(chunks):
+                self._counters["released_chunks"] += chunks
+                self._hashes -= removal.hashes
+        return removal.reply(result)
 
     def answer(self, forgetting: Forgetting) -> list[Action]:
         """Reply to a Forget: memory and tiers are done, or its time is up."""
         return self._forgetting.pop(forgetting).reply(_answer(forgetting))
+
+
+def forget(index: Index, scope: Scope) -> Work:
+    """Remove the chunks of a scope that hides; held ones are removed once released."""
+    left = [chunk for namespace in scope.namespaces for chunk in namespace.chunks.values()]
+    while left:
+        chunk = left.pop()  # the newest first: the chunks behind a chunk are newer than it
+        if not chunk.gone:
+            index.remove_forgotten(chunk)
+        yield False
+    index.namespaces.end_removal(scope)
+    return scope.removed
+
+
+def clear(index: Index, scope: Scope) -> Work:
+    """Remove the chunks of a scope, but neither held ones nor those before them."""
+    left = [chunk for namespace in scope.namespaces for chunk in namespace.chunks.values()]
+    while left:
+        chunk = left.pop()
+        if not chunk.gone and not index.remove_forgotten(chunk) and scope.means(chunk) and is_evictable(chunk):
+            before = chunk.parent
+            while before is not None and before.state is State.PENDING_REMOVAL:
+                before = before.parent  # those in between go with the last chunk behind them
+            scope.removed += 1
+            index.remove(chunk, Reason.DROPPED)
+            if before is not None and scope.means(before):
+                left.append(before)  # it may have been kept only because of this chunk
+        yield False
+    index.namespaces.end_removal(scope)
+    return scope.removed
+
+
+def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, list[int]]:
+    """The number of chunks of a salt (None: any) that can be found, and their bytes."""
+    chunks = size = 0
+    for chunk in [chunk for namespace in namespaces for chunk in namespace.chunks.values()]:
+        if not chunk.gone and is_there(chunk) and salt in (None, chunk.salt):
+            chunks += 1
+            size += chunk.bytes
+        yield False
+    return [chunks, size]
 
 
 def _answer(forgetting: Forgetting) -> dict[str, int | str]:

@@ -2,13 +2,13 @@
 
 Called by core/sessions.py with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
 belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has, and
-for a minute after its begin it grows with the chunks that are stored. Invariants:
+for a minute after its begin it grows when the first chunk that it lacks, or the prompt's last one, is stored.
+Invariants:
 
 - the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
   their floors is at most half of what is above all floors. So leases never keep a tenant below its floor;
-- a lease that does not fit changes nothing, except that leases of the same tenant and account make room that have an
-  end and no higher priority;
-- what a lease holds is released exactly once: when it ends.
+- a lease that does not fit is refused and changes nothing; only a lowered quota ends leases before their time;
+- what a lease holds is released exactly once: when it ends. `Chunk.leases` counts the leases that keep a chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOST_HASHES = 1 << 20
 """Hashes that all leases keep, to grow or to drop their chunks."""
 _MOST_TTL_S = 1 << 31
 _MOST_MATCHED = 64
-"""Leases that one tick, or one store, looks up again; the others follow with the next tick."""
+"""Leases that one tick or one request lets grow; the others follow with the next."""
 _MOST_NAME = 256
 """Characters of a name in a list."""
 _NEVER = float("inf")
@@ -72,10 +72,8 @@ class Lease:
     held: int = 0
     """Bytes that it holds."""
     grows_until: float = _NEVER
-    awaits: bytes = b""
-    """The first chunk that it lacks, while it grows."""
-    is_simple: bool = False
-    """Its model has one KV cache group, so that the prefix can grow only with the chunk that it awaits."""
+    awaits: tuple[bytes, ...] = ()
+    """The chunks that it awaits while it grows: the first that it lacks, and its prompt's last."""
 
     @property
     def holds(self) -> bool:
@@ -89,8 +87,7 @@ class Lease:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Leases with the lowest rank end first where room is short: those with an end, of the lowest priority, the
-        oldest."""
+        """The place among leases that a lowered quota ends: first those with an end, of low priority, the oldest."""
         return self.ends == _NEVER, self.request.priority, self.number
 
     def keys(self) -> bytes:
@@ -116,10 +113,9 @@ class Leases:
         self._count = 0
         self._leased: Counter[Account] = Counter()  # bytes
         self._growing: dict[Lease, None] = {}  # the oldest first
-        self._awaited: dict[bytes, list[Lease]] = {}  # growing leases by the first chunk that they lack
+        self._awaited: dict[bytes, dict[Lease, None]] = {}  # growing leases by the chunks that they await
+        self._due: dict[Lease, None] = {}  # growing leases whose chunk was stored
         self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
-        self._holds: Counter[int] = Counter()  # leases that hold a chunk, by its id()
-        self._protected: Counter[int] = Counter()  # leases by id() of the chunk, of first unbounded groups
         self._hashes = 0  # kept
         self._numbers = itertools.count()
 
@@ -162,7 +158,7 @@ class Leases:
         self._counters["leases_refused"] += 1
         raise Busy(why)
 
-    def begin(self, lease: Lease, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
+    def begin(self, lease: Lease, pins: list[Pin], matched: int) -> int:
         """Hold what was matched in place of what a lease of the same name holds; returns the number of chunks.
 
         Raises Busy, counted, if it does not fit, BadRequest if the chunks have several salts, and then changes nothing.
@@ -183,10 +179,13 @@ class Leases:
             if salt is None:
                 raise BadRequest("the prompt's chunks are stored under several cache salts")
             lease.salt = salt
-        size = _size(tops)
-        if not self._make_room(lease, size, old):
-            self._refuse(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
-        lease.is_simple = bool(namespaces) and all(each.is_simple for each in namespaces)
+        account, size = self._account(lease), _size(tops)
+        replaced = old.held if old is not None and self._account(old) is account else 0
+        if size and not self._fits(account, size - replaced):
+            self._refuse(
+                f"the lease takes {size} bytes, and leases hold {self._leased[account]} of the "
+                f"{self._index.accounts.lease_budget(account)} that they may hold here: release some, or wait for ends"
+            )
         if lease.ends < _NEVER:
             if len(self._ends) > 2 * self._count + 64:  # most of them have ended before their time
                 self._ends = [entry for entry in self._ends if self._is_there(entry[2])]
@@ -213,27 +212,13 @@ class Leases:
         self._index.hold(chunks)
         if not before:
             self._index.use(chunks)
-        self._protect(tops, lease.tops)  # first, because a release may remove chunks and what they are chained to
-        self._holds.update(map(id, chunks))
-        for chunk in before:
-            _uncount(self._holds, chunk)
+        _count(tops, lease.tops)  # first, because a release may remove chunks and what they are chained to
         self._index.release(before)
         size = _size(tops) - lease.held
         lease.tops, lease.chunks = tops, matched
         lease.held += size
         self._leased[self._account(lease)] += size
         self.bytes += size
-
-    def _protect(self, tops: _Tops, before: _Tops) -> None:
-        """Count the chunks that these protect, instead of those that `before` did; only what differs is passed."""
-        old = {id(top): top for top, _ in before if top.namespace.is_lead}
-        for top in (top for top, _ in tops if top.namespace.is_lead):
-            for chunk in _chain(top):
-                if old.pop(id(chunk), None) is not None:
-                    break  # it and those before it are counted
-                self._protected[id(chunk)] += 1
-        for chunk in itertools.chain.from_iterable(map(_chain, old.values())):
-            _uncount(self._protected, chunk)
 
     # -- the budget
 
@@ -251,27 +236,6 @@ class Leases:
         above = own - account.floor + sum(max(0, self._leased[each] - each.floor) for each in others)
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
 
-    def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
-        """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
-        end none."""
-        account = self._account(lease)
-        free = old.held if old is not None and self._account(old) is account else 0
-        if not size or self._fits(account, size - free):
-            return True
-        yielding = [
-            each
-            for each in self._by_tenant.get(lease.tenant, {}).values()
-            if each.held and each.ends < _NEVER and each.request.priority <= lease.request.priority
-            if each is not old and each is not lease and self._account(each) is account
-        ]
-        if not self._fits(account, size - free - sum(each.held for each in yielding)):
-            return False  # without sorting thousands of leases, as those that grow come here often
-        for each in sorted(yielding, key=lambda each: each.rank):
-            if self._fits(account, size - free):
-                break
-            self._end(each, "made room")
-        return True
-
     def quota_changed(self, now: float) -> None:
         """A tenant's account or budget has changed: end leases that no longer fit, those without an end last."""
         self.now = now
@@ -287,30 +251,30 @@ class Leases:
     # -- growth
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
-        """Let leases grow that lack a chunk of which a shard was just sealed."""
-        if not self._awaited:
-            return ()
-        self.now = now
-        left = _MOST_MATCHED
-        for key in {event.chunk.key: None for event in events if isinstance(event, Stored)}:
-            for lease in self._awaited.pop(key, ()):
-                lease.awaits = b""
-                if left and lease in self._growing:  # the growth of one before it may have ended it
-                    left -= 1
-                    self._grow(lease)
+        """Let leases grow that await a chunk of which a shard was just sealed."""
+        due = [self._awaited.get(each.chunk.key, {}) for each in events if isinstance(each, Stored)]
+        if any(due):
+            self.now = now
+            for leases in due:
+                self._due.update(leases)
+            self._grow_some()
         return ()
 
+    def _grow_some(self) -> None:
+        for lease in list(itertools.islice(self._due, _MOST_MATCHED)):
+            del self._due[lease]
+            self._grow(lease)
+
     def _grow(self, lease: Lease) -> None:
-        """Hold what memory has of its prompt by now. It then waits for the next chunk, or has all, or no room."""
+        """Hold what memory has of its prompt by now. It then waits for more, or has all, or no room."""
         self._stop_awaiting(lease)
         found = match_prompt(self._index.namespaces, lease.tenant, lease.request, lease.hashes)
-        lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
             salt = _salt_of(tops)
             if not lease.tops and salt is not None:
                 lease.salt = salt
-            if salt != lease.salt or not self._make_room(lease, _size(tops) - lease.held):
+            if salt != lease.salt or not self._fits(self._account(lease), _size(tops) - lease.held):
                 self._counters["lease_growths_refused"] += 1
                 self._stop_growing(lease)
                 return
@@ -321,20 +285,21 @@ class Leases:
             self._await(lease)
 
     def _await(self, lease: Lease) -> None:
-        """Let it wait for the first chunk that it lacks."""
-        lease.awaits = lease.hashes[lease.chunks * HASH_BYTES : (lease.chunks + 1) * HASH_BYTES]
-        self._awaited.setdefault(lease.awaits, []).append(lease)
+        at = lease.chunks * HASH_BYTES
+        lease.awaits = lease.hashes[at : at + HASH_BYTES], lease.hashes[-HASH_BYTES:]
+        for key in lease.awaits:
+            self._awaited.setdefault(key, {})[lease] = None
 
     def _stop_awaiting(self, lease: Lease) -> None:
-        waiting = self._awaited.get(lease.awaits)
-        if waiting is not None and lease in waiting:
-            waiting.remove(lease)
-            if not waiting:
-                del self._awaited[lease.awaits]
-        lease.awaits = b""
+        for key in set(lease.awaits):
+            del self._awaited[key][lease]
+            if not self._awaited[key]:
+                del self._awaited[key]
+        lease.awaits = ()
 
     def _stop_growing(self, lease: Lease) -> None:
         self._stop_awaiting(lease)
+        self._due.pop(lease, None)
         del self._growing[lease]
         if not lease.drops:
             self._hashes -= len(lease.hashes) // HASH_BYTES
@@ -360,6 +325,7 @@ class Leases:
             del self._by_tenant[lease.tenant]
         self._count -= 1
         self._growing.pop(lease, None)
+        self._due.pop(lease, None)
         self._stop_awaiting(lease)
         self._hashes -= len(lease.hashes) // HASH_BYTES
         self._hold(lease, [], 0)
@@ -374,17 +340,13 @@ class Leases:
             if self._is_there(lease):
                 self._end(lease, "expired")
                 over += [lease] if lease.drops else []
-        left = _MOST_MATCHED
         for lease in list(self._growing):
-            if lease not in self._growing:  # the growth of one before it has ended it
-                continue
-            if lease.grows_until <= now:
-                self._stop_growing(lease)
-                if not lease.chunks and not lease.drops:
-                    self._end(lease, "no chunk of it was stored")
-            elif left and not (lease.is_simple and lease.awaits):
-                left -= 1
-                self._grow(lease)
+            if lease.grows_until > now:
+                break  # the oldest comes first
+            self._stop_growing(lease)
+            if not lease.chunks and not lease.drops:
+                self._end(lease, "no chunk of it was stored")
+        self._grow_some()
         return over
 
     def forget(self) -> None:
@@ -415,17 +377,14 @@ class Leases:
         The leased chunks of a chain are its first ones, so the last of them is found by bisection.
         """
         lead = next((each for each in namespace.groups if each.is_lead), None)
-        if not self._protected or lead is None:
+        if not self.bytes or lead is None:
             return
 
         def is_free(number: int) -> bool:
-            return id(lead.chunks.get(hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES])) not in self._protected
+            chunk = lead.chunks.get(hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES])
+            return chunk is None or not chunk.leases
 
         self._counters["leased_hit_tokens"] += bisect_left(range(matched), True, key=is_free) * chunk_tokens
-
-    def holds_of(self, chunk: Chunk) -> int:
-        """The number of leases that hold a chunk."""
-        return self._holds.get(id(chunk), 0)
 
     def totals(self, tenant: str) -> tuple[int, int]:
         """The number of leases and the bytes that they hold, of one tenant, or of all if it is empty."""
@@ -452,11 +411,16 @@ class Leases:
         ]
 
 
-def _uncount(leases: Counter[int], chunk: Chunk) -> None:
-    """Count one lease of a chunk less."""
-    leases[id(chunk)] -= 1
-    if not leases[id(chunk)]:
-        del leases[id(chunk)]
+def _count(tops: _Tops, before: _Tops) -> None:
+    """Count a lease on the chunks that these keep, instead of those that `before` did; passes only what differs."""
+    old = {id(top): top for top, _ in before}
+    for top, _ in tops:
+        for chunk in _chain(top):
+            if old.pop(id(chunk), None) is not None:
+                break  # it and those before it are counted
+            chunk.leases += 1
+    for chunk in itertools.chain.from_iterable(map(_chain, old.values())):
+        chunk.leases -= 1
 
 
 def _size(tops: _Tops) -> int:

@@ -1,10 +1,9 @@
 """Lists of what is in memory: prefix families (Prefixes) and the chunks of one prompt (Inspect), made on request.
 
 Called by core/depot.py on the deciding thread, which serves other requests between steps. A list is a generator that
-yields the number of chunks it has passed, and `Lists` runs one of each queue in turn, some thousand chunks at a time.
-Prefixes of all clients share a queue, because each list of families takes memory for every chunk; inspections have one
-queue per client. Changes nothing; an answer mixes what was there in its steps. Invariant: each request is answered
-once, or its client has died.
+yields the number of chunks it has passed. `Lists` makes one at a time, some thousand chunks a step, because a list of
+families takes memory for every chunk. Changes nothing; an answer mixes what was there in its steps. Invariant: each
+request is answered once, or its client has died.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.prefixes import LEAST_HASH, MOST_CHUNKS, MOST_PREFIXES, SORTS, ChunkStatus, Prefix
+from kvdepot.protocol.prefixes import MOST_CHUNKS, MOST_PREFIXES, SORTS, ChunkStatus, Prefix
 from kvdepot.protocol.status import MOST_NAME
 
-__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "MOST_SEARCHED", "Lists"]
+__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "Lists"]
 
 _STEP = 1024
 """Chunks that one step passes, in one or two milliseconds."""
@@ -35,8 +34,6 @@ MOST_LISTS = 16
 """Requests at a time."""
 MOST_OF_CLIENT = 2
 """Requests of one client at a time."""
-MOST_SEARCHED = 1 << 16
-"""Chunks of a namespace among which the beginning of a hash is searched."""
 _CHUNKS_OF_ONE = 128
 """Chunks that count as one more request against `max_rate`."""
 _DESCRIBED = 16
@@ -59,22 +56,19 @@ class _List:
 class Lists:
     """The lists that one depot is making."""
 
-    def __init__(
-        self, index: Index, tiering: Tiering, leased: Callable[[Chunk], int] = lambda chunk: 0, step: int = _STEP
-    ) -> None:
-        """leased: the number of leases that hold a chunk. step: how many chunks one step passes."""
+    def __init__(self, index: Index, tiering: Tiering, step: int = _STEP) -> None:
+        """step: how many chunks one step passes."""
         self._index = index
         self._tiering = tiering
-        self._leased = leased
         self._step = step
-        self._queues: dict[Client | None, deque[_List]] = {}  # that whose turn it is first; None: of prefixes
+        self._queue: deque[_List] = deque()
 
     def __repr__(self) -> str:
-        return f"<Lists in {len(self._queues)} queues>"
+        return f"<Lists {len(self._queue)} to make>"
 
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._queues)
+        return bool(self._queue)
 
     def cost(self, request: wire.Prefixes | wire.Inspect, tenant: str = "") -> int:
         """As how many requests this one counts against `max_rate`, for a tenant's client; empty: it sees all."""
@@ -82,12 +76,9 @@ class Lists:
         match request:
             case wire.Prefixes():
                 passed = sum(len(each.chunks) for each in namespaces if each.is_lead)
-            case wire.Inspect():
-                stored = sum(len(each.chunks) for each in namespaces)
-                most = max(0, request.most) or MOST_CHUNKS
-                hashes = min(stored, most) if request.end else len(request.hashes) // HASH_BYTES
-                searched = stored if len(request.end) < HASH_BYTES and request.end else 0
-                passed = hashes * len(namespaces) + searched
+            case wire.Inspect(_, hashes, end, most):
+                stored = min(sum(len(each.chunks) for each in namespaces), most if most > 0 else MOST_CHUNKS)
+                passed = len(namespaces) * (stored if end else len(hashes) // HASH_BYTES)
         return 4 + passed // _CHUNKS_OF_ONE
 
     def prefixes(self, client: Client, number: bytes, request: wire.Prefixes, wall: int) -> list[Action]:
@@ -97,7 +88,7 @@ class Lists:
             raise BadRequest(f"sort is {request.sort[:80]!r}, not one of {', '.join(SORTS)}")
         if not 1 <= request.most <= MOST_PREFIXES:
             raise BadRequest(f"most is {request.most}, not between 1 and {MOST_PREFIXES}")
-        return self._begin(None, _List(client, number, _prefixes(namespaces, request, wall)))
+        return self._begin(_List(client, number, _prefixes(namespaces, request, wall)))
 
     def inspect(self, client: Client, number: bytes, request: wire.Inspect, wall: int) -> list[Action]:
         """Answer with the chunks that the client may see. wall: seconds since 1970. Raises BadRequest or Busy."""
@@ -107,18 +98,17 @@ class Lists:
             raise BadRequest(f"give either `end`, or `hashes` of {HASH_BYTES} bytes each")
         if request.most < 0 or (request.most and not end):
             raise BadRequest("`most` is a number of chunks up to `end`, or 0")
-        if end and not LEAST_HASH <= len(end) <= HASH_BYTES:
-            raise BadRequest(f"{len(end)} bytes of a hash were given; {LEAST_HASH} to {HASH_BYTES} are needed")
-        return self._begin(client, _List(client, number, self._inspect(namespaces, request, wall)))
+        if end and len(end) != HASH_BYTES:
+            raise BadRequest("give the whole hash, as `kvdepot ls --long` shows it")
+        return self._begin(_List(client, number, self._inspect(namespaces, request, wall)))
 
     def _admit(self, client: Client, model: str) -> list[Namespace]:
         """The namespaces that a client may see, of models whose name has this prefix. Raises BadRequest or Busy."""
         check_names("", model)
         self._drop_dead()
-        made = [each.client for queue in self._queues.values() for each in queue]
-        if made.count(client) >= MOST_OF_CLIENT:
+        if sum(each.client is client for each in self._queue) >= MOST_OF_CLIENT:
             raise Busy(f"{MOST_OF_CLIENT} lists are being made for this client: retry later")
-        if len(made) >= MOST_LISTS:
+        if len(self._queue) >= MOST_LISTS:
             raise Busy(f"{MOST_LISTS} lists are being made: retry later")
         return self._visible(client.tenant, model)
 
@@ -129,29 +119,24 @@ class Lists:
             if tenant in ("", each.tenant) and each.model.startswith(model)
         ]
 
-    def _begin(self, queue: Client | None, made: _List) -> list[Action]:
-        self._queues.setdefault(queue, deque()).append(made)
+    def _begin(self, made: _List) -> list[Action]:
+        self._queue.append(made)
         return self.step()
 
     def _drop_dead(self) -> None:
-        living = {key: deque(each for each in queue if not each.client.dead) for key, queue in self._queues.items()}
-        self._queues = {key: queue for key, queue in living.items() if queue}
+        self._queue = deque(each for each in self._queue if not each.client.dead)
 
     def step(self) -> list[Action]:
-        """Continue with the first request of the queue whose turn it is; its reply, if it is complete."""
+        """Continue with the first list; its reply, if it is complete."""
         self._drop_dead()
-        if not self._queues:
+        if not self._queue:
             return []
-        key = next(iter(self._queues))
-        queue = self._queues.pop(key)
-        answer = self._advance(queue[0])
-        replies: list[Action] = []
-        if answer is not None:
-            made = queue.popleft()
-            replies.append(Reply(made.client.identity, made.number, answer))
-        if queue:
-            self._queues[key] = queue  # behind the others
-        return replies
+        made = self._queue[0]
+        answer = self._advance(made)
+        if answer is None:
+            return []
+        self._queue.popleft()
+        return [Reply(made.client.identity, made.number, answer)]
 
     def _advance(self, made: _List) -> object | None:
         """Continue one list by a step; its answer, if it is complete."""
@@ -168,15 +153,14 @@ class Lists:
 
     def stop(self) -> list[Action]:
         """Before shutdown: refuse all, because the lists of a full memory would delay it for seconds."""
-        made, self._queues = [each for queue in self._queues.values() for each in queue], {}
+        made, self._queue = self._queue, deque()
         busy = Busy("the server is stopping: retry later")
         return [Reply(each.client.identity, each.number, busy) for each in made if not each.client.dead]
 
     def _inspect(self, namespaces: list[Namespace], request: wire.Inspect, wall: int) -> _Walk[list[ChunkStatus]]:
         """The chunks in these namespaces that the request names.
 
-        Raises BadRequest if `request.end` begins the hashes of several chunks, or of one among more than
-        `MOST_SEARCHED`, or if more than `MOST_CHUNKS` would be listed.
+        Raises BadRequest if more than `MOST_CHUNKS` would be listed.
         """
         if request.end:
             hashes = yield from _chain_to(namespaces, request.end, request.most)
@@ -194,7 +178,7 @@ class Lists:
         return found
 
     def _describe(self, chunk: Chunk, wall: int) -> ChunkStatus:
-        namespace, leased, saved = chunk.namespace, self._leased(chunk), -1
+        namespace, saved = chunk.namespace, -1
         for shard in chunk.shards.values():
             saved &= shard.tiers
         return ChunkStatus(
@@ -208,8 +192,8 @@ class Lists:
             position=chunk.position,
             state=self._state(chunk),
             bytes=chunk.bytes,
-            held=chunk.holds - leased,
-            leased=leased,
+            held=chunk.holds,
+            leased=chunk.leases,
             tiers=[name for number, name in enumerate(self._tiering.names) if saved >> number & 1],
             age_s=float(max(0, wall - chunk.born)) if chunk.born else None,
         )
@@ -229,29 +213,13 @@ def _check_number(chunks: int) -> None:
 
 
 def _chain_to(namespaces: Iterable[Namespace], end: bytes, most: int) -> _Walk[list[bytes]]:
-    """The hashes of the one chunk whose hash begins with `end` and of those before it; none if there is none.
+    """The hashes of the chunk `end` and of those before it; none if it is not in memory.
 
     most: return at most this many, the latest ones; 0 returns all.
     """
-    last: Chunk | None = None
-    for namespace in namespaces:
-        if len(end) == HASH_BYTES:
-            chunks = [namespace.chunks[end]] if end in namespace.chunks else []
-        elif len(namespace.chunks) > MOST_SEARCHED:
-            raise BadRequest(
-                f"model {namespace.model[:MOST_NAME]} has {len(namespace.chunks)} chunks in memory, and the beginning "
-                f"of a hash is not looked for among more than {MOST_SEARCHED}: give the whole hash, as `kvdepot ls "
-                "--long` shows it, or another model"
-            )
-        else:
-            chunks = list(namespace.chunks.values())
-        for chunk in chunks:
-            if chunk.key.startswith(end) and not chunk.gone:
-                if last is not None and last.key != chunk.key:
-                    raise BadRequest(f"the hashes of several chunks begin with {end.hex()}: give more of it")
-                if last is None or chunk.position:  # a bounded group's part knows nothing of its chain
-                    last = chunk
-            yield 1
+    found = [namespace.chunks[end] for namespace in namespaces if end in namespace.chunks]
+    # A bounded group's part has no chain of its own.
+    last: Chunk | None = max(found, key=lambda chunk: chunk.position, default=None)
     hashes: list[bytes] = []
     while last is not None and not last.gone and (not most or len(hashes) < most):
         _check_number(len(hashes) + 1)

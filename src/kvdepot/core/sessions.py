@@ -243,7 +243,7 @@ class Sessions:
     def _answer(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
         """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
         if pending.lease is not None:
-            return self._leases.begin(pending.lease, namespaces, pins, matched)
+            return self._leases.begin(pending.lease, pins, matched)
         return self._pin(pending, pins, matched)
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
@@ -313,15 +313,9 @@ class Sessions:
         """Begin a lease with what a lookup finds. Raises BadRequest or Busy."""
         lease = self._leases.admit(client.tenant, request, now)
         if not lease.holds:  # so it needs nothing from tiers
-            gone = self.give_up_lease(client, request.name)
             found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
-            value: int | KVDepotError
-            try:
-                value = self._leases.begin(lease, *found)
-            except KVDepotError as exc:  # not raised, or the reply to the lookup that was given up would be lost
-                self._counters["errors"] += 1
-                value = exc
-            return [*gone, Reply(client.identity, number, value)]
+            matched = self._leases.begin(lease, found.pins, found.chunks)
+            return [*self.give_up_lease(client, request.name), Reply(client.identity, number, matched)]
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
             request.salt, request.chunk_tokens,

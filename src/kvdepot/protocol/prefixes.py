@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["LEAST_HASH", "MOST_CHUNKS", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
+__all__ = ["MOST_CHUNKS", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
 
 SORTS = ("hits", "bytes", "tokens", "idle")
 """What families can be sorted by, the highest first; idle: those that were not found for longest."""
@@ -12,8 +12,6 @@ MOST_PREFIXES = 1000
 """Families in one answer."""
 MOST_CHUNKS = 16384
 """Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
-LEAST_HASH = 3
-"""Bytes of a hash by which a chunk can be found."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -48,8 +46,9 @@ class ChunkStatus(msgspec.Struct, frozen=True):
     group, reach: which group, and how many chunks before a boundary resuming needs of it (0: all). position: chunks
     from the prompt's start to its end; 0: not known, or a part of a bounded group.
     state: ready, storing, corrupt (no hit until it is stored again), or leaving (forgotten or expired).
-    held: pins of requests and copies in progress; a pin of a deeper chunk holds those before it, too. leased: holds of
-    leases. tiers: those that probably have it. age_s: seconds since it was computed; None: it is being stored.
+    held: pins of requests and leases that end with it, and copies in progress; a pin of a deeper chunk holds the chunks
+    before it, too. leased: leases that keep it. tiers: those that probably have it. age_s: seconds since it was
+    computed; None: it is being stored.
     """
 
     tenant: str

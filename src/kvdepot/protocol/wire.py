@@ -354,13 +354,12 @@ class Prefixes(_Message, frozen=True):
 
 
 class Inspect(_Message, frozen=True):
-    """Ask where chunks are: the chunks with these hashes, or the one with a hash that begins with `end` and all before.
+    """Ask where chunks are: the chunks with these hashes, or the one with the hash `end` and all before.
 
     most: return at most this many chunks before `end`, the latest ones; 0 returns all.
 
     Answer: a list of prefixes.ChunkStatus of the chunks in memory, of models whose names have this prefix and of the
-    client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest beyond 16,384 of them, or
-    if `end` is not a whole hash and a namespace has more than 65,536 chunks.
+    client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest beyond 16,384 of them.
     """
 
     model: str = ""

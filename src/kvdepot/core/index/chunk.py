@@ -211,6 +211,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     """Chunks that name this one as parent."""
     holds: int = 0
     """Pins of requests and leases, and copies in progress."""
+    leases: int = 0
+    """Leases that keep it: those that hold it or a chunk behind it."""
     hits: int = 0
     """Lookups of engines whose prefix ended with it."""
     bytes: int = 0
