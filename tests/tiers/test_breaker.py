@@ -1,14 +1,14 @@
-"""The circuit breaker of one kind of a tier's calls."""
+"""Circuit breakers of a tier, and of one kind of its calls."""
 
 from __future__ import annotations
 
 from kvdepot.core.tiering.tier import WRITES, TierState
 from kvdepot.tiers import parse
-from kvdepot.tiers.breaker import FAILURES, FIRST_WAIT_S, FORGET_S, CallBreaker
+from kvdepot.tiers.breaker import FAILURES, FIRST_WAIT_S, FORGET_S, Breaker
 
 
 def test_calls_that_nobody_makes_any_more_do_not_count_as_failing_for_ever() -> None:
-    breaker = CallBreaker()
+    breaker = Breaker()
     assert [breaker.failed(0.0, "refused") for _ in range(FAILURES)] == [False] * (FAILURES - 1) + [True]
     breaker.tick(FIRST_WAIT_S)
     assert breaker.usable and breaker.is_failing, "it is tried again, and nothing has succeeded"

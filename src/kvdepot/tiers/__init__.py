@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,7 +30,8 @@ from kvdepot.tiers.urls import credentials_of, has_ambiguous_secret, has_place, 
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
-    "ABSENT", "KINDS", "NAME", "Blob", "Enforcing", "Options", "Tier", "TierConfig", "Usage", "convert", "parse",
+    "ABSENT", "KINDS", "NAME", "Blob", "Enforcing", "Options", "Tally", "Tier", "TierConfig", "Usage", "convert",
+    "parse",
 ]  # fmt: skip
 
 KINDS = {
@@ -90,6 +93,30 @@ class Usage(msgspec.Struct, frozen=True):
     """Bytes of each quota (by `rules.owner_prefix`), if the tier enforces quotas."""
     free_bytes: int | None = None
     """Bytes that are left in a file system that the tier shares with others."""
+
+
+class Tally:
+    """A tier's own counters (`Usage.counters`): `tally("evicted")` counts one. Any thread.
+
+    The names are those of `protocol.counters.TIER`.
+    """
+
+    def __init__(self, *names: str) -> None:
+        """names: counters that are shown from the start, at 0."""
+        self._lock = threading.Lock()
+        self._counters = Counter(dict.fromkeys(names, 0))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in self.counts().items())
+
+    def __call__(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += count
+
+    def counts(self) -> dict[str, int]:
+        """A copy."""
+        with self._lock:
+            return dict(self._counters)
 
 
 class Tier(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,11 @@ from kvdepot.errors import ConfigError
 from kvdepot.protocol.curve import read_secret
 from kvdepot.tiers import Options
 from kvdepot.tiers.format import Facts, Header
-from kvdepot.tiers.pieces import fill
 
 if TYPE_CHECKING:
     import zstandard
 
-__all__ = ["BLOCK_BYTES", "SLACK", "Codec", "make_codec"]
+__all__ = ["BLOCK_BYTES", "SLACK", "Codec", "fill", "make_codec"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -173,6 +172,31 @@ def _width(header: Header) -> int:
 
 
 # -- pieces of memory
+
+
+def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> int:
+    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts.
+
+    numpy copies, which releases the GIL.
+    """
+    total = 0
+    rest = iter(buffers)
+    room = np.empty(0, np.uint8)
+    full = False
+    for part in parts:
+        total += len(part)
+        data = np.frombuffer(part, np.uint8) if len(part) else room[:0]
+        while len(data) and not full:
+            if not len(room):
+                buffer = next(rest, None)
+                full = buffer is None
+                if buffer is not None:
+                    room = np.frombuffer(buffer, np.uint8) if len(buffer) else room
+                continue
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            room, data = room[count:], data[count:]
+    return total
 
 
 def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:

@@ -39,9 +39,8 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Usage, convert
-from kvdepot.tiers.pieces import fill
-from kvdepot.tiers.tally import Tally
+from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers.codec import fill
 from kvdepot.tiers.urls import redact, shown, shown_option
 
 if TYPE_CHECKING:  # obstore has these in its stubs alone

@@ -20,7 +20,7 @@ from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.breaker import Breaker, CallBreaker
+from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts
 from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.worker import Enforce, Enforced, Part, Probe
@@ -92,8 +92,8 @@ class TierState:
     number: int
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
-    breakers: dict[str, CallBreaker] = field(  # by kind of call
-        default_factory=lambda: {kind: CallBreaker() for kind in (LOOKUPS, READS, WRITES, REMOVALS)}
+    breakers: dict[str, Breaker] = field(  # by kind of call
+        default_factory=lambda: {kind: Breaker() for kind in (LOOKUPS, READS, WRITES, REMOVALS)}
     )
     counters: Counter[str] = field(default_factory=Counter)
     finding: int = 0  # Finds in progress; lookup.py, as the next two
@@ -139,7 +139,7 @@ class TierState:
             for breaker in self.breakers.values():
                 breaker.forgive()  # they failed with the tier
             log.info("tier %s recovered", self.name, extra={"tier": self.name})
-        if kind and self.breakers[kind].succeeded():
+        if kind and self.breakers[kind].succeeded(now):
             log.info("tier %s: %s succeed again", self.name, kind, extra={"tier": self.name})
 
     def call_failed(self, now: float, why: str, kind: str) -> bool:
@@ -165,7 +165,7 @@ class TierState:
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
         """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
         self.error, self.failed_at = why[:_MOST_ERROR], now
-        opens = self.breaker.failed(now, is_probe)
+        opens = self.breaker.failed(now, self.error, is_probe)
         if opens:
             self.counters["breaker_openings"] += 1
             message = "tier %s: circuit breaker open, retrying with backoff: %s"
@@ -176,7 +176,7 @@ class TierState:
         """Start a probe if one is due: at regular intervals, or when the open circuit breaker allows it."""
         for breaker in self.breakers.values():
             breaker.tick(now)
-        if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.probe_at):
+        if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.retry_at):
             return None
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
         return Probe(ProbeToken(self), self.number)

@@ -13,7 +13,7 @@ such as the one below a disk that is not mounted.
   has closed it. A killed process leaves the object, or nothing.
 - To forget, each namespace's directory is renamed into `trash/` before memory is told that it is gone, and removed
   there. A killed process leaves the rest in `trash/`, where no read finds it.
-- A start (space.py) removes `tmp/` and `trash/`, counts the objects, orders them by their access times, and evicts down
+- A start removes `tmp/` and `trash/`, counts the objects, orders them by their access times, and evicts down
   to the capacity and the caps, before anything is written. Reads are served meanwhile from what is counted.
 
 A power failure may leave files that are empty, short or wrong: an empty one is removed by the start, the others are
@@ -36,12 +36,11 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
-from kvdepot.tiers import Blob, Usage, convert
+from kvdepot.tiers import Blob, Tally, Usage, convert
 from kvdepot.tiers.disk.directory import LOCK, Directory
 from kvdepot.tiers.disk.folder import Folder
 from kvdepot.tiers.disk.ledger import Ledger
 from kvdepot.tiers.rules import NO_RULES, Rules
-from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
 __all__ = ["Disk", "DiskOptions", "open"]

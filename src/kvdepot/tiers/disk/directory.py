@@ -30,8 +30,7 @@ from typing import TypeVar
 from kvdepot import locks
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.logs import Sparing
-from kvdepot.tiers import NAME
-from kvdepot.tiers.tally import Tally
+from kvdepot.tiers import NAME, Tally
 
 __all__ = ["LEFT", "LOCK", "TMP", "TRASH", "Directory", "objects_in", "path_of", "prune", "remove", "spaces_in",
            "transfer"]  # fmt: skip

@@ -1,29 +1,53 @@
-"""One locked directory of objects: reading, writing, removing and forgetting them. Any thread.
+"""One locked directory of objects: counts them at the start, bounds them, reads, writes, removes and forgets them.
 
-disk/__init__.py says what a crash leaves. Files of others in the directory are neither touched nor counted.
+Any thread. disk/__init__.py says what a crash leaves. Files of others in the directory are neither touched nor counted.
+
+Invariant: the bytes that the file system allocates to our files never exceed the ledger's capacity; this includes
+half-written files, and removed ones that are still being read. Directories are not counted.
+
+Locks, in this order: `_evicting` from the choice of a victim until its file is removed, `_naming(name)` while a file of
+this name is created or removed, then the ledger's, under which there is no system call.
 """
+
+# ruff: noqa: PTH108, PTH208
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import secrets
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvdepot.errors import TierError
 from kvdepot.tiers import ABSENT, NAME, Blob, Usage
-from kvdepot.tiers.disk.directory import TMP, TRASH, Directory, path_of, prune, spaces_in, transfer
+from kvdepot.tiers.disk.directory import (
+    LEFT,
+    TMP,
+    TRASH,
+    Directory,
+    objects_in,
+    path_of,
+    prune,
+    remove,
+    spaces_in,
+    transfer,
+)
 from kvdepot.tiers.disk.ledger import Entry, Ledger
-from kvdepot.tiers.disk.space import DiskSpace
 from kvdepot.tiers.rules import Rules, owner_of
 
 __all__ = ["Folder"]
 
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.1
+"""A directory that is counted within this time takes writes as soon as it is opened."""
 _DATE_EVERY_S = 60.0
 """Seconds between two updates of a file's access time: one at each read would cost a journal entry."""
 _MOST_TRIMMED = 4096
@@ -36,14 +60,22 @@ class Folder:
     """An open directory, locked until `close`. Methods but `close` are called within `directory.call()`."""
 
     def __init__(self, directory: Directory, ledger: Ledger) -> None:
+        """Begins to count the objects, in the background if that takes long."""
         self.directory = directory
         self._root = directory.root
         self._tally = directory.tally
         self._ledger = ledger
-        self._space = DiskSpace(directory, ledger)
         self._mark = secrets.token_hex(4)
         self._serials = itertools.count()
-        self._space.start()
+        self._evicting = threading.Lock()
+        self._names = [threading.Lock() for _ in range(16)]
+        self._litter: dict[str, list[Entry]] = {}
+        """Paths to remove, and the entries that are settled when that is done."""
+        self._counted = threading.Event()
+        """Set once the objects are counted; until then nothing is written: what is not counted cannot be bounded."""
+        self._counting = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
+        self._counting.start()
+        self._counted.wait(_PATIENCE_S)
 
     def __repr__(self) -> str:
         return f"<Folder {self._root} {self.directory.ended or self._ledger!r}>"
@@ -51,15 +83,59 @@ class Folder:
     def close(self) -> None:
         """Wait for the calls in progress and release the lock. Raises TierError if a call hangs. Safe to call twice."""
         self.directory.end("closed")
-        self._space.counted.set()
+        self._counted.set()
         self.directory.drain(_CLOSE_S)
-        self._space.join()
+        self._counting.join()
         self.directory.release()
+
+    def _naming(self, name: str) -> threading.Lock:
+        """The lock under which files of this name are created and removed."""
+        return self._names[hash(name) % len(self._names)]
+
+    @contextlib.contextmanager
+    def _frozen(self) -> Iterator[None]:
+        """Meanwhile no object is created or removed by others."""
+        with contextlib.ExitStack() as stack:
+            for lock in (self._evicting, *self._names):
+                stack.enter_context(lock)
+            yield
+
+    # -- the start
+
+    def _run(self) -> None:
+        try:
+            self._count()
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread: calls of the tier wait for it
+            why = str(exc) if isinstance(exc, OSError | TierError) else repr(exc)
+            log.warning("cannot count the objects in %s: %s", self._root, why)
+            self.directory.end(f"cannot count its objects: {why}")
+        self._counted.set()
+
+    def _count(self) -> None:
+        """Remove what an earlier server left half done, count objects, and evict down to the capacity and the caps."""
+        root = self._root
+        for left in LEFT:
+            with contextlib.suppress(FileNotFoundError):
+                self._tally("swept", len(os.listdir(f"{root}/{left}")))
+                remove(f"{root}/{left}")
+        for found in objects_in(root):
+            for name, info in found:
+                entry = Entry(name=name, charge=self._charge_of(info), dated=info.st_atime, born=info.st_mtime)
+                self._ledger.add_found(entry)
+            if self.directory.ended is not None:
+                break
+        self._ledger.rank()
+        self._trim(self._ledger.used_bytes, 0.0)  # as many as there are; none by age
+
+    def _wait_counted(self) -> None:
+        """Block until all objects are counted. Raises TierError if the directory's use has ended."""
+        self._counted.wait()
+        self.directory.check()
 
     def usage(self) -> Usage:
         self.directory.check_here()
-        self._space.retry_discarded()
-        ledger, counted = self._ledger, self._space.counted.is_set()
+        self._retry_discarded()
+        ledger, counted = self._ledger, self._counted.is_set()
         return Usage(
             len(ledger) if counted else None,
             ledger.used_bytes if counted else None,
@@ -72,7 +148,7 @@ class Folder:
     def enforce(self, rules: Rules, wall: float) -> bool:
         """As Enforcing.enforce. While objects are being counted, nothing is removed."""
         self._ledger.set_rules(rules)
-        return not self._space.counted.is_set() or self._space.trim(_MOST_TRIMMED, wall)
+        return not self._counted.is_set() or self._trim(_MOST_TRIMMED, wall)
 
     def find(self, names: Sequence[str]) -> list[bool]:
         return [name in self._ledger for name in names]
@@ -87,7 +163,7 @@ class Folder:
         try:
             return self._read(blob, entry)
         except FileNotFoundError as exc:
-            with self._space.naming(entry.name):
+            with self._naming(entry.name):
                 is_lost = self._ledger.lose(entry)
             if is_lost:  # by nothing that we did
                 self._tally("vanished")
@@ -121,8 +197,8 @@ class Folder:
     def write(self, blob: Blob) -> bool:
         """As Tier.write."""
         size = blob.size
-        self._space.retry_discarded()
-        if not (self._space.counted.is_set() and size and NAME.fullmatch(blob.name)):
+        self._retry_discarded()
+        if not (self._counted.is_set() and size and NAME.fullmatch(blob.name)):
             self._tally("refused")
             return False
         for is_last in (False, True):
@@ -130,33 +206,33 @@ class Folder:
                 return self._write(blob, size)
             except OSError as exc:
                 self.directory.failed("write", exc)
-                if is_last or exc.errno not in _NO_SPACE or not self._space.evict(size, owner_of(blob.name)):
+                if is_last or exc.errno not in _NO_SPACE or not self._evict(size, owner_of(blob.name)):
                     break
         return False
 
     def _write(self, blob: Blob, size: int) -> bool:
         """Raises OSError."""
         now = time.time()
-        entry = Entry(name=blob.name, charge=self._space.charge_for(size), dated=now, born=blob.born or now)
+        entry = Entry(name=blob.name, charge=self._charge_for(size), dated=now, born=blob.born or now)
         owner = entry.owner
         fits = self._ledger.can_ever_hold(entry.charge, owner)  # otherwise it evicts nothing
-        if not fits or not self._space.reserve(entry.charge, owner):
+        if not fits or not self._reserve(entry.charge, owner):
             self._tally("refused")
             return False
         path = self._unused(TMP)
         try:
-            more = max(0, self._space.charge_of(self._fill(path, blob, entry)) - entry.charge)
-            if more and not self._space.reserve(more, owner):
+            more = max(0, self._charge_of(self._fill(path, blob, entry)) - entry.charge)
+            if more and not self._reserve(more, owner):
                 self._tally("refused")
-                self._space.discard(path, [Entry(owner=owner, charge=entry.charge)])
+                self._discard(path, [Entry(owner=owner, charge=entry.charge)])
                 return False
             entry.charge += more
             target = path_of(self._root, blob.name)
-            with self._space.naming(blob.name):
+            with self._naming(blob.name):
                 self.directory.with_parents(target, partial(os.rename, path, target))
                 self._ledger.enter(entry)
         except OSError:
-            self._space.discard(path, [Entry(owner=owner, charge=entry.charge)])
+            self._discard(path, [Entry(owner=owner, charge=entry.charge)])
             raise
         return True
 
@@ -175,31 +251,93 @@ class Folder:
     def _unused(self, directory: str) -> str:
         return f"{self._root}/{directory}/{self._mark}-{next(self._serials)}"
 
+    # -- the bound
+
+    def _charge_of(self, info: os.stat_result) -> int:
+        """Bytes that a file takes."""
+        return self._charge_for(info.st_blocks * 512)
+
+    def _charge_for(self, size: int) -> int:
+        """Bytes that a file of `size` bytes will take: its blocks, and the blocks that map them.
+
+        The inode maps the first few blocks; after that, one block maps 256 or more.
+        """
+        block = self.directory.block_bytes
+        blocks = -(-size // block)
+        return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
+
+    def _reserve(self, size: int, owner: str) -> bool:
+        """Reserve bytes for an owner, evicting objects while there are too few; whether that succeeded."""
+        while self.directory.ended is None:
+            if self._ledger.reserve(size, owner):
+                return True
+            if not self._drop(lambda: self._ledger.victim(owner, size)):
+                return False
+        return False
+
+    def _evict(self, size: int, owner: str) -> bool:
+        """Evict at least `size` bytes for an owner; whether that many could be.
+
+        For a file system that is full below our capacity: otherwise what is stored would stay forever.
+        """
+        while size > 0:
+            if not (freed := self._drop(lambda: self._ledger.victim(owner, 0))):
+                return False
+            size -= freed
+        return True
+
+    def _trim(self, most: int, wall: float) -> bool:
+        """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity.
+
+        Returns whether there may be more. What cannot be removed now, because it is being read or the file system
+        refuses, stays until the next call.
+        """
+        for pick, is_expired in ((lambda: self._ledger.expired(wall), True), (self._ledger.excess, False)):
+            while self._drop(pick, is_expired):
+                most -= 1
+                if most <= 0 or self.directory.ended is not None:
+                    return self.directory.ended is None
+        return False
+
+    def _drop(self, pick: Callable[[], Entry | None], is_expired: bool = False) -> int:
+        """Remove the object that `pick` takes out of the ledger; bytes freed."""
+        with self._evicting:
+            entry = pick()
+            if entry is None:
+                return 0
+            with self._naming(entry.name):
+                is_replaced = entry.name in self._ledger
+                if not is_replaced and not self._unlink(entry):
+                    return 0
+                self._ledger.settle(entry, evicted=not is_expired)
+            self._tally("expired" if is_expired else "evicted")
+            return entry.charge
+
     # -- removing
 
     def remove(self, names: Sequence[str]) -> None:
         """As Tier.remove. Raises TierError also if the file system refuses."""
-        self._space.wait()
+        self._wait_counted()
         refused = [name for name in names if not self._remove(name)]
         if refused:
             raise TierError(f"{self._root} does not allow removing objects")
 
     def _remove(self, name: str) -> bool:
         """Whether the object is gone."""
-        with self._space.naming(name):
+        with self._naming(name):
             entry = self._ledger.take(name)
             if entry is not None:
-                if not self._space.unlink(entry):
+                if not self._unlink(entry):
                     return False
                 self._ledger.settle(entry)
         return True
 
     def forget(self, salt: str, space: str) -> int:
         """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
-        self._space.wait()
+        self._wait_counted()
         trash: dict[str, str] = {}
         kept: set[str] = set()
-        with self._space.frozen():
+        with self._frozen():
             for place, path in spaces_in(self._root, salt, space):
                 target = self._unused(TRASH)
                 try:
@@ -218,7 +356,46 @@ class Folder:
                 else:  # others have removed its directory
                     self._ledger.settle(entry)
         for place, target in trash.items():
-            self._space.discard(target, gone[place])
+            self._discard(target, gone[place])
         if kept:
             raise TierError(f"{self._root} does not allow removing objects")
         return sum(map(len, gone.values()))
+
+    def _unlink(self, entry: Entry) -> bool:
+        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone.
+
+        If not, the entry is an object again.
+        """
+        path = path_of(self._root, entry.name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            self._ledger.keep(entry)
+            self.directory.failed("remove", exc)
+            return False
+        prune(self._root, path)
+        return True
+
+    def _discard(self, path: str, entries: list[Entry]) -> None:
+        """Remove what is no longer an object, now or as soon as possible; the entries are counted until then."""
+        self._litter[path] = entries
+        self._retry_discarded()
+
+    def _retry_discarded(self) -> None:
+        """Remove what could not be removed before."""
+        for path in list(self._litter):
+            entries = self._litter.pop(path, None)
+            if entries is None:
+                continue  # another thread removes it
+            try:
+                remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                self._litter[path] = entries
+                self.directory.failed("remove", exc)
+                continue
+            for entry in entries:
+                self._ledger.settle(entry)

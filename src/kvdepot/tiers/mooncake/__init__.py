@@ -33,7 +33,7 @@ from itertools import accumulate
 from urllib.parse import urlsplit
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Usage, convert
+from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
 from kvdepot.tiers.mooncake.library import MooncakeStore, ReplicateConfig, library, size_of
 from kvdepot.tiers.mooncake.membership import Membership, MooncakeOptions, known
 from kvdepot.tiers.mooncake.objects import (
@@ -46,7 +46,6 @@ from kvdepot.tiers.mooncake.objects import (
     memory_of,
     objects_of,
 )
-from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
 __all__ = ["ENVIRONMENT", "PREFIX", "MooncakeOptions", "MooncakeTier", "open"]

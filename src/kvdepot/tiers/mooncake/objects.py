@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvdepot.tiers import Blob
+from kvdepot.tiers import Blob, Tally
 from kvdepot.tiers.mooncake.library import Matrix
 from kvdepot.tiers.mooncake.membership import Membership, address_of
-from kvdepot.tiers.tally import Tally
 
 __all__ = ["MOST_SPANS", "PREFIX", "Batch", "PoolObject", "Staging", "batches_of", "memory_of", "objects_of"]
 

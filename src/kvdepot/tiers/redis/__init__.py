@@ -39,8 +39,8 @@ from redis.exceptions import (
 )
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Usage, convert
-from kvdepot.tiers.pieces import fill
+from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers.codec import fill
 from kvdepot.tiers.redis.exchange import (
     Reply,
     Request,
@@ -53,7 +53,6 @@ from kvdepot.tiers.redis.exchange import (
     set_request,
 )
 from kvdepot.tiers.redis.servers import ClientArguments, Cluster, Single
-from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
 __all__ = ["RedisOptions", "RedisTier", "open"]
