@@ -19,7 +19,6 @@ from kvdepot.core.clients import Liveness
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
-from kvdepot.core.index.check import Heard
 from kvdepot.core.index.index import Index
 from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
@@ -29,6 +28,7 @@ from kvdepot.protocol.handshake import SECRET_BYTES, Offer
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers import TierConfig
 from kvdepot.tiers.worker import TierTask
+from tests.core.heard import Heard
 
 __all__ = ["ArenaName", "Harness", "PlainLiveness"]
 

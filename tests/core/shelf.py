@@ -61,7 +61,7 @@ def sealed(index: Index, namespace: Namespace, rank: int, key: bytes) -> Chunk |
 class Told(list[IndexEvent]):
     """Events that a listener gets one by one, as they happen."""
 
-    def __init__(self, listener: Listener[Any]) -> None:
+    def __init__(self, listener: Listener) -> None:
         super().__init__()
         self._listener = listener
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_forgotten, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
@@ -21,6 +20,7 @@ from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from tests.core.desk import Desk, lookup, prompt, shards, store
+from tests.core.heard import Heard
 from tests.core.host import look, new_host
 from tests.core.shelf import Path, Steps, key_of, reserve, sealed
 from tests.core.shelf import prompt as keys_of

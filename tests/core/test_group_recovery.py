@@ -43,7 +43,7 @@ def restarted(index: Index, data: bytes | None = None, chunk_tokens: int = CHUNK
 def boundary(index: Index, chain: Sequence[bytes], model: str = "m", world_size: int = 1) -> int:
     found = [
         matching.match(namespace, b"".join(chain)).matched
-        for namespace in index.namespaces.for_lookup(model, world_size, 0)
+        for namespace in matching.for_lookup(index.namespaces, ("", model, world_size))
     ]
     return max(found, default=0)
 
@@ -192,7 +192,7 @@ def test_a_record_of_arena_format_2_is_one_unbounded_group_with_the_servers_chun
     index.validate()
     assert (restored.shards, restored.chunks, restored.dropped, restored.damaged) == (8, 4, [], [])
     (namespace,) = index.namespaces.all()
-    assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is None
+    assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is namespace
     assert (namespace.number, namespace.chunk_tokens, namespace.chunks[chain[3]].depth) == (3, CHUNK_TOKENS, 4)
     assert boundary(index, chain, "m", 2) == 4
     same = index.namespaces.find("m", 2, 1, fingerprint(0, 1), BLOCKS, size=PAGE, chunk_tokens=CHUNK_TOKENS)

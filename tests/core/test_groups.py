@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.excess import expire
@@ -19,6 +18,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
+from tests.core.heard import Heard
 from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve, reserve_one
 
 # -- the model
@@ -473,7 +473,7 @@ def test_a_model_with_one_unbounded_group_is_as_simple_as_one_without_groups() -
     same = namespaces.find("m", 1, 0, fingerprint(0, 0), BLOCKS, size=PAGE, chunk_tokens=CHUNK_TOKENS)
     assert same is rack.namespaces[0]
     for namespace in (shelf.namespace, same):
-        assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is None
+        assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is namespace
         assert (namespace.reach, namespace.group) == (0, 0)
     chain = keys("c", 3)
     shelf.store(chain)
@@ -490,7 +490,7 @@ def test_other_models_are_not_simple(reaches: Reaches) -> None:
     assert not any(each.is_simple for each in namespaces)
     assert [(each.group, each.reach) for each in namespaces] == list(enumerate(reaches))
     trunks = [each.trunk for each in namespaces]
-    assert trunks == [None if not reach or 0 not in reaches else namespaces[0] for reach in reaches]
+    assert trunks == [namespaces[0] if 0 in reaches else None] * len(reaches)
 
 
 def test_the_groups_of_a_model_are_found_again_only_by_what_agrees_with_all_of_them() -> None:
@@ -543,7 +543,8 @@ def test_a_lookup_is_asked_of_the_chunk_size_and_the_first_groups_blocks_that_it
     (other,) = namespaces.find_groups("m", 1, 0, [Group(0, BLOCKS + 1, PAGE, bytes(32))], chunk_tokens=48)
     other.live = 1
     mine = rack.namespaces[0]
-    assert namespaces.for_lookup("m", 1, 0) == [mine, other]
-    assert namespaces.for_lookup("m", 1, 0, chunk_tokens=48) == [other]
-    assert namespaces.for_lookup("m", 1, BLOCKS) == namespaces.for_lookup("m", 1, 0, chunk_tokens=16) == [mine]
-    assert namespaces.for_lookup("m", 1, BLOCKS, chunk_tokens=48) == []
+    model = "", "m", 1
+    assert matching.for_lookup(namespaces, model) == [mine, other]
+    assert matching.for_lookup(namespaces, model, chunk_tokens=48) == [other]
+    assert matching.for_lookup(namespaces, model, BLOCKS) == matching.for_lookup(namespaces, model, 0, 16) == [mine]
+    assert matching.for_lookup(namespaces, model, BLOCKS, chunk_tokens=48) == []

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
-from kvdepot.core.index.check import Heard
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.events import Stored as StoredEvent
 from kvdepot.core.index.excess import expire
@@ -30,6 +29,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.prefixes import Prefix
 from tests.conftest import clear
+from tests.core.heard import Heard
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
 from tests.harness import PlainLiveness
 
@@ -222,8 +222,8 @@ class IndexMachine(RuleBasedStateMachine):
         found = matching.match(self.namespaces[place], b"".join(keys))
         assert found.matched == len(expected)
         assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
-        if found.end is not None:
-            found.end.hits += 1
+        if (end := matching.last_chained(found)) is not None:
+            end.hits += 1
         if chained := [chunk for chunk in expected if chunk.number]:
             chained[-1].hits += 1
         if pin:

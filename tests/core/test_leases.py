@@ -48,7 +48,7 @@ def has(desk: Desk, client: bytes, chain: ChunkChain) -> int:
     """How many chunks of a prompt memory has, without a use."""
     tenant = desk.depot.client(client)
     assert tenant is not None
-    namespaces = desk.index.namespaces.for_lookup("m", 1, PER_CHUNK, tenant.tenant, 0)
+    namespaces = matching.for_lookup(desk.index.namespaces, (tenant.tenant, "m", 1), PER_CHUNK)
     return max((matching.match(each, bytes(chain.hashes)).matched for each in namespaces), default=0)
 
 

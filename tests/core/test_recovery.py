@@ -59,7 +59,7 @@ def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int =
     return max(
         (
             matching.match(namespace, b"".join(keys[1:])).matched
-            for namespace in index.namespaces.for_lookup(model, world_size, 0)
+            for namespace in matching.for_lookup(index.namespaces, ("", model, world_size))
         ),
         default=0,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
@@ -123,9 +124,8 @@ class Checks:
 
     def _asked_groups(self, request: wire.Lookup) -> list[Namespace]:
         """Of all models that a lookup may mean; each must have what it asks for."""
-        firsts = self.index.namespaces.for_lookup(
-            request.model, request.world_size, request.blocks_in_chunk, chunk_tokens=request.chunk_tokens
-        )
+        model = "", request.model, request.world_size
+        firsts = for_lookup(self.index.namespaces, model, request.blocks_in_chunk, request.chunk_tokens)
         return [group for first in firsts for group in first.groups]
 
     def _prefix(self, request: wire.Lookup, groups: list[Namespace]) -> list[bytes]:

@@ -72,17 +72,13 @@ class PendingLookup:
     asker: Client
     number: bytes
     lookup: wire.Lookup
-    first: int  # chunks found in memory
+    by_hand: bool  # it warms or leases a prompt; such lookups count neither as hits nor as misses
     lease: leases.Lease | None = None  # that is to hold what is found, instead of a session
+    first: int = 0  # chunks found in memory
     store_deadline: float = 0.0  # once it has waited for a store: until when it may
     held: list[Chunk] = field(default_factory=list)  # while it waits for a store: its prefix so far
     tier_lookup: TierLookup | None = None
     given_up: bool = False  # the reply is 0 and nothing is pinned
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether it warms or leases a prompt; such lookups count neither as hits nor as misses."""
-        return self.lease is not None or not self.lookup.readers
 
 
 @dataclass(slots=True, eq=False)

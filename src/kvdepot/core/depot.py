@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
-from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
+from kvdepot.core.clients import Client, Idleness, Liveness
 from kvdepot.core.engines import Engines, client_figures
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
@@ -37,7 +36,7 @@ from kvdepot.core.transfers import CopyToken, Transfers
 from kvdepot.core.usage import Usages
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
-from kvdepot.memory.copier import Mapped
+from kvdepot.memory.copier import Mapped, Outcome
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
@@ -46,6 +45,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
+from kvdepot.tiers.worker import TierOutcome
 
 __all__ = ["Depot"]
 
@@ -67,7 +67,7 @@ class Depot:
         server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
         is_tenant: Callable[[str], bool] = lambda tenant: True,
-        listeners: Sequence[Listener[Action]] = (),
+        listeners: Sequence[Listener] = (),
     ) -> None:
         """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
         listeners: others that want to know what happens to chunks."""
@@ -82,7 +82,7 @@ class Depot:
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.counters)
         self.lifetimes = Lifetimes()
-        self._listeners: list[Listener[Action]] = [
+        self._listeners: list[Listener] = [
             *listeners,
             self.lifetimes,
             self.tiering,
@@ -172,7 +172,7 @@ class Depot:
         value: object = None
         match request:
             case wire.Lookup():
-                return self.sessions.lookup(PendingLookup(client, number, request, 0), self.now)
+                return self.sessions.lookup(client, number, request, self.now)
             case wire.Store():
                 return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():
@@ -221,17 +221,20 @@ class Depot:
                 raise InternalError("core/connections.py answers Hello and Prove")
         return [Reply(client.identity, number, value)]
 
-    def finished(self, token: Token | CopyToken | Remapping, outcome: Any, now: float = 0.0) -> list[Action]:
+    def finished(
+        self, token: Token | CopyToken | Remapping, outcome: Outcome | TierOutcome, now: float = 0.0
+    ) -> list[Action]:
         """Handle the outcome of a task or tier task; see copier.Copier and worker.TierWorker."""
         self.now = now
-        match token:
-            case Token():
-                actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
-                return self._publish(actions)
-            case CopyToken():
-                return self._publish(self.transfers.copied(token, outcome, self.wall))
-            case Remapping():
-                return self._publish(self.registrations.mapped(token, outcome))
+        if isinstance(token, Token):
+            assert outcome is not None and not isinstance(outcome, list | Mapped)
+            actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
+        elif isinstance(token, CopyToken):
+            actions = self.transfers.copied(token, outcome if isinstance(outcome, list) else None, self.wall)
+        else:
+            assert outcome is None or isinstance(outcome, Mapped | KVDepotError)
+            actions = self.registrations.mapped(token, outcome)
+        return self._publish(actions)
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""

@@ -31,6 +31,7 @@ from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace, Scope, State, is_evictable, is_there
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.leases import Lease, Leases
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.sessions import Sessions
@@ -213,8 +214,8 @@ class Removals:
     def _drop_chunk(self, tenant: str, prompt: wire.Drop | wire.Lease, key: bytes) -> _Outcome:
         """Remove a chunk, the last one of its prompt, on all ranks, in memory and tiers."""
         index = self._index
-        namespaces = index.namespaces.for_lookup(
-            prompt.model, prompt.world_size, prompt.blocks_in_chunk, tenant, prompt.chunk_tokens
+        namespaces = for_lookup(
+            index.namespaces, (tenant, prompt.model, prompt.world_size), prompt.blocks_in_chunk, prompt.chunk_tokens
         )
         groups = [group for namespace in namespaces for group in namespace.groups]
         parts = [part for group in groups if (part := group.chunks.get(key)) is not None]

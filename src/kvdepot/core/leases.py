@@ -376,7 +376,7 @@ class Leases:
 
         The leased chunks of a chain are its first ones, so the last of them is found by bisection.
         """
-        lead = next((each for each in namespace.groups if each.is_lead), None)
+        lead = next((each for each in namespace.groups if each.trunk is each), None)
         if not self.bytes or lead is None:
             return
 

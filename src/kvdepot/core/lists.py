@@ -75,7 +75,7 @@ class Lists:
         namespaces = self._visible(tenant, request.model)
         match request:
             case wire.Prefixes():
-                passed = sum(len(each.chunks) for each in namespaces if each.is_lead)
+                passed = sum(len(each.chunks) for each in namespaces if each.trunk is each)
             case wire.Inspect(_, hashes, end, most):
                 stored = min(sum(len(each.chunks) for each in namespaces), most if most > 0 else MOST_CHUNKS)
                 passed = len(namespaces) * (stored if end else len(hashes) // HASH_BYTES)
@@ -83,7 +83,7 @@ class Lists:
 
     def prefixes(self, client: Client, number: bytes, request: wire.Prefixes, wall: int) -> list[Action]:
         """Answer with the families that the client may see. wall: seconds since 1970. Raises BadRequest or Busy."""
-        namespaces = [each for each in self._admit(client, request.model) if each.is_lead]
+        namespaces = [each for each in self._admit(client, request.model) if each.trunk is each]
         if request.sort not in SORTS:
             raise BadRequest(f"sort is {request.sort[:80]!r}, not one of {', '.join(SORTS)}")
         if not 1 <= request.most <= MOST_PREFIXES:

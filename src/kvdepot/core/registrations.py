@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
@@ -18,6 +17,7 @@ from kvdepot.core.admission import check_groups, check_names, check_shape, check
 from kvdepot.core.clients import Client, Instance
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import for_lookup
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError
 from kvdepot.memory.copier import Call, Mapped
 from kvdepot.protocol import wire
@@ -119,9 +119,8 @@ class Registrations:
         if not request.model or request.world_size == 1:
             return
         mine = [each.reach for each in request.groups] or [0]
-        for first in self._index.namespaces.for_lookup(
-            request.model, request.world_size, 0, instance.tenant, request.chunk_tokens
-        ):
+        model = instance.tenant, request.model, request.world_size
+        for first in for_lookup(self._index.namespaces, model, chunk_tokens=request.chunk_tokens):
             theirs = [each.reach for each in first.groups]
             if first.live and theirs != mine:
                 raise BadRequest(
@@ -172,12 +171,12 @@ class Registrations:
         close = mapped.close_after_death if client.dead else mapped.close
         return Call(Remapping(client, instance), close, _lane(instance))
 
-    def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
+    def mapped(self, token: Remapping, outcome: Mapped | KVDepotError | None) -> list[Action]:
         """Handle the end of a mapping or unmapping; `outcome` as in copier.Copier."""
         client, instance = token.client, token.instance
         if token.register is None:
             return self._closed(client, instance)
-        value: Any = None
+        value: KVDepotError | None = None
         actions: list[Action] = []
         if isinstance(outcome, Mapped):
             instance.mapped = outcome

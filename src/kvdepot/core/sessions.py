@@ -19,7 +19,7 @@ from kvdepot.core.clients import Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, last_chained, match_prompt
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -61,11 +61,14 @@ class Sessions:
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests>"
 
-    def lookup(self, pending: PendingLookup, now: float) -> list[Action]:
+    def lookup(self, client: Client, number: bytes, request: wire.Lookup, now: float) -> list[Action]:
         """Reply from memory at once, or wait: while its prefix is being stored, then for what tiers have of it.
 
         Raises BadRequest or Busy.
         """
+        return self._begin(PendingLookup(client, number, request, not request.readers), now)
+
+    def _begin(self, pending: PendingLookup, now: float) -> list[Action]:
         client, request = pending.asker, pending.lookup
         check_hashes(request.hashes)
         check_names(request.request, request.model)
@@ -202,7 +205,7 @@ class Sessions:
                     self._leases.count_found(namespaces[0], lookup.hashes, matched, self._tokens(lookup))
                 for namespace, pin in zip(namespaces, pins, strict=True):
                     namespace.hit_chunks += matched
-                    if (end := pin.end) is not None:
+                    if (end := last_chained(pin)) is not None:
                         end.hits += 1
         except KVDepotError as exc:
             self._counters["errors"] += 1
@@ -320,7 +323,7 @@ class Sessions:
             request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
             request.salt, request.chunk_tokens,
         )  # fmt: skip
-        return self.lookup(PendingLookup(client, number, lookup, 0, lease), now)
+        return self._begin(PendingLookup(client, number, lookup, True, lease), now)
 
     def give_up_lease(self, client: Client, name: str) -> list[Action]:
         """End the lookup of a lease that has not begun, if there is one; its reply is 0."""

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "checksum", "copy", "views"]
+__all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "Outcome", "checksum", "copy", "views"]
 
 log = logging.getLogger(__name__)
 sparing_log = Sparing(log)
@@ -114,9 +114,13 @@ class Call:
     """Run something slow that is not a copy (map, unmap). Its return value is the outcome."""
 
     token: object
-    run: Callable[[], object]
+    run: Callable[[], Mapped | None]
     lane: str = ""
     """The lane whose threads run it."""
+
+
+Outcome: TypeAlias = list[int] | Mapped | KVDepotError | None
+"""The outcome of a Copy or Call; None: it failed, or it has nothing to return."""
 
 
 class Copier:
@@ -125,7 +129,7 @@ class Copier:
     `Copy` describes its outcome; that of a `Call` is its value, or the KVDepotError it raised.
     """
 
-    def __init__(self, arena: Memory, threads: int, report: Callable[[object, object], None]) -> None:
+    def __init__(self, arena: Memory, threads: int, report: Callable[[object, Outcome], None]) -> None:
         self._arena = arena
         self._report = report
         self.lanes = {"": Lane("cpu", threads, self._run)}
@@ -152,7 +156,7 @@ class Copier:
         return all(lane.join(deadline) for lane in self.lanes.values())
 
     def _run(self, task: Copy | Call) -> None:
-        outcome: object
+        outcome: Outcome
         try:
             outcome = copy(self._arena, task) if isinstance(task, Copy) else task.run()
         except KVDepotError as exc:

@@ -35,14 +35,14 @@ from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
-from kvdepot.memory.copier import Call, Copier, Copy
+from kvdepot.memory.copier import Call, Copier, Copy, Outcome
 from kvdepot.memory.records import Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import refuse_open
 from kvdepot.protocol.endpoints import Claim, note_serving
 from kvdepot.protocol.listener import Listener
 from kvdepot.protocol.quotas import name_of
-from kvdepot.tiers.worker import TierWorker, start_workers
+from kvdepot.tiers.worker import TierOutcome, TierWorker, start_workers
 from kvdepot.values import plural
 from kvdepot.web.child import Child, beside
 
@@ -77,7 +77,7 @@ class Server:
         self._stopping = False
         self._ticks = 0
         self._is_releasing = False  # idle GPUs are being released, or are about to be
-        self._outcomes: deque[tuple[Any, object]] = deque()
+        self._outcomes: deque[tuple[Any, Outcome | TierOutcome]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
         if config.arena_bytes < smallest_arena():
@@ -250,7 +250,7 @@ class Server:
                 case _:
                     self._tier_workers[action.tier].submit(action)
 
-    def _report(self, token: object, outcome: object) -> None:
+    def _report(self, token: object, outcome: Outcome | TierOutcome) -> None:
         """Called on copy threads and tiers' threads."""
         self._outcomes.append((token, outcome))
         os.eventfd_write(self._wake, 1)
@@ -263,6 +263,10 @@ class Server:
             if token is not None:
                 self._act(self.depot.finished(token, outcome, time.monotonic()))
 
+    @staticmethod
+    def _sweep() -> None:
+        shm.sweep_liveness_files()
+
     def _tick(self) -> None:
         if self._feed is not None:
             self._feed.tick(self.depot.index, self.depot.topics())
@@ -274,7 +278,7 @@ class Server:
         self.depot.report.reach(*self._obstacle())
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
-            self._copier.submit(Call(None, shm.sweep_liveness_files))
+            self._copier.submit(Call(None, self._sweep))
         if not self._is_releasing and self._devices.is_overdue(time.monotonic()):
             self._is_releasing = True
             self._copier.submit(Call(None, self._release_idle, "devices"))

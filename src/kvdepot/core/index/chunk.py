@@ -300,7 +300,7 @@ class Namespace:
 
     __slots__ = (
         "account", "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group",
-        "groups", "hiding", "hit_chunks", "is_lead", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
+        "groups", "hiding", "hit_chunks", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
         "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
 
@@ -328,8 +328,7 @@ class Namespace:
         self.reach = reach  # parts before a boundary that resuming there needs; 0: all from the prompt's start
         self.group = 0  # its place in `groups`
         self.groups: list[Namespace] = [self]
-        self.trunk: Namespace | None = None  # the first unbounded group, if this one is bounded
-        self.is_lead = not reach  # it is the model's first unbounded group
+        self.trunk: Namespace | None = None if reach else self  # the model's first unbounded group
         self.is_simple = not reach  # the model has one group, and resuming needs all of it: its chunks form chains
         self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks register
         self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
@@ -361,8 +360,7 @@ def join_groups(groups: list[Namespace]) -> None:
     trunk = next((each for each in groups if not each.reach), None)
     for number, each in enumerate(groups):
         each.group, each.groups = number, groups
-        each.trunk = trunk if each.reach else None
-        each.is_lead = each is trunk
+        each.trunk = trunk
         each.is_simple = len(groups) == 1 and not each.reach
 
 
@@ -390,8 +388,3 @@ class Pin(msgspec.Struct, gc=False):
     """Chunks in the prefix."""
     parts: int
     """Parts that holding `chunks` protects."""
-
-    @property
-    def end(self) -> Chunk | None:
-        """The last chained chunk of the prefix in the model's first unbounded group."""
-        return next((chunk for chunk in self.chunks if chunk.position and chunk.namespace.is_lead), None)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 import msgspec
 
+from kvdepot.core.actions import Action
 from kvdepot.core.index.chunk import Chunk
 
 __all__ = [
@@ -25,8 +26,6 @@ __all__ = [
     "Stored",
     "Used",
 ]
-
-A_co = TypeVar("A_co", covariant=True)
 
 
 class Reason(Enum):
@@ -76,8 +75,8 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 IndexEvent: TypeAlias = Stored | Failed | Used | Hidden | Removed
 
 
-class Listener(Protocol[A_co]):
+class Listener(Protocol):
     """Whoever only wants to know what has happened to chunks."""
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[A_co]:
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
         """Take note of events, in their order, and return what is to be done about them."""

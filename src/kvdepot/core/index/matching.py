@@ -20,9 +20,11 @@ __all__ = [
     "coming_part",
     "deepest_boundary",
     "find",
+    "for_lookup",
     "is_free_to_write",
     "is_missing",
     "is_outdated",
+    "last_chained",
     "match",
     "match_prompt",
     "may_need_space",
@@ -45,8 +47,8 @@ class Match(NamedTuple):
 
 def match_prompt(known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes) -> Match:
     """The longest prefix of `hashes` (32 bytes per chunk) that all of the model's namespaces have."""
-    namespaces = known.for_lookup(
-        request.model, request.world_size, request.blocks_in_chunk, tenant, request.chunk_tokens
+    namespaces = for_lookup(
+        known, (tenant, request.model, request.world_size), request.blocks_in_chunk, request.chunk_tokens
     )
     pins = [match(namespace, hashes) for namespace in namespaces]
     matched = min((pin.matched for pin in pins), default=0)
@@ -55,6 +57,22 @@ def match_prompt(known: Namespaces, tenant: str, request: wire.Lookup | wire.Lea
         pins = [match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
         matched = min(pin.matched for pin in pins)
     return Match(namespaces, pins, matched)
+
+
+def for_lookup(
+    known: Namespaces, model: tuple[str, str, int], blocks_in_chunk: int = 0, chunk_tokens: int = 0
+) -> list[Namespace]:
+    """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest.
+
+    model: tenant, name, and number of ranks. Of a model with several KV cache groups, the first group's.
+    """
+    namespaces = [
+        namespace
+        for namespace in known.known.get(model, ())
+        if (not blocks_in_chunk or namespace.blocks_in_chunk == blocks_in_chunk)
+        and (not chunk_tokens or namespace.chunk_tokens == chunk_tokens)
+    ]
+    return [namespace for namespace in namespaces if namespace.live] or namespaces[-1:]
 
 
 def match(namespace: Namespace, hashes: bytes) -> Pin:
@@ -81,6 +99,11 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
         else:
             found += _chain(group, hashes[: end * HASH_BYTES]).chunks
     return Pin(found, end, parts)
+
+
+def last_chained(pin: Pin) -> Chunk | None:
+    """The last chained chunk of a prefix in the model's first unbounded group."""
+    return next((chunk for chunk in pin.chunks if chunk.position and chunk.namespace.trunk is chunk.namespace), None)
 
 
 def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:

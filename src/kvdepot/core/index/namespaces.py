@@ -26,16 +26,15 @@ class Namespaces:
         self._records = records
         self._accounts = accounts
         self._chunk_tokens = chunk_tokens
-        # By tenant, model and ranks: the first group of each.
-        self._known: dict[tuple[str, str, int], list[Namespace]] = {}
+        self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
 
     def __repr__(self) -> str:
-        return f"<Namespaces of {len(self._known)} models>"
+        return f"<Namespaces of {len(self.known)} models>"
 
     def all(self) -> list[Namespace]:
         """Every namespace, grouped by model, in the order of creation."""
-        return [each for firsts in self._known.values() for first in firsts for each in first.groups]
+        return [each for firsts in self.known.values() for first in firsts for each in first.groups]
 
     def find(
         self,
@@ -69,7 +68,7 @@ class Namespaces:
         Sizes are compared too, because the client could send a wrong fingerprint, and the size is what is copied.
         """
         chunk_tokens = chunk_tokens or self._chunk_tokens
-        known = self._known.setdefault((tenant, model, world_size), [])
+        known = self.known.setdefault((tenant, model, world_size), [])
         for first in reversed(known):
             if _agree(first.groups, rank, groups, chunk_tokens):
                 found = first.groups
@@ -91,21 +90,6 @@ class Namespaces:
                 namespace.sizes[rank] = each.size
         return found
 
-    def for_lookup(
-        self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "", chunk_tokens: int = 0
-    ) -> list[Namespace]:
-        """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest.
-
-        Of a model with several KV cache groups, the first group's.
-        """
-        namespaces = [
-            namespace
-            for namespace in self._known.get((tenant, model, world_size), ())
-            if (not blocks_in_chunk or namespace.blocks_in_chunk == blocks_in_chunk)
-            and (not chunk_tokens or namespace.chunk_tokens == chunk_tokens)
-        ]
-        return [namespace for namespace in namespaces if namespace.live] or namespaces[-1:]
-
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
         if namespace.chunks or namespace.live:
@@ -113,11 +97,11 @@ class Namespaces:
         groups = namespace.groups
         if len(groups) > 1 and any(each.chunks or each.live for each in groups):
             return
-        firsts = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
+        firsts = self.known.get((namespace.tenant, namespace.model, namespace.world_size), [])
         if groups[0] in firsts:
             firsts.remove(groups[0])
             if not firsts:
-                del self._known[namespace.tenant, namespace.model, namespace.world_size]
+                del self.known[namespace.tenant, namespace.model, namespace.world_size]
             for each in groups:
                 each.gone = True
                 self._records.erase(each.slot)
@@ -177,13 +161,13 @@ class Namespaces:
 
     def adopt(self, namespaces: list[Namespace]) -> None:
         """Take over those that recovery.py read from the records, all groups of each model. There must be none yet."""
-        assert not self._known
+        assert not self.known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for each in namespaces:
             each.account, each.salted = self._accounts.of(each.tenant), self._accounts.salted(each.tenant)
             each.chunk_tokens = each.chunk_tokens or self._chunk_tokens
             if each.groups[0] is each:
-                self._known.setdefault((each.tenant, each.model, each.world_size), []).append(each)
+                self.known.setdefault((each.tenant, each.model, each.world_size), []).append(each)
 
 
 def _agree(known: list[Namespace], rank: int, groups: Sequence[Group], chunk_tokens: int) -> bool:
