@@ -21,7 +21,7 @@ the client in its liveness file. The server proves that it can read its arena, t
 
 Both MACs are keyed BLAKE3 over all of `_Terms`: the fresh nonces of both ends (no proof can be replayed), the boot id,
 both names, and whether messages are sealed. No secret is ever sent. Before its second message the client has disclosed
-only the name of its liveness file, which every user can list.
+only the names of its liveness file (which every user can list), engine and host, and its process id.
 
 That alone would not stop a man in the middle who forwards the handshake to a real server and then forges answers, or
 who takes over the address when the server ends, to which ZeroMQ reconnects by itself. So where one is possible, both
