@@ -279,18 +279,6 @@ def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_lose
     assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, True, False, False, False]
 
 
-def test_the_excess_over_a_lowered_cap_goes_in_steps_and_nothing_is_added() -> None:
-    house = House(64)
-    house.index.set_quota("a", pages(cap=40))
-    house.fill("a", chunks=40)
-    house.index.set_quota("a", pages(cap=10))
-    assert house.reserve("a", (7,), PAGE).refusal is Refusal.OVER_CAP
-    assert house.used("a") == 40, "a store does not evict the excess at once"
-    assert trim(house.index, 16) and house.used("a") == 24
-    assert not trim(house.index, 16) and house.used("a") == 10
-    assert house.store("a") is not None and house.used("a") == 10
-
-
 @pytest.mark.parametrize(
     ("quota", "fault"),
     [
@@ -394,18 +382,6 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
 # -- expiry
 
 
-def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> None:
-    house = House(16)
-    house.store("a")
-    house.store("")
-    house.index.set_quota("a", pages())
-    house.index.set_quota("a", pages(ttl_s=10))
-    assert expire(house.index, 10) == 1 and house.used("a") == 0
-    house.store("a")
-    house.index.set_quota("a", None)
-    assert expire(house.index, 1000) == 0 and house.used("a") == 1
-
-
 def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
     house = House(16, ttl_s=100)
     x, y = TAGS[1:]
@@ -435,12 +411,6 @@ def test_a_chunk_being_stored_does_not_expire_when_its_tenant_gets_a_quota(first
     house.index.seal(chunk, 0, born=1000)
     assert expire(house.index, 1009) == 0 and house.used("a") == 1
     assert expire(house.index, 1010) == 1 and house.used("a") == 0
-
-
-def test_many_chunks_expire_in_steps() -> None:
-    house = House(16, ttl_s=5)
-    house.fill("a", chunks=10)
-    assert [expire(house.index, 9, most=4) for _ in range(4)] == [4, 4, 2, 0]
 
 
 # -- a restart

@@ -51,11 +51,11 @@ def test_all_clients_of_one_engine_are_one_line_and_their_end_another(
 
 def test_events_and_status_give_an_engine_the_same_short_name(server: Harness) -> None:
     uuid = "1b4e28ba-2fa1-41d2-883f-0016d3cca427"
-    for identity, name in ((b"one", f"{uuid}_dp1"), (b"two", "node-7:4711"), (b"three", "")):
+    for identity, name in ((b"one", f"{uuid}_dp1"), (b"two", "node-7:4711"), (b"three", ""), (b"four", "x" * 256)):
         server.hello(identity, engine=name)
         look_up(server, identity)
     listed = {each.engine for each in server.depot.status().engines}
-    assert listed == {"1b4e28ba_dp1", "node-7:4711", b"three".hex()[:8]}
+    assert listed == {"1b4e28ba_dp1", "node-7:4711", b"three".hex()[:8], "x" * 80}
     assert {event.text for event in server.depot.report.journal.events() if event.kind == "engine"} == {
         f"engine {name} connected: llama" for name in listed
     }
@@ -75,13 +75,6 @@ def test_an_engine_of_which_a_process_died_has_died(server: Harness, caplog: pyt
     assert lines(caplog)[2:] == ["engine seven connected: llama", "engine seven is gone"]
 
 
-def test_clients_that_name_no_engine_are_one_each(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    for identity in (b"one", b"two"):
-        server.hello(identity)
-        look_up(server, identity)
-    assert lines(caplog) == [f"engine {name.hex()[:8]} connected: llama" for name in (b"one", b"two")]
-
-
 def test_engines_of_two_users_are_two_whatever_their_name(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
     for user in ("ann", "bob"):
         server.hello(user.encode(), user, engine="seven")
@@ -96,9 +89,3 @@ def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCap
     ask(server, b"probe", wire.Lease("mine", "retain", "llama", 1, 1, bytes(32)))
     server.die(b"probe")
     assert lines(caplog) == []
-
-
-def test_a_long_name_is_cut_off(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    server.hello(b"one", engine="x" * 256)
-    look_up(server, b"one")
-    assert lines(caplog) == [f"engine {'x' * 80} connected: llama"]

@@ -29,20 +29,6 @@ def _salted(chain: ChunkChain, salt: str) -> wire.Store:
     )  # fmt: skip
 
 
-def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    alice, bob, plain = prompt("alice", 3), prompt("bob", 3), prompt("c", 3)
-    host.find(b"one", _salted(alice, "alice"))
-    host.find(b"one", _salted(bob, "bob"))
-    host.find(b"one", store(plain))
-    said = host.find(b"one", wire.Forget(salt=salt_tag("alice")))
-    assert said == {"memory": 3, "disk:///d": 3}
-    assert len(tier.objects) == 6
-    assert host.find(b"one", look(alice, salt=salt_tag("alice"))) == 0
-    assert host.find(b"one", look(bob, salt=salt_tag("bob"))) == 3
-    assert host.find(b"one", look(plain)) == 3
-
-
 def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tier: MemoryTier) -> None:
     host = new_host(tier, pages=400, model="team-x/m0")
     for i in range(150):
@@ -104,32 +90,6 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     faulty.inject(down=1)
     said = host.find(b"one", wire.Forget())
     assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
-
-
-def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
-    host = new_host(MemoryTier(), world_size=2)
-    chain = prompt("a", 1)
-    host.find(b"one", store(chain, instance=1, world_size=2, rank=0))
-    asked = host.send(b"one", store(chain, instance=2, world_size=2, rank=1))
-    host.send(b"one", wire.Forget())
-    host.rest()
-    assert host.answers[asked] is False
-    host.assert_quiet()
-
-
-def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
-    tier = MemoryTier()
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    searching = there.send(b"one", look(chain, "before"))
-    forgotten = there.send(b"one", wire.Forget())
-    asked = there.send(b"one", look(chain, "after"))
-    urgent_first(there)
-    assert there.answers[forgotten]["disk:///d"] == 3
-    assert (there.answers[searching], there.answers[asked]) == (0, 0)
-    assert there.index.chunks == 0
-    there.assert_quiet()
 
 
 def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:

@@ -25,7 +25,9 @@ def test_a_topic_is_there_while_an_engine_that_names_it_is_registered() -> None:
     desk = Desk(settings=NAMED)
     for client in (b"one", b"two", b"three"):
         desk.hello(client)
-    register(desk, b"one", "kv@a@m")
+    desk.send(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, topic="kv@a@m"))
+    assert topics(desk) == set(), "its tensors are not mapped yet"
+    desk.settle()
     register(desk, b"two", "kv@a@m")
     register(desk, b"two", "kv@b@n", "n", instance=2)
     register(desk, b"three", "")
@@ -37,15 +39,6 @@ def test_a_topic_is_there_while_an_engine_that_names_it_is_registered() -> None:
     desk.die(b"two")
     desk.settle()
     assert topics(desk) == set()
-
-
-def test_an_engine_is_not_there_before_its_tensors_are_mapped() -> None:
-    desk = Desk(settings=NAMED)
-    desk.hello()
-    desk.send(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, topic="kv@a@m"))
-    assert topics(desk) == set()
-    desk.settle()
-    assert topics(desk) == {("kv@a@m", "m", 0)}
 
 
 @pytest.mark.parametrize(("reaches", "group"), [((0, 2), 0), ((2, 0, 0), 1), ((2, 1), None)])
@@ -66,11 +59,3 @@ def test_topics_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -
         register(desk, b"one", f"kv@{name}@m", f"model {instance}", instance)
     assert {topic for topic, *_ in topics(desk)} == {"kv@a@m", "kv@b@m"}
     assert len(topics(desk)) == 4
-
-
-def test_a_description_goes_to_the_publisher() -> None:
-    desk = Desk(settings=NAMED)
-    desk.hello()
-    request = wire.Describe(bytes(32), bytes(32), bytes(4), 1)
-    assert desk.ask(b"one", request) is None
-    assert [each.chunks for each in desk.described] == [request]

@@ -35,69 +35,22 @@ def test_every_list_adds_up_to_the_total_and_no_entry_falls_or_goes(
     requests: list[tuple[str, str, int, int, int, bool]],
 ) -> None:
     usages = Usages(models=3, tenants=2)
+    known: set[tuple[str, str]] = set()
     for tenant, model, asked, found, reused, is_known in requests:
         before = [by_name(usages.by_tenant()), by_name(usages.by_model())]
         usages.count(tenant, model, asked, found, reused, is_known)
+        known |= {(tenant, model)} if is_known else set()
         total = usages.total.asked, usages.total.found, usages.total.reused
         for was, shown in zip(before, (usages.by_tenant(), usages.by_model()), strict=True):
             assert sums(shown) == total
             now = by_name(shown)
             assert all(one <= other for name in was for one, other in zip(was[name], now[name], strict=True))
+        for own in {name for name, *_ in requests} - {"", OTHERS}:
+            assert {each.tenant for each in usages.by_tenant(own)} <= {own}
+            assert {(each.tenant, each.model) for each in usages.by_model(own)} <= known, "a made-up model has an entry"
+        named = [each.tenant for each in usages.by_model() if each.tenant != OTHERS]
+        assert all(named.count(each) <= 2 for each in named), "one tenant has taken all entries"
     assert len(usages.by_tenant()) <= 3 and len(usages.by_model()) <= 4
-
-
-def test_a_tenant_sees_only_what_is_its_own() -> None:
-    usages = Usages()
-    usages.count("blue", "m", 10, 8, 5, is_known=True)
-    usages.count("red", "m", 7, is_known=True)
-    assert usages.by_tenant("blue") == [Usage("blue", 10, 8, 5)]
-    assert usages.by_model("red") == [Usage("red", 7, 0, 0, "m")]
-
-
-def test_a_tenant_called_like_the_rest_does_not_see_the_rest() -> None:
-    usages = Usages(models=4, tenants=2)
-    for tenant in ("a", OTHERS, "c", "d"):
-        usages.count(tenant, "m", 10, is_known=True)
-        usages.count(tenant, OTHERS, 1)
-    assert usages.by_tenant(OTHERS) == [Usage(OTHERS, 11)]
-    assert usages.by_model(OTHERS) == [Usage(OTHERS, 10, 0, 0, "m")]
-    assert usages.by_tenant() == [Usage("a", 11), Usage(OTHERS, 33)], "who sees all sees each name once"
-    assert usages.by_model()[-1] == Usage(OTHERS, 4, 0, 0, OTHERS)
-    assert sums(usages.by_tenant()) == sums(usages.by_model()) == (44, 0, 0)
-
-
-def test_one_tenant_cannot_take_all_entries_of_models() -> None:
-    usages = Usages(models=8)
-    for number in range(20):
-        usages.count("red", f"m{number}", 1, is_known=True)
-    for tenant in ("blue", "green"):
-        usages.count(tenant, "m", 1, is_known=True)
-    assert usages.by_model("blue") == [Usage("blue", 1, 0, 0, "m")]
-    assert usages.by_model("green") == [Usage("green", 1, 0, 0, "m")]
-    assert len(usages.by_model("red")) == 4, "half, while it is alone"
-
-
-def test_made_up_models_have_no_entries() -> None:
-    desk = Desk()
-    desk.hello(b"red", "red")
-    desk.hello(b"blue", "blue")
-    for number in range(200):
-        desk.ask(b"red", look(1, "r", f"made up {number}"))
-        desk.ask(b"red", wire.EndSession("r", 1, 0.0, f"made up too {number}"))
-    desk.register(b"blue")
-    assert desk.ask(b"blue", store(prompt("a", 3))) is True
-    assert desk.ask(b"blue", look(5, "r1")) == 3
-    assert desk.depot.status("red").model_usage == []
-    assert desk.depot.status("blue").model_usage == [Usage("blue", 5, 3, 0, "m")]
-    assert desk.depot.status().model_usage == [Usage("blue", 5, 3, 0, "m"), Usage(OTHERS, 200, 0, 200, OTHERS)]
-
-
-def test_a_model_with_a_registered_engine_has_an_entry_before_its_first_chunk() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register_groups((0,))
-    assert desk.ask(b"one", look(5, "r1")) == 0
-    assert desk.depot.status().model_usage == [Usage("", 5, 0, 0, "m")]
 
 
 def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> wire.Lookup:

@@ -201,21 +201,3 @@ def test_keys_that_are_made_to_have_one_checksum_share_no_bucket() -> None:
     for key in made:
         runs.enter(key, False, 0, 0)
     assert max(Counter(runs._bucket(runs._hash[run]) for run in range(1, 257)).values()) <= 16
-
-
-def test_lists_of_runs_keep_their_order() -> None:
-    runs = Runs()
-    links = Links(runs)
-    head = links.make(runs.new())
-    first, second, third, other = (runs.enter(key_of(number), False, 0, 0) for number in range(4))
-    assert not links.first(head)
-    links.append(head, second)
-    links.append(head, third)
-    links.prepend(head, first)
-    links.replace(second, other)
-    links.unlink(second)
-    taken = []
-    while run := links.first(head):
-        taken.append(run)
-        links.unlink(run)
-    assert taken == [first, other, third]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import HANG_S
 
 TOOL = Path(__file__).parents[2] / "tools" / "boundaries.py"
@@ -38,23 +36,3 @@ def test_the_table_counts_what_is_cached_and_what_is_stored(tmp_path: Path) -> N
     assert none[2] == f"{5 / 11:.3f}", "ends of four prompts and one place where they part"
     assert table(path, "--no-junctions")[-1][1:] == [f"{8 / 25:.2%}", f"{4 / 11:.3f}"]
     assert table(path, "--no-junctions", "--reach-tokens", "1024")[-1][2] == f"{6 / 11:.3f}", "blocks 2 and 6 to 10"
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "said"),
-    [
-        ("{}\n", [], "boundaries: {path}:1:"),
-        ("", [], "boundaries: {path}: no requests"),
-        ('{"requests": [{"t": 0, "hash_ids": [1, 2]}]}\n', [], "boundaries: {path}: tokens per block are not known"),
-        ('{"timestamp": 0, "hash_ids": [1, 2]}\n', ["--reach-tokens", "0"], "usage:"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused_with_the_reason(
-    text: str, options: list[str], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert done.returncode > 0 and done.stderr.startswith(said.format(path=path))

@@ -5,7 +5,8 @@ Invariants: no number ever falls, and the entries of each list add up to the tot
 ends; all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 
 Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
-another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next.
+another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next. The
+other models of a tenant share an entry, and so do tenants beyond the most.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
@@ -21,7 +22,6 @@ comes back would start anew.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TypedDict
 
 from kvdepot.core.clients import Client
@@ -52,37 +52,6 @@ class _Sum:
         self.reused += reused
 
 
-class _Sums:
-    """Tokens by tenant and model; the model is empty for all of a tenant."""
-
-    def __init__(self, rest: tuple[str, str]) -> None:
-        """rest: the name of the entry of all others."""
-        self._rest = rest
-        self._sums: dict[tuple[str, str] | None, _Sum] = {}  # None: those without an entry; no name is reserved
-        self.entries: Counter[str] = Counter()  # by tenant
-
-    def __contains__(self, name: tuple[str, str]) -> bool:
-        return name in self._sums
-
-    def add(self, name: tuple[str, str] | None, asked: int, found: int, reused: int) -> None:
-        """name: None for those without an entry."""
-        known = self._sums.get(name)
-        if known is None:
-            known = self._sums[name] = _Sum()
-            if name is not None:
-                self.entries[name[0]] += 1
-        known.add(asked, found, reused)
-
-    def listed(self, tenant: str) -> list[Usage]:
-        """tenant: only its own; empty: all, and the rest."""
-        shown: dict[tuple[str, str], _Sum] = {}
-        for name, each in sorted(self._sums.items(), key=lambda item: item[0] is None):  # the rest last
-            if not tenant or (name is not None and name[0] == tenant):
-                # One entry per name, even if a tenant is called like the rest.
-                shown.setdefault(name or self._rest, _Sum()).add(each.asked, each.found, each.reused)
-        return [Usage(whose, each.asked, each.found, each.reused, model) for (whose, model), each in shown.items()]
-
-
 class TokenFigures(TypedDict):
     """Fields of `status.Status`."""
 
@@ -102,12 +71,10 @@ class Usages:
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
         self._infinite_cache = InfiniteCache(0.0)
         self._most_models, self._most_tenants = models, tenants
-        self._by_tenant = _Sums((OTHERS, ""))
-        self._by_model = _Sums((OTHERS, OTHERS))
+        self._sums: dict[tuple[str | None, str | None], _Sum] = {}  # by tenant and model; None: the rest
 
     def __repr__(self) -> str:
-        tenants, models = self._by_tenant.entries.total(), self._by_model.entries.total()
-        return f"<Usages of {tenants} tenants, {models} models>"
+        return f"<Usages {len(self._sums)} entries>"
 
     @property
     def tokens(self) -> TokenCounts:
@@ -165,21 +132,39 @@ class Usages:
         is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
         """
         self.total.add(asked, found, reused)
-        whole, pair = (tenant, ""), (tenant, model[:MOST_NAME])
-        has_entry = whole in self._by_tenant or self._by_tenant.entries.total() < self._most_tenants
-        self._by_tenant.add(whole if has_entry else None, asked, found, reused)
-        has_entry = pair in self._by_model or (is_known and self._may_open(tenant))
-        self._by_model.add(pair if has_entry else None, asked, found, reused)
+        key: tuple[str | None, str | None] = tenant, model[:MOST_NAME]
+        if key not in self._sums:
+            own = [name for _, name in filter(lambda key: key[0] == tenant, self._sums)]
+            if not own and len({name for name, _ in self._sums} - {None}) >= self._most_tenants:
+                key = None, None
+            elif not is_known or len(own) - (None in own) >= self._most_models - self._models():
+                key = tenant, None
+        self._sums.setdefault(key, _Sum()).add(asked, found, reused)
 
-    def _may_open(self, tenant: str) -> bool:
-        """Whether another model of this tenant may have an entry."""
-        entries = self._by_model.entries
-        return entries[tenant] < self._most_models - entries.total()
+    def _models(self) -> int:
+        """The number of models with an entry."""
+        return sum(model is not None for _, model in self._sums)
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""
-        return self._by_tenant.listed(tenant)
+        shown = [(name, each) for (name, _), each in self._sums.items() if not tenant or name == tenant]
+        shown.sort(key=lambda item: item[0] is None)
+        return _summed([(OTHERS if name is None else name, "", each) for name, each in shown])
 
     def by_model(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant and model, in the order of first requests; the rest last. tenant: see `by_tenant`."""
-        return self._by_model.listed(tenant)
+        named = [
+            (name, model, each)
+            for (name, model), each in self._sums.items()
+            if name is not None and model is not None and tenant in ("", name)
+        ]
+        rest = [(OTHERS, OTHERS, each) for (_, model), each in self._sums.items() if model is None and not tenant]
+        return _summed([*named, *rest])
+
+
+def _summed(entries: list[tuple[str, str, _Sum]]) -> list[Usage]:
+    """One value per tenant and model, even if a tenant is called like the rest."""
+    shown: dict[tuple[str, str], _Sum] = {}
+    for tenant, model, each in entries:
+        shown.setdefault((tenant, model), _Sum()).add(each.asked, each.found, each.reused)
+    return [Usage(tenant, each.asked, each.found, each.reused, model) for (tenant, model), each in shown.items()]
