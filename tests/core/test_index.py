@@ -559,7 +559,7 @@ def test_a_prompt_stored_around_a_loose_chunk_is_used_and_evicted(policy: str) -
     index.use(found.chunks)
     for number in range(80):
         store_run(index, namespace, run_of(*keys(f"new{number}", 1)))
-    assert index.make_room(namespace.account, PAGE, 64) == 64 and not namespace.chunks
+    assert index.make_room(index.accounts.rest, PAGE, 64) == 64 and not namespace.chunks
 
 
 @pytest.mark.parametrize("is_corrupt", [False, True])

@@ -122,7 +122,7 @@ class Transfers:
             if made.refusal is not None:
                 self._counters[_REFUSED[made.refusal]] += made.refused
                 if made.refusal is Refusal.OVER_CAP:
-                    namespace.account_of(salt).capped += made.refused
+                    self._index.accounts.of(client.tenant, salt).capped += made.refused
                 asked = {"client": client.called, "request": part.request}
                 log.debug("dropped %d chunks of a store: %s", made.refused, made.refusal.value, extra=asked)
                 complete = False

@@ -33,8 +33,7 @@ class Accounts:
         self.has_ttls = bool(ttl_s or self.salt_ttls)
         self.rest = self._new(("", b""), Quota())
         self._all = [self.rest]
-        self._by_tenant: dict[str, Account] = {}
-        self._by_salt: dict[str, dict[bytes, Account]] = {}  # by tenant, then by the salt that chunks are stored under
+        self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
 
     def __repr__(self) -> str:
         return f"<Accounts {self._all}>"
@@ -63,11 +62,7 @@ class Accounts:
 
     def of(self, tenant: str, salt: bytes = b"") -> Account:
         """The account of a tenant's chunks that are stored under a salt: the salt's own, the tenant's, or the rest."""
-        return self._by_salt.get(tenant, {}).get(salt) or self._by_tenant.get(tenant, self.rest)
-
-    def salted(self, tenant: str) -> dict[bytes, Account]:
-        """The accounts of a tenant's salts, by the salts that chunks are stored under; changes with the quotas."""
-        return self._by_salt.setdefault(tenant, {})
+        return self._by_owner.get((tenant, salt)) or self._by_owner.get((tenant, b""), self.rest)
 
     def victim(self, by: Account | None, size: int) -> Chunk | None:
         """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`.
@@ -86,7 +81,7 @@ class Accounts:
         """Seconds after which a chunk expires: the shortest limit of server, tenant and salt; 0: never."""
         if not self.has_ttls:
             return 0
-        quota, tenants = chunk.account.quota, chunk.namespace.account.quota
+        quota, tenants = chunk.account.quota, self.of(chunk.namespace.tenant).quota
         return shortest(self.ttl_s, quota.ttl_s, tenants.ttl_s, self.salt_ttls.get(chunk.salt, 0))
 
     # -- quotas; quotas.py moves the chunks
@@ -107,19 +102,13 @@ class Accounts:
     def open(self, tenant: str, tag: bytes, quota: Quota) -> Account:
         """A new, empty account of a tenant or a salt that has none."""
         account = self._new((tenant, tag), quota)
-        if tag:
-            self.salted(tenant)[account.salt] = account
-        else:
-            self._by_tenant[tenant] = account
+        self._by_owner[tenant, account.salt] = account
         self._all.append(account)
         return account
 
     def detach(self, account: Account) -> None:
         """Remove an account; the caller moves its chunks."""
-        if account.tag:
-            del self._by_salt[account.tenant][account.salt]
-        else:
-            del self._by_tenant[account.tenant]
+        del self._by_owner[account.tenant, account.salt]
         self._all.remove(account)
 
     def renew(self, account: Account) -> None:

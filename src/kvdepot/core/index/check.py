@@ -25,7 +25,6 @@ def check(
     by_account = {id(account): [0, 0] for account in accounts.all()}  # chunks, bytes
     for namespace in namespaces:
         assert namespace.groups[namespace.group] is namespace
-        assert namespace.account is accounts.of(namespace.tenant)
         total = 0
         for key, chunk in namespace.chunks.items():
             assert key == chunk.key and chunk.namespace is namespace and chunk.shards

@@ -299,15 +299,10 @@ class Namespace:
     """
 
     __slots__ = (
-        "account", "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group",
+        "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group",
         "groups", "hiding", "hit_chunks", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
-        "reach", "recorded", "salted", "sizes", "slot", "tenant", "trunk", "world_size",
+        "reach", "recorded", "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
-
-    account: Account
-    """The tenant's, of chunks whose salt has none; set by namespaces.py."""
-    salted: dict[bytes, Account]
-    """The accounts of salts, by the salts that chunks are stored under; set by namespaces.py."""
 
     def __init__(
         self,
@@ -342,10 +337,6 @@ class Namespace:
         self.bytes = 0
         self.slot: int | None = None  # first slot of its record
         self.recorded = 0  # layouts in the record
-
-    def account_of(self, salt: bytes) -> Account:
-        """The account of chunks that are stored under this salt."""
-        return self.salted.get(salt, self.account)
 
     def __repr__(self) -> str:
         group = f" group {self.group}" if len(self.groups) > 1 else ""

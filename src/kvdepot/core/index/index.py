@@ -67,7 +67,7 @@ class Index:
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
-        self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
+        self.namespaces = Namespaces(self.records, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
@@ -127,7 +127,7 @@ class Index:
             for key in keys:
                 if key in chunks:
                     self.remove_forgotten(chunks[key])
-        account, taken = namespace.salted.get(run.salt, namespace.account), Allocator.rounded(size)
+        account, taken = self.accounts.of(namespace.tenant, run.salt), Allocator.rounded(size)
         there = [chunks[key] for key in keys if key in chunks]
         own = [each for each in there if each.account is account]
         for each in own if wall is not None else ():

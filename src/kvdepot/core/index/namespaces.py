@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Chunk, Namespace, Scope, join_groups
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.wire import Group
@@ -20,11 +19,10 @@ __all__ = ["Namespaces"]
 class Namespaces:
     """The namespaces of one index, and their records and those of their shards."""
 
-    def __init__(self, records: Records, accounts: Accounts, chunk_tokens: int = 0) -> None:
+    def __init__(self, records: Records, chunk_tokens: int = 0) -> None:
         """chunk_tokens: of namespaces that do not say."""
         self.generation = 0  # removals that have begun
         self._records = records
-        self._accounts = accounts
         self._chunk_tokens = chunk_tokens
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
@@ -81,8 +79,6 @@ class Namespaces:
                 for each in groups
             ]
             join_groups(found)
-            for made in found:
-                made.account, made.salted = self._accounts.of(tenant), self._accounts.salted(tenant)
             known.append(found[0])
         for namespace, each in zip(found, groups, strict=True):
             namespace.layouts.setdefault(rank, each.fingerprint)
@@ -164,7 +160,6 @@ class Namespaces:
         assert not self.known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for each in namespaces:
-            each.account, each.salted = self._accounts.of(each.tenant), self._accounts.salted(each.tenant)
             each.chunk_tokens = each.chunk_tokens or self._chunk_tokens
             if each.groups[0] is each:
                 self.known.setdefault((each.tenant, each.model, each.world_size), []).append(each)

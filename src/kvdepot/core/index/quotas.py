@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol.keys import tenant_salt
@@ -47,12 +47,12 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
             ids = set(map(id, moved))
             known = namespaces.all() if old is accounts.rest else of_tenant
             left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
-        size = sum(chunk.bytes for chunk in moved)
-        new = _replace(accounts, old, owner, quota)
-        for namespace in of_tenant:
-            namespace.account = accounts.of(tenant)
+        if quota is None:
+            accounts.detach(old)
+        new = accounts.of(tenant) if quota is None else accounts.open(tenant, tag, quota)
         for chunk in moved:
             chunk.account = new
+        size = sum(chunk.bytes for chunk in moved)
         for account, sign in ((old, -1), (new, 1)):
             account.charge(sign * size)
             account.chunks += sign * len(moved)
@@ -62,14 +62,6 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
         assert quota is not None or (not old.used and not old.chunks), old
     for chunk in aging:
         accounts.ages.record(chunk)
-
-
-def _replace(accounts: Accounts, old: Account, owner: tuple[str, bytes], quota: Quota | None) -> Account:
-    """Open an account for an owner with a quota, or remove that of one without; returns the one its chunks go to."""
-    if quota is not None:
-        return accounts.open(*owner, quota)
-    accounts.detach(old)
-    return accounts.of(owner[0])
 
 
 def queue(chunks: list[Chunk]) -> None:

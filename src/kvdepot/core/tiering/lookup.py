@@ -298,7 +298,7 @@ class Lookups:
         be loaded for nothing.
         """
         end = self._boundary(tier_lookup, tier_lookup.end)
-        most = min(self._most_arriving, tier_lookup.namespace.account_of(tier_lookup.salt).cap)
+        most = min(self._most_arriving, self._index.accounts.of(tier_lookup.namespace.tenant, tier_lookup.salt).cap)
         room = most - self.arriving_bytes
         for group in tier_lookup.groups:
             for i in needed_parts(group.reach, end) if group.reach else ():
