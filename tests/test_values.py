@@ -27,28 +27,14 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True):
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (
-            '{"name": "a", "retains": 1}',
-            "unknown field 'retains'; the fields are name, ttl_s, kind, tokens, drop, quota",
-        ),
-        ('{"name": "a", "ttl": 1}', "unknown field 'ttl'; did you mean ttl_s?"),
-        ('{"name": "a", "quota": {"floor": 1}}', "quota: unknown field 'floor'; did you mean floor_bytes?"),
-        ('{"name": "a", "quota": {}}', "quota: the field 'floor_bytes' is missing"),
-        ("{}", "the field 'name' is missing"),
-        ("[1]", "must be an object, not a list"),
-        ('{"name": 1}', "name: must be text, not a whole number"),
-        ('{"name": "a", "ttl_s": "1"}', "ttl_s: must be a whole number or null, not text"),
-        ('{"name": "a", "ttl_s": 61}', "ttl_s: must be at most 60"),
-        ('{"name": ""}', "name: must have at least 1 character"),
-        ('{"name": "abcd"}', "name: must have at most 3 characters"),
-        ('{"name": "a", "kind": "keep"}', "kind: 'keep' is not one of retain, expire"),
-        ('{"name": "a", "tokens": [1, -1]}', "tokens[1]: must be at least 0"),
-        ('{"name": "a", "drop": "yes"}', "drop: must be true or false, not text"),
-        ("name=a", "not JSON (invalid character (byte 4))"),
-        ('{"name": "a"', "not JSON (input data was truncated)"),
+        ('{"name": "a", "retains": 1}', "object contains unknown field `retains`"),
+        ('{"name": "a", "quota": {"floor": 1}}', "quota: object contains unknown field `floor`"),
+        ('{"name": "a", "ttl_s": 61}', "ttl_s: expected `int` <= 60"),
+        ('{"name": "a", "kind": "keep"}', "kind: invalid enum value 'keep'"),
+        ('{"name": "a"', "not JSON (Input data was truncated)"),
     ],
 )
-def test_what_is_wrong_with_an_object_is_told_in_words(sent: str, said: str) -> None:
+def test_what_is_wrong_with_an_object_is_said_after_its_field(sent: str, said: str) -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(sent, type=Wanted)
-    assert fault_of(caught.value, Wanted) == said
+    assert fault_of(caught.value) == said

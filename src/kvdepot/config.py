@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -31,9 +32,11 @@ from kvdepot.values import explain, in_units, parse_toml, suggestion
 
 __all__ = [
     "ONLY_IN_FILE",
+    "TOPICS",
     "Config",
     "SaltShare",
     "Share",
+    "about",
     "default_key",
     "default_url",
     "home_url",
@@ -113,9 +116,17 @@ _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5}
 _MOST_GIB = 1 << 30
 
 
-def _about(description: str, **bounds: Any) -> Meta:
-    """The description of a setting, which is its help text, and its bounds."""
-    return Meta(description=description, **bounds)
+TOPICS = ("Memory", "Tiers", "Connections and security", "Copies", "Start, stop, log", "Limits")
+"""The topics of settings, in the order of the help."""
+
+
+def _about(topic: str, description: str, metavar: str = "N", **bounds: Any) -> Meta:
+    """A setting's topic, help text, the word that stands for its value in the help, and its bounds."""
+    return Meta(description=description, extra={"topic": topic, "metavar": metavar}, **bounds)
+
+
+_share = partial(_about, "")
+_memory, _tier, _access, _copies, _life, _limit = (partial(_about, topic) for topic in TOPICS)
 
 
 def _one_of(*words: str) -> str:
@@ -128,15 +139,15 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol/quotas.py.
     """
 
-    floor_gib: Annotated[float, _about("memory guaranteed to it", ge=0, le=_MOST_GIB)] = 0.0
-    cap_gib: Annotated[float, _about("most memory it can use; 0 = no cap", ge=0, le=_MOST_GIB)] = 0.0
-    weight: Annotated[float, _about("its share of the memory above all floors", ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] = (
+    floor_gib: Annotated[float, _share("memory guaranteed to it", ge=0, le=_MOST_GIB)] = 0.0
+    cap_gib: Annotated[float, _share("most memory it can use; 0 = no cap", ge=0, le=_MOST_GIB)] = 0.0
+    weight: Annotated[float, _share("its share of the memory above all floors", ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] = (
         1.0
     )
-    ttl_s: Annotated[int, _about("seconds after which its chunks expire, if sooner than ttl_s", ge=0, le=1 << 31)] = 0
-    disk_floor_gib: Annotated[float, _about("space guaranteed to it in each tier disk://", ge=0, le=_MOST_GIB)] = 0.0
+    ttl_s: Annotated[int, _share("seconds after which its chunks expire, if sooner than ttl_s", ge=0, le=1 << 31)] = 0
+    disk_floor_gib: Annotated[float, _share("space guaranteed to it in each tier disk://", ge=0, le=_MOST_GIB)] = 0.0
     disk_cap_gib: Annotated[
-        float, _about("most space it can use in each tier disk://; 0 = no cap", ge=0, le=_MOST_GIB)
+        float, _share("most space it can use in each tier disk://; 0 = no cap", ge=0, le=_MOST_GIB)
     ] = 0.0
 
     def __post_init__(self) -> None:
@@ -157,7 +168,7 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
     every tenant, without a quota.
     """
 
-    tenant: Annotated[str | None, _about("whose requests; without it, clients without a tenant")] = None
+    tenant: Annotated[str | None, _share("whose requests; without it, clients without a tenant")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,23 +185,31 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
-    url: Annotated[str, _about("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
-    chunk_size: Annotated[int, _about("tokens per chunk", ge=1, le=1 << 20)] = 256
+    url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
+    chunk_size: Annotated[int, _memory("tokens per chunk", ge=1, le=1 << 20)] = 256
     arena_gib: Annotated[
         float,
-        _about("arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less", ge=0, le=_MOST_GIB),
+        _memory(
+            "arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less",
+            "SIZE",
+            ge=0,
+            le=_MOST_GIB,
+        ),
     ] = 0.0
     keys: Annotated[
-        str, _about("folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host")
+        str,
+        _access(
+            "folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host", "DIR"
+        ),
     ] = ""
-    arena_name: Annotated[str, _about("name of the arena in /dev/shm; empty = derived from user and url")] = ""
-    copy_threads: Annotated[int, _about("threads that copy KV", ge=1, le=256)] = 2
+    arena_name: Annotated[str, _memory("name of the arena in /dev/shm; empty = derived from user and url", "NAME")] = ""
+    copy_threads: Annotated[int, _copies("threads that copy KV", ge=1, le=256)] = 2
     gpu_staging_mib: Annotated[
-        int, _about("device memory that copies may use on each GPU in use, in MiB or as 1GiB", ge=0, le=4096)
+        int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
     ] = 64
     gpu_dma_from_kib: Annotated[
         int,
-        _about(
+        _copies(
             "KiB per copy from which on a GPU's copy engines are used, whatever an idle GPU's "
             "figures say; kvdepot calibrate --busy measures it",
             ge=0,
@@ -198,84 +217,86 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 28
     gpu_idle_s: Annotated[
-        float, _about("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
+        float, _copies("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
     ] = 180.0
     policy: Annotated[
-        str, _about("eviction policy: " + ", ".join(sorted(POLICIES)), pattern=_one_of(*sorted(POLICIES)))
+        str, _memory("eviction policy: " + ", ".join(sorted(POLICIES)), pattern=_one_of(*sorted(POLICIES)))
     ] = "learned"
-    max_message_mib: Annotated[int, _about("largest message accepted, in MiB or as 1GiB", ge=1, le=1024)] = 4
-    max_clients: Annotated[int, _about("clients served at once", ge=1)] = 4096
-    max_queued: Annotated[int, _about("stores and retrieves in flight per client", ge=1)] = 1024
-    max_sessions: Annotated[int, _about("requests per client that hold pins", ge=1)] = 100_000
-    max_pins: Annotated[int, _about("chunks per client that its requests pin", ge=1)] = 1 << 22
-    max_instances: Annotated[int, _about("registrations of KV tensors per client", ge=1)] = 64
-    max_namespaces: Annotated[int, _about("distinct models, parallel shapes and layouts", ge=1)] = 1024
-    max_rate: Annotated[int, _about("requests per second and client; large ones count more", ge=16)] = 20_000
+    max_message_mib: Annotated[int, _limit("largest message accepted, in MiB or as 1GiB", "SIZE", ge=1, le=1024)] = 4
+    max_clients: Annotated[int, _limit("clients served at once", ge=1)] = 4096
+    max_queued: Annotated[int, _limit("stores and retrieves in flight per client", ge=1)] = 1024
+    max_sessions: Annotated[int, _limit("requests per client that hold pins", ge=1)] = 100_000
+    max_pins: Annotated[int, _limit("chunks per client that its requests pin", ge=1)] = 1 << 22
+    max_instances: Annotated[int, _limit("registrations of KV tensors per client", ge=1)] = 64
+    max_namespaces: Annotated[int, _limit("distinct models, parallel shapes and layouts", ge=1)] = 1024
+    max_rate: Annotated[int, _limit("requests per second and client; large ones count more", ge=16)] = 20_000
     max_hint_s: Annotated[
         int,
-        _about(
+        _limit(
             "seconds for which a request's hints keep chunks, at most; 0 = hints neither keep nor remove chunks",
             ge=0,
             le=1 << 31,
         ),
     ] = HINT_S
     max_hint_priority: Annotated[
-        int, _about("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)
+        int, _limit("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)
     ] = NORMAL
-    drain_s: Annotated[float, _about("seconds to finish copies in flight when stopped", ge=0, le=86_400)] = 5.0
+    drain_s: Annotated[float, _life("seconds to finish copies in flight when stopped", ge=0, le=86_400)] = 5.0
     idle_exit: Annotated[
-        float, _about("seconds without an engine after which the server stops; 0 = never", ge=0, le=1e9)
+        float, _life("seconds without an engine after which the server stops; 0 = never", ge=0, le=1e9)
     ] = 0.0
     on_stop: Annotated[
         str,
-        _about(
+        _memory(
             "what to do with the arena on stop: remove, or keep it for the next server",
             pattern=_one_of("remove", "keep"),
         ),
     ] = "remove"
     tiers: Annotated[
         tuple[str, ...],
-        _about("storage behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
+        _tier("storage behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://...", "URL..."),
     ] = ()
     lookup_s: Annotated[
-        float, _about("seconds a lookup may wait for tiers; what arrives later is recomputed", gt=0, le=8)
+        float, _tier("seconds a lookup may wait for tiers; what arrives later is recomputed", gt=0, le=8)
     ] = 1.0
-    ttl_s: Annotated[int, _about("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
+    ttl_s: Annotated[int, _memory("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
     tenants: Annotated[
         dict[str, Share],
-        _about(
+        _memory(
             "memory and disk by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight, "
             "ttl_s, disk_floor_gib and disk_cap_gib"
         ),
     ] = {}
     salts: Annotated[
         dict[str, SaltShare],
-        _about("expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
+        _memory("expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
     ] = {}
     verify: Annotated[
         str,
-        _about(
+        _memory(
             "checksums of chunks in memory: off, sampled (one chunk in 16) or always",
             pattern=_one_of("off", "sampled", "always"),
         ),
     ] = "sampled"
     http: Annotated[
-        str, _about("HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys")
+        str,
+        _access(
+            "HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys", "HOST:PORT"
+        ),
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
-        str, _about("file with the HTTP token (mode 0600); empty = created beside the unix socket")
+        str, _access("file with the HTTP token (mode 0600); empty = created beside the unix socket", "FILE")
     ] = ""
     log_level: Annotated[
-        str, _about("debug, info, warning or error", pattern=_one_of("debug", "info", "warning", "error"))
+        str, _life("debug, info, warning or error", pattern=_one_of("debug", "info", "warning", "error"))
     ] = "info"
-    log_format: Annotated[str, _about("human, or json: one object per line", pattern=_one_of("human", "json"))] = (
-        "human"
-    )
+    log_format: Annotated[str, _life("human, or json: one object per line", pattern=_one_of("human", "json"))] = "human"
     kv_events: Annotated[
         str,
-        _about(
+        _access(
             "endpoint where routers receive vLLM's KV events: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or "
-            "the next port; empty = off"
+            "the next port; empty = off",
+            "URL",
         ),
     ] = ""
 
@@ -353,9 +374,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min([_DEFAULT_ARENA, *((limit.free + taken) // 4 for limit in limits())])
 
 
+@functools.cache
+def about(setting: str) -> Meta:
+    """The description of a setting, with its topic and the word that stands for its value; empty if there is none."""
+    found: Meta = getattr(_hints().get(setting), "__metadata__", (Meta(),))[0]
+    return found
+
+
 def words_of(setting: str) -> tuple[str, ...]:
     """The allowed values of a setting that takes one of a few words; otherwise empty."""
-    pattern = getattr(_hints().get(setting), "__metadata__", (Meta(),))[0].pattern
+    pattern = about(setting).pattern
     return tuple(pattern.removeprefix("^(").removesuffix(r")\Z").split("|")) if pattern else ()
 
 

@@ -1,6 +1,6 @@
 """Commands that install packages which kvdepot lacks; for errors, the log, and `kvdepot doctor`.
 
-They name the packages themselves, or the place that this kvdepot came from, and never `kvdepot` alone: pip would ask
+They name the packages themselves, and never `kvdepot` alone: pip would ask
 the package registry for that name, which this project has not published. Today that fails; it could run the code of
 anybody who registers the name.
 """
@@ -12,8 +12,6 @@ import json
 import re
 import shlex
 import sys
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 __all__ = ["advice", "again", "requirements"]
 
@@ -22,7 +20,7 @@ _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
 
 
 def advice(extra: str = "") -> str:
-    """The command that installs the missing packages of an extra; all of them if none is missing.
+    """How to install the missing packages of an extra; all of them if none is missing.
 
     Without an extra: the packages that kvdepot itself needs.
     """
@@ -33,27 +31,14 @@ def advice(extra: str = "") -> str:
 
 
 def again(extra: str = "") -> str:
-    """The command that installs this kvdepot again, in this environment, from where it came: a source tree, a wheel, a
-    repository. If it came from a package index, it is for the reader to know which."""
+    """What to do where this kvdepot must be installed again: from where it came, if that is recorded."""
     from importlib import metadata  # slow to import, and rarely needed
 
-    extras, text = f"[{extra}]" if extra else "", None
+    record = None
     with contextlib.suppress(metadata.PackageNotFoundError):
-        text = metadata.distribution("kvdepot").read_text("direct_url.json")  # of the packaging specifications
-    if not text:
-        tree = Path(__file__).resolve().parents[2]
-        if (tree / "pyproject.toml").is_file():
-            return f"{_PIP} {shlex.quote(f'{tree}{extras}')}"
-        return f"install kvdepot{extras} again from the index or file that it came from"
-    record = json.loads(text)
-    url, vcs = record["url"], record.get("vcs_info")
-    if vcs is not None:
-        place = f"kvdepot{extras} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
-    else:
-        is_here = url.startswith("file:")
-        place = unquote(urlsplit(url).path) + extras if is_here else f"kvdepot{extras} @ {url}"
-    options = "--editable " if record.get("dir_info", {}).get("editable") else ""
-    return f"{_PIP} {options}{shlex.quote(place)}"
+        record = metadata.distribution("kvdepot").read_text("direct_url.json")  # of the packaging specifications
+    place = json.loads(record)["url"] if record else "the source tree, index or file that it came from"
+    return f"install kvdepot{f'[{extra}]' if extra else ''} again, from {place}"
 
 
 def requirements(extra: str = "") -> list[str]:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -105,47 +105,9 @@ def _not_a_number(name: str, value: object, is_whole: bool) -> str:
     return f"{value!r} is not a size: write 64GiB or 512MiB, say, or a plain number of {unit}"
 
 
-_JSON = {
-    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "object": "an object",
-    "array": "a list", "null": "null",
-}  # fmt: skip
-"""msgspec's names of types, in words."""
-
-
-def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError, kind: type[msgspec.Struct]) -> str:
-    """The fault of an object that was sent as JSON and is to be of this kind, and which fields or values it may
-    have: one sentence, which begins with the field if the fault is in one."""
+def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError) -> str:
+    """What is wrong with an object that was sent as JSON, after the field that it is wrong in."""
     text, _, path = str(exc).partition(" - at `$")
-    field = path.rstrip("`").lstrip(".")
-    if not isinstance(exc, msgspec.ValidationError):
-        text = text.removeprefix("JSON is malformed: ")
-        return f"not JSON ({text[:1].lower()}{text[1:]})"
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.S):
-        fields = _fields_at(kind, field)
-        meant = suggestion(unknown[1], fields)
-        advice = f"did you mean {meant}?" if meant else f"the fields are {', '.join(fields)}"
-        said = f"unknown field {unknown[1]!r:.80}; {advice}"
-    elif missing := re.fullmatch(r"Object missing required field `(.*)`", text):
-        said = f"the field {missing[1]!r} is missing"
-    elif bound := re.fullmatch(r"Expected `\w+` (of length )?(<=|>=|<|>|==) (\S+)", text):
-        words = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than", "==": "exactly"}[bound[2]]
-        said = f"must have {words} {plural(int(bound[3]), 'character')}" if bound[1] else f"must be {words} {bound[3]}"
-    elif types := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", text):
-        wanted = " or ".join(_JSON.get(each, each) for each in types[1].split(" | "))
-        said = f"must be {wanted}, not {_JSON.get(types[2], types[2])}"
-    elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*)'", text):
-        said = f"must match the pattern {pattern[1]}"
-    elif text.startswith("Invalid enum value "):
-        values = get_args(get_type_hints(kind).get(field))
-        said = f"{text.removeprefix('Invalid enum value ')} is not one of {', '.join(map(str, values))}"
-    else:
-        said = text
+    text, field = text.removeprefix("JSON is malformed: "), path.rstrip("`").lstrip(".")
+    said = text[:1].lower() + text[1:] if isinstance(exc, msgspec.ValidationError) else f"not JSON ({text})"
     return f"{field}: {said}" if field else said
-
-
-def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
-    """The names of the fields of the object at a path, such as `quota`, in an object of this kind."""
-    for name in filter(None, path.split(".")):
-        hint = get_type_hints(kind)[name]
-        kind = next(each for each in (hint, *get_args(hint)) if hasattr(each, "__struct_fields__"))
-    return kind.__struct_fields__

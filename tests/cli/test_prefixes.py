@@ -70,7 +70,6 @@ def test_inspect_shows_a_prompt_by_the_hash_that_ls_shows(depot: Depot, chats: E
     assert run("ls", "-u", depot.url, "-m", "no such").stdout == "no prompts of models named no such... are in memory\n"
     done = run("inspect", "00" * 32, "--url", depot.url)
     assert (done.returncode, done.stdout) == (1, f"memory has no chunk whose hash begins with {'00' * 32}\n")
-    assert [line for line in run("inspect", end, *which, "-l").stdout.splitlines() if line.startswith(end)]
 
 
 @pytest.mark.faults

@@ -107,22 +107,6 @@ def test_one_shot_commands_leave_no_line(served: Depot, others: Others, engine: 
     assert served.logged() == before
 
 
-def test_a_command_that_is_killed_leaves_no_line(served: Depot, others: Others) -> None:
-    eventually(lambda: others() == 0)
-    before = served.logged()
-    top = subprocess.Popen(
-        [sys.executable, "-m", "kvdepot.cli", "top", "--url", served.url],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        eventually(lambda: top.poll() is not None or others() > 0)
-    finally:
-        top.kill()
-        top.wait(HANG_S)
-    eventually(lambda: others() == 0)
-    assert served.logged() == before
-
-
 def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot, others: Others) -> None:
     eventually(lambda: others() == 0)
     before = served.logged()

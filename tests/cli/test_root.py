@@ -77,6 +77,11 @@ def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.Ca
     [
         (["simulate", "--hosts", "1,10", "trace.jsonl"], "--hosts was removed: replay the requests that one host gets"),
         (["simulate", "--tier-size=1GiB"], "--tier-size was removed: replay the requests that one host gets"),
+        (
+            ["top", "--json"],
+            "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",
+        ),
+        (["doctor", "--fix"], "use `kvdepot check --fix`, which removes KV that ended engines have left, too"),
         (["serve", "--fleet", "http://a:1", "http://b:1"], f"--fleet was removed: {REMOVED_SETTINGS['fleet']}"),
         (["config", "--kv-events-topics", "engines"], f"topics was removed: {REMOVED_SETTINGS['kv_events_topics']}"),
     ],
@@ -123,7 +128,7 @@ def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture
 @pytest.mark.faults
 def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "kvdepot.cli", "top", "--json", "--interval", "0.1", "--url", depot.url],
+        [sys.executable, "-m", "kvdepot.cli", "status", "--watch", "0.1", "--json", "--url", depot.url],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout and process.stderr

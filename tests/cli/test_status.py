@@ -61,7 +61,7 @@ def test_the_token_goes_to_no_other_server_at_the_same_address(start_depot: Star
     assert (done.returncode, done.stdout) == (1, "") and "address is in use" in done.stderr
     assert (first.status()["http"], second.status()["http"]) == (at, "")
     _, found = doctor("--url", second.url, KVDEPOT_HTTP=at)
-    assert found["web page"][0]["state"] == "warn" and "another program listens at" in found["web page"][0]["text"]
+    assert found["web page"][0]["state"] == "warn" and "the server does not listen at" in found["web page"][0]["text"]
     assert first.stop() == 0
     address, token = eventually(lambda: (found := page(second.url)) != ("", "") and found)
     assert address == f"http://{at}/#token={token}"

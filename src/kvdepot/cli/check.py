@@ -1,4 +1,4 @@
-"""`kvdepot check`: whether an arena's records agree with each other and with its bytes.
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes; and what engines have left.
 
 Invariant: it changes nothing unless asked to fix, and never fixes the arena of a running server. It checks a snapshot
 of an arena in use, and does not report what the server changed in the meantime.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,17 +39,24 @@ _PROGRESS_CHUNKS = 64
 @click.command()
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks; only while no server uses the "
-              "arena")  # fmt: skip
+@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks, while no server uses the arena; "
+              "remove KV in /dev/shm that ended engines have left")  # fmt: skip
 @options.destructive
 @options.as_json
 def check(fix: bool, consent: options.Consent, as_json: bool, **flags: str | None) -> int:
-    """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
+    """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong.
+
+    Also counts the KV that engines which were killed have left in /dev/shm.
+    """
     arena = load(flags=flags).arena
     what, lost = "--fix drops damaged records, and so their chunks", "their chunks are lost: engines compute them again"
     fix = fix and not consent.dry_run
     if fix and not agreed(consent, what, f"Drop damaged records of {clean(arena)}?", lambda: [lost]):
         return 1
+    left = {name: taken for name, taken in shm.left_tensors() if not fix or shm.remove_left_tensors(name)}
+    if left:
+        what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
+        print(f"kvdepot: removed {what}" if fix else f"kvdepot: {what}: --fix removes them", file=sys.stderr)
     with progress() as update:
         report = audit(arena, fix, lambda done, total: update("reading chunks", done, total))
     show(as_json, report, *report.lines())

@@ -20,16 +20,16 @@ from typing import TypeAlias
 import click
 import msgspec
 
-from kvdepot import __version__, install, locks
+from kvdepot import __version__, install
 from kvdepot.cli import options
 from kvdepot.cli.connect import running
-from kvdepot.cli.output import clean, print_folded, print_json, progress, size
+from kvdepot.cli.output import clean, print_json, print_tables, progress, size
 from kvdepot.cli.status import ask_health
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import limits
-from kvdepot.protocol.addresses import MOST_PATH, socket_path
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
@@ -42,7 +42,6 @@ __all__ = ["VLLM_RELEASES", "Finding", "doctor", "findings"]
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
-_NAMED = 3
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
 """The module that a tier imports, by extra."""
 
@@ -54,6 +53,10 @@ class Finding(msgspec.Struct, frozen=True):
     what: str
     text: str
     advice: str = ""
+
+    @property
+    def text_and_advice(self) -> str:
+        return f"{self.text} -> {self.advice}" if self.advice else self.text
 
 
 Said: TypeAlias = tuple[str, str] | tuple[str, str, str]
@@ -84,31 +87,28 @@ class Facts:
 
 @click.command()
 @click.option("--config", "file", metavar="FILE", type=click.Path(), help="the server's settings file (TOML)")
-@click.option("--fix", is_flag=True, help="remove tensors in /dev/shm that ended engines have left behind")
 @options.server
 @options.as_json
-def doctor(file: str | None, fix: bool, server: options.Address, as_json: bool) -> int:
+def doctor(file: str | None, server: options.Address, as_json: bool) -> int:
     """Diagnose common problems of this machine, this user, the installation and the server, and say what to do.
 
     Exit code 1 if something would keep kvdepot from working.
     """
-    if fix:
-        removed = {name: taken for name, taken in shm.left_tensors() if shm.remove_left_tensors(name)}
-        what = f"{plural(len(removed), 'file')} of ended engines, {size(sum(removed.values()))}"
-        print(f"kvdepot: removed {what}", file=sys.stderr)
     with progress() as update:
         found = list(findings(file, server, lambda what: update(f"checking {what}", 0, 0)))
     if as_json:
         print_json(found)
     else:
+        from rich.text import Text
+
+        from kvdepot.cli.view import Listing
+
         styles = {"ok": "", "warn": "yellow", "fail": "bold red"}
-        print_folded(
-            (),
-            (
-                (styles[each.state], (each.state, each.what, each.text + f"\n-> {each.advice}" * bool(each.advice)))
-                for each in found
-            ),
-        )
+        rows = [
+            tuple(Text(clean(part), styles[each.state]) for part in (each.state, each.what, each.text_and_advice))
+            for each in found
+        ]
+        print_tables(Listing(("", "", ""), [*rows], folds=True))
     return 1 if any(each.state == "fail" for each in found) else 0
 
 
@@ -133,29 +133,14 @@ def _gather(file: str | None, server: options.Address) -> Facts:
             config = load(flags={"url": server.url} if server.url else None, environ={})
         except ConfigError:
             config = load(environ={})
-    found = _ask(config.url, key)
-    status, silence = (found, None) if isinstance(found, Status) else (None, found)
-    return Facts(config, settings, key, status, silence)
-
-
-def _ask(url: str, key: str) -> Status | Said:
-    """The server's status, or why there is none."""
-    path = socket_path(url)
-    start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
-    if path is not None and len(os.fsencode(path)) > MOST_PATH:
-        return "fail", f"{url}: a unix socket's path has at most {MOST_PATH} bytes", "choose a shorter --url"
-    if path is not None and not path.exists():
-        return "warn", f"no server of this user at {url}", start
-    if path is not None and (owner := path.stat().st_uid) != os.geteuid():
-        advice = f"run as user {owner}, or start your own server with another --url"
-        return "fail", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice
+    status, silence = None, None
     try:
-        return running(url, key)
+        status = running(config.url, key)
     except KVDepotError as exc:
-        if path is not None and not holder(url):
-            return "warn", f"the server at {url} has stopped", start
         what, _, advice = str(exc).partition("; ")
-        return "fail", what, advice or "see its log"
+        is_none = advice and socket_path(config.url) is not None and not holder(config.url)
+        silence = "warn" if is_none else "fail", what, advice or "give another --url"
+    return Facts(config, settings, key, status, silence)
 
 
 # -- the machine
@@ -211,36 +196,6 @@ def _shared_memory(facts: Facts) -> Iterator[Said]:
         yield "warn", f"{text}, which leaves little for engines", advice
     else:
         yield "ok", text
-    yield from _left_behind()
-
-
-def _left_behind() -> Iterator[Said]:
-    """Arenas without a server, and KV of engines that were killed together with torch's helper process."""
-    arenas = [(path.name, taken) for path in sorted(shm.SHM.glob("*")) if (taken := _left_bytes(path))]
-    if arenas:
-        names = ", ".join(name for name, _ in arenas[:_NAMED]) + ", ..." * (len(arenas) > _NAMED)
-        take = f"take{'s' * (len(arenas) == 1)} {size(sum(taken for _, taken in arenas))}"
-        advice = f"start a server with the same --url or --arena-name to reuse one, or remove the files in {shm.SHM}"
-        yield "warn", f"{plural(len(arenas), 'unused arena')} {take}: {names}", advice
-    if tensors := dict(shm.left_tensors()):
-        text = f"{plural(len(tensors), 'file')} of ended engines take {size(sum(tensors.values()))}: "
-        text += next(iter(tensors)) + ", ..." * (len(tensors) > 1)
-        yield "warn", text, "no process has them open: kvdepot doctor --fix removes them"
-
-
-def _left_bytes(path: Path) -> int:
-    """The bytes that a shared-memory file occupies if it is an arena without a server; otherwise 0."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return 0  # another user's, or gone
-    try:
-        is_arena = os.pread(descriptor, len(shm.ARENA_MAGIC), 0) == shm.ARENA_MAGIC
-        return os.fstat(descriptor).st_blocks * 512 if is_arena and not locks.is_locked(descriptor) else 0
-    except OSError:
-        return 0  # not a plain file
-    finally:
-        os.close(descriptor)
 
 
 def _memory(facts: Facts) -> Iterator[Said]:
@@ -368,28 +323,20 @@ def _web_page(facts: Facts) -> Iterator[Said]:
     now = facts.server
     address = facts.config.http if now is None else now.settings.get("http", facts.config.http)
     if now is not None and now.http:
-        answer = ask_health(now.http)
-        if answer == 200:
+        if (answer := ask_health(now.http)) == 200:
             yield "ok", f"{now.http} answers; `kvdepot status --http` prints its URL"
         else:
             text = f"{now.http}/healthz answers {answer or 'nothing'}: its server does not respond, or is overloaded"
-            yield "warn", text, "see `kvdepot top` and the server's log"
+            yield "warn", text, "see the server's log"
     elif address == "off":
         yield "ok", "disabled (http = off)"
     elif missing := missing_packages():
         advice = f"{install.advice()} for the page, metrics and API, or --http off"
         yield "warn", f"{', '.join(missing)} is not installed", advice
-    elif facts.silence is not None and facts.silence[0] == "fail":
-        yield "warn", "not checked", "the finding about the server comes first"
-    elif facts.silence is not None:
-        answers = ask_health(address) is not None
-        text = f"{address} answers, but no kvdepot server of this user is running" if answers else "none"
-        yield "warn", text, "`kvdepot serve` starts it; see the finding about the server"
-    elif ask_health(address) is not None:
-        text = f"another program listens at {address}; do not give it this server's token"
-        yield "warn", text, "restart the server with another --http, such as 127.0.0.1:7078"
+    elif now is None:
+        yield "ok", f"at {address} once the server runs"
     else:
-        yield "warn", f"the server does not listen for HTTP, although {address} is free", "see its log"
+        yield "warn", f"the server does not listen at {address}", "another program may: see the server's log"
 
 
 _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {

@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import click
 import msgspec
 from click.shell_completion import CompletionItem
 
-from kvdepot.config import ONLY_IN_FILE, Config, words_of
+from kvdepot.config import ONLY_IN_FILE, TOPICS, Config, about, words_of
 from kvdepot.errors import ConfigError
-from kvdepot.values import is_size, parse_size
+from kvdepot.values import parse_size
 
 __all__ = [
     "PROMPT",
-    "TOPICS",
     "Address",
     "Consent",
     "PromptSource",
@@ -125,46 +124,21 @@ The token ids of a prompt, as vLLM's server has them:
 
 
 _MANY = ("tiers",)
-_METAVARS = {
-    "tiers": "URL...", "url": "URL", "kv_events": "URL", "keys": "DIR", "arena_name": "NAME",
-    "http": "HOST:PORT", "http_token_file": "FILE",
-}  # fmt: skip
-
-TOPICS = {
-    "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),
-    "Tiers": ("tiers", "lookup_s"),
-    "Connections and security": ("url", "keys", "http", "http_token_file", "kv_events"),
-    "Copies": ("copy_threads", "gpu_staging_mib", "gpu_dma_from_kib", "gpu_idle_s"),
-    "Start, stop, log": ("config", "idle_exit", "drain_s", "until_eof", "log_level", "log_format"),
-    "Limits": (
-        "max_clients", "max_queued", "max_sessions", "max_pins", "max_instances", "max_namespaces", "max_rate",
-        "max_message_mib", "max_hint_s", "max_hint_priority",
-    ),
-}  # fmt: skip
-"""Options of `serve`, by the topics of its help; others come last."""
 
 
 def settings(command: Decorated) -> Decorated:
     """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
-    hints = get_type_hints(Config, include_extras=True)
     for field in reversed(msgspec.structs.fields(Config)):
         if field.name in ONLY_IN_FILE:
             continue
-        kind, meta = get_args(hints[field.name])
-        many = field.name in _MANY
+        meta, words, many = about(field.name), words_of(field.name), field.name in _MANY
         default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
         command = click.option(
             *(["-u"] if field.name == "url" else []), _flag(field.name), field.name,
-            metavar=_metavar(field.name, kind), multiple=many, help=f"{meta.description} (default: {default})",
-            shell_complete=_complete,
+            metavar=f"[{'|'.join(words)}]" if words else (meta.extra or {})["metavar"], multiple=many,
+            help=f"{meta.description} (default: {default})", shell_complete=_complete,
         )(command)  # fmt: skip
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
-
-
-def _metavar(name: str, kind: type) -> str:
-    if words := words_of(name):
-        return f"[{'|'.join(words)}]"
-    return _METAVARS.get(name) or ("SIZE" if is_size(name) else "TEXT" if kind is str else "N")
 
 
 def _default(value: object) -> str:
@@ -183,15 +157,15 @@ class Settings(click.Command):
     """A command with the server's settings, some of which take several values: `--tiers URL URL`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
-        records["config"] = records.pop("file", None)
-        listed = {name for names in TOPICS.values() for name in names}
-        others = tuple(name for name in records if name not in listed and name is not None)
-        for topic, names in {**TOPICS, "Other options": others}.items():
-            rows = [row for name in names if (row := records.get(name)) is not None]
-            if rows:
-                with formatter.section(topic):
-                    formatter.write_dl(rows)
+        topics: dict[str, list[tuple[str, str]]] = {topic: [] for topic in TOPICS}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                topics.setdefault((about(param.name or "").extra or {}).get("topic", "Other options"), []).append(
+                    record
+                )
+        for topic, records in topics.items():
+            with formatter.section(topic):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_one_by_one(args)))

@@ -29,13 +29,11 @@ __all__ = [
     "console",
     "count",
     "duration",
-    "print_folded",
     "print_json",
     "print_tables",
     "progress",
     "ranges",
     "share",
-    "shorten",
     "show",
     "size",
 ]
@@ -85,20 +83,6 @@ def print_tables(*listings: Printable) -> None:
         if number:
             out.print()
         out.print(listing.table(out.width))
-
-
-def print_folded(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """Print a table that folds what does not fit, except in the first column. rows: each a style and its cells."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=bool(heads))
-    for style, cells in rows:
-        if not table.columns:
-            for number, head in enumerate(heads or [""] * len(cells)):
-                table.add_column(head, no_wrap=not number, overflow="fold")
-        table.add_row(*(Text("\n".join(map(clean, cell.split("\n")))) for cell in cells), style=style)
-    console().print(table)
 
 
 @contextmanager
@@ -173,12 +157,6 @@ def ranges(numbers: Iterable[int]) -> str:
             runs.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_RUNS]]
     return ", ".join([*shown, "..."] if len(runs) > _RUNS else shown)
-
-
-def shorten(text: str, most: int) -> str:
-    """A text of at most `most` characters: the beginning and the end of a longer one."""
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
 
 
 def share(part: float) -> str:

@@ -61,15 +61,15 @@ def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address,
 @click.command(epilog=options.PROMPT)
 @click.argument("prefix", metavar="[HASH]", required=False, default="")
 @options.prompt
-@options.long
 @options.server
 @options.as_json
-def inspect(prefix: str, source: options.PromptSource, is_long: bool, server: options.Address, as_json: bool) -> int:
+def inspect(prefix: str, source: options.PromptSource, server: options.Address, as_json: bool) -> int:
     """Show where the chunks of one prompt are: those up to the chunk HASH, or those of the prompt that is given. For an
     id that `kvdepot ls` shows, or its beginning: the chunks that all prompts of that group share.
 
     It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
-    have chunks that memory lacks is unknown; `kvdepot warm` loads those. Exit code 1 if memory has none of the chunks.
+    have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
+    has none of the chunks.
     """
     if sum(map(bool, (prefix, source.tokens, source.hashes))) != 1:
         raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
@@ -81,7 +81,7 @@ def inspect(prefix: str, source: options.PromptSource, is_long: bool, server: op
     if as_json or not found:
         show(as_json, {"chunks": len(numbers), "in_memory": found}, f"memory has {lacks}")
     else:
-        _print(found, numbers, is_long)
+        _print(found, numbers)
     return 0 if found else 1
 
 
@@ -119,7 +119,7 @@ def _check(prefix: str) -> None:
         )
 
 
-def _print(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:
+def _print(found: list[ChunkStatus], numbers: dict[str, int]) -> None:
     """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
     from kvdepot.cli.view import named
 
@@ -138,7 +138,7 @@ def _print(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> 
         if missing := sorted(at for each, at in numbers.items() if each not in there):
             lines.append(f"chunks {ranges(missing)} are not in memory; whether tiers have them is unknown")
         print("\n" * bool(number) + "\n".join(lines) + "\n", flush=True)
-        print_tables(_chunks(parts, numbers) if is_long else _groups(parts, numbers))
+        print_tables(_groups(parts, numbers))
 
 
 def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
@@ -166,20 +166,4 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
             )
         )
     heads = ("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
-    return Listing(heads, [*rows])
-
-
-def _chunks(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
-    """A line for each part of a chunk."""
-    from kvdepot.cli.view import Listing
-
-    rows = [
-        (
-            each.hash, count(numbers.get(each.hash, 0)), str(each.group), each.state, size(each.bytes),
-            count(each.held), count(each.leased), duration(each.age_s) if each.age_s is not None else "-",
-            ", ".join(each.tiers) or "-",
-        )
-        for each in sorted(parts, key=lambda each: (numbers.get(each.hash, 0), each.group))
-    ]  # fmt: skip
-    heads = ("hash", ">chunk", ">group", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
     return Listing(heads, [*rows])

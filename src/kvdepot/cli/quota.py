@@ -16,10 +16,11 @@ from kvdepot.values import parse_size
 
 if TYPE_CHECKING:
     from kvdepot.protocol.quotas import Quota
-    from kvdepot.protocol.status import Status, TenantStatus
+    from kvdepot.protocol.status import TenantStatus
 
 __all__ = ["quota"]
 
+_DRY = "nothing was changed: this was a dry run"
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
@@ -56,8 +57,8 @@ def quota(
 ) -> int:  # fmt: skip
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
 
-    Options that are not given keep their values. Chunks above a cap are evicted at once, so the command asks for
-    confirmation first, also if it cannot know whether there are any.
+    Options that are not given keep their values. Chunks above a cap are evicted at once, so the command asks before it
+    sets a lower one. A salt whose quota ends counts for its tenant again.
     A salt without a TENANT is one of clients without a tenant. The memory of a salt with a quota does not count for its
     tenant. Quotas that last are tables [tenants.NAME] and [salts.SALT] of the settings file. Only clients without a
     tenant may change quotas. Salts are shown by the beginning of their hash.
@@ -73,16 +74,14 @@ def quota(
         raise click.UsageError("--remove ends the quota: give no other option with it")
     asked, name = (tenant, shown_tag(salt_tag(salt))), clean(name_of(tenant, salt_tag(salt)))
     with connect(server) as client:
-        status = admin.status(client)
-        now = next((each for each in status.tenants if (each.tenant, each.salt) == asked), None)
-        new = None if remove else msgspec.structs.replace(now.quota if now is not None else Quota(), **changes)
+        rows = {(each.tenant, each.salt): each for each in admin.status(client).tenants}
+        now = rows[asked].quota if asked in rows else Quota()
+        new = None if remove else msgspec.structs.replace(now, **changes)
         if changes or remove:
-            losses = _losses(status, now, new, asked, name)
+            whole = rows[tenant, ""].quota if salt and (tenant, "") in rows else Quota()
+            losses = _losses(name, now, new) if new is not None else _losses(name, Quota(), whole)
             if consent.dry_run:
-                ends = now.quota if remove and now is not None else None
-                lines = [f"the quota of {name} would be removed: {clean(ends.words)}"] if ends is not None else []
-                lines += [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
-                show(as_json, {"losses": losses, **({"ends": ends} if remove else {})}, *lines)
+                show(as_json, {"losses": losses}, *(losses or ["nothing would be evicted"]), _DRY)
                 return 0
             question = f"Change the quota of {name}?"
             if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):
@@ -103,38 +102,14 @@ def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
     return (each.tenant, each.salt) == (tenant, salt) if salt else tenant in ("", each.tenant)
 
 
-def _losses(
-    status: Status, now: TenantStatus | None, new: Quota | None, asked: tuple[str, str], name: str
-) -> list[str]:
-    """Each loss, or possible loss, of a tenant or salt with the quota `new` in place of its own; None: without one.
-
-    A salt whose quota ends counts for its tenant again, whose cap then holds for both.
-    """
-    tenant, salt = asked
-    rows = [each for each in status.tenants if each.tenant == tenant]
-    whole = next((each for each in rows if not each.salt), None)
-    is_merged = new is None
-    if new is None:
-        if not salt or now is None or whole is None:
-            return []
-        new = whole.quota
-    disks = [each.bytes for each in status.tiers if each.name.startswith("disk://")]
-    memory: float = sum(each.bytes for each in status.namespaces if each.tenant == tenant)
-    memory += status.other_namespaces.bytes if status.other_namespaces is not None else 0
-    disk: float = max((float("inf") if held is None else held for held in disks), default=0)
-    if now is not None:
-        memory, disk = now.used_bytes, disk if now.disk_bytes is None else now.disk_bytes
-        if whole is not None and is_merged:
-            memory, disk = memory + whole.used_bytes, disk + (whole.disk_bytes or 0)
-    lost = []
-    for where, most, cap in (
-        ("memory", memory, new.cap_bytes),
-        ("each tier disk://", disk, new.disk_cap_bytes),
-    ):
-        if cap and most > cap:
-            has = f"{'at most ' * (now is None)}{size(most)}" if most < float("inf") else "an unknown amount"
-            lost.append(f"{where}: {name} has {has}, and what is above {size(cap)} would be evicted")
-    ttl_s = now.ttl_s if now is not None else whole.ttl_s if whole is not None else 0
-    if new.ttl_s and (not ttl_s or new.ttl_s < ttl_s) and (memory or status.tiers):
+def _losses(name: str, now: Quota, new: Quota) -> list[str]:
+    """What the quota `new` in place of `now` may remove: chunks above a lower cap, or older than a shorter expiry."""
+    caps = ("memory", now.cap_bytes, new.cap_bytes), ("each tier disk://", now.disk_cap_bytes, new.disk_cap_bytes)
+    lost = [
+        f"{where}: what {name} has above {size(cap)} would be evicted"
+        for where, before, cap in caps
+        if cap and (not before or cap < before)
+    ]
+    if new.ttl_s and (not now.ttl_s or new.ttl_s < now.ttl_s):
         lost.append(f"chunks of {name} that are older than {duration(new.ttl_s)} would be removed")
     return lost

@@ -59,8 +59,15 @@ REMOVED = {
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
 _OF_FLEETS = "hosts", "routing", "scale", "prefill-tokens-per-s", "tier-size", "tier-latency", "tier-bandwidth"
-_REMOVED_OPTIONS = {f"--{name}": "replay the requests that one host gets" for name in _OF_FLEETS}
-"""Options of the release before this one, and what to do instead; config.REMOVED has those that are settings."""
+_REMOVED_OPTIONS = {
+    **{f"simulate --{name}": "replay the requests that one host gets" for name in _OF_FLEETS},
+    "top --json": "use `kvdepot status --watch --json`, which prints one line per update",
+    "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
+    "inspect --long": "use --json, which has each chunk with its whole hash",
+    "inspect -l": "use --json, which has each chunk with its whole hash",
+    "doctor --fix": "use `kvdepot check --fix`, which removes KV that ended engines have left, too",
+}
+"""Options of the release before this one, by command, and what to do instead; config.REMOVED has settings."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -143,8 +150,9 @@ def run(words: Sequence[str]) -> int:
         exc.show()
         return 2
     except click.UsageError as exc:
-        where = (exc.ctx or _context(words)).command_path
-        return _failed(f"{' '.join(_message(exc).split()).rstrip('.')} (see `{where} --help`)", 2)
+        context = exc.ctx or _context(words)
+        said = _message(exc, context.info_name or "")
+        return _failed(f"{' '.join(said.split()).rstrip('.')} (see `{context.command_path} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)
     except KVDepotError as exc:
@@ -160,13 +168,14 @@ def run(words: Sequence[str]) -> int:
         return _unwritten()
 
 
-def _message(exc: click.UsageError) -> str:
+def _message(exc: click.UsageError, command: str) -> str:
     """The text of an error; for an option that was removed, what to do instead."""
     if isinstance(exc, click.NoSuchOption):
         from kvdepot.config import REMOVED as REMOVED_SETTINGS
 
         name = exc.option_name
-        if instead := _REMOVED_OPTIONS.get(name) or REMOVED_SETTINGS.get(name.lstrip("-").replace("-", "_")):
+        setting = name.lstrip("-").replace("-", "_")
+        if instead := _REMOVED_OPTIONS.get(f"{command} {name}") or REMOVED_SETTINGS.get(setting):
             return f"{name} was removed: {instead}"
     return exc.format_message()
 

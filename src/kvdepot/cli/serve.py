@@ -17,20 +17,16 @@ import click
 from kvdepot import logs
 from kvdepot.cli import options
 from kvdepot.config import (
-    Config,
-    default_key,
     in_text,
     load,
     load_with_sources,
     masked,
     odd_chunk_size,
-    reported,
     stray_variables,
 )
-from kvdepot.errors import ConfigError, KVDepotError, Unavailable
+from kvdepot.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from kvdepot.protocol.status import Status
     from kvdepot.server.loop import Server
 
 __all__ = ["config", "serve", "stop"]
@@ -154,57 +150,31 @@ def _has_open(pid: int, file: Path) -> bool:
 def config(file: str | None, as_json: bool, **given: object) -> int:
     """Show the settings that `kvdepot serve` would use with the same flags, environment and file; masks secrets.
 
-    If a server runs at this endpoint, also those of its settings that differ.
+    Those of a running server are in `kvdepot status --json`.
     """
-    from kvdepot.cli.output import clean, print_folded, print_json, size
+    from kvdepot.cli.output import clean, print_json, print_tables, size
 
     settings, sources = load_with_sources(file, given)
     stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
     for line in filter(None, [*stray, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
-    server = _server_at(settings.url)
     shown = masked(settings)
     if as_json:
         print_json(
             {
                 "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
                 "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
-                "server": server and {"pid": server.pid, "settings": server.settings},
             }
         )
         return 0
-    different = _differences(settings, server)
-    heads = ["setting", "value", "from"]
-    heads += [f"running server (pid {server.pid}), where it differs"] if server and any(different.values()) else []
+    from kvdepot.cli.view import Listing
+
     derived = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
     rows = []
-    for name, other in different.items():
-        value = shown[name]
-        text = "\n".join(value) if isinstance(value, list) else in_text(value)
+    for name, value in shown.items():
+        text = in_text(value)
         if name in derived and not value:
             text = f"{text} ({derived[name]})".strip()
-        style = "dim" if sources[name] == "default" and not other else ""
-        rows.append((style, [name, text, sources[name], other][: len(heads)]))
-    print_folded(heads, rows)
+        rows.append((name, text, sources[name]))
+    print_tables(Listing(("setting", "value", "from"), [*rows], folds=True))
     return 0
-
-
-def _differences(settings: Config, server: Status | None) -> dict[str, str]:
-    """A running server's values of the settings that differ; of all other settings an empty text."""
-    ours, theirs = reported(settings), server.settings if server is not None else {}
-    different = {name: value or "empty" for name, value in theirs.items() if value != ours.get(name, value)}
-    return {name: different.get(name, "") for name in settings.__struct_fields__}
-
-
-def _server_at(url: str) -> Status | None:
-    """The status of the server that listens at an endpoint, or None, with the reason if there is one."""
-    from kvdepot.cli.connect import running
-    from kvdepot.protocol.endpoints import is_taken
-
-    if not is_taken(url):
-        return None
-    try:
-        return running(url, default_key())
-    except KVDepotError as exc:
-        print(f"kvdepot: the settings of the running server are unknown: {exc}", file=sys.stderr)
-        return None

@@ -12,25 +12,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.widgets import ContentSwitcher, DataTable, Input, Static
+from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from kvdepot.cli import view
-from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.cli.output import clean, count, duration, size
 from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.errors import DeadlineExceeded, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.leases import LeaseStatus
-from kvdepot.protocol.metrics import percentile
 from kvdepot.protocol.prefixes import SORTS, Prefix
 from kvdepot.protocol.status import NamespaceStatus, Status, read
 
@@ -39,28 +36,15 @@ __all__ = ["TABS", "Top"]
 _TICK_S = 0.1
 _ANSWER_S = 4.0
 """Time to wait for an answer; then the server is asked again."""
+_SILENT_S = 2.0
+"""A server that answers this much later than it should is reported as silent."""
 _LIST_S = 2.0
 """Least time between two lists of prefixes or leases, which cost the server more than a status."""
 _MOST_LISTED = 200
 _WINDOW_S = 60.0
 """Rates are those of the last minute, or since the first status."""
-_SPARK_CELLS = 14
-_SPARKS = "▁▂▃▄▅▆▇█"
-_WIDE = 78
-"""Columns that all tabs' names need; in narrower terminals, only the chosen one's is written out."""
-_KEYS = (
-    ("1-7, tab, left, right", "choose what to show"),
-    ("up, down, k, j, page up, page down", "choose a row, or scroll"),
-    ("enter", "show all that is known about the row; esc goes back"),
-    ("s, r", "sort by the next column, in reverse order"),
-    ("/", "show only rows with a text; esc shows all again"),
-    ("p, space", "pause"),
-    ("?, h", "show or hide this list"),
-    ("q", "quit"),
-)
-_IDENTITY = ("tenant", "model", "name", "id", "kind", "world_size", "blocks_in_chunk", "chunk_tokens", "wall_s", "text")
-"""Attributes that together identify a row of any table."""
-
+_NOT_SHOWN = ("histograms", "wall_s")
+"""Attributes that the details of a row leave out."""
 
 Row: TypeAlias = Any
 """A struct of the status, or of a list."""
@@ -68,11 +52,11 @@ Row: TypeAlias = Any
 
 @dataclass(frozen=True)
 class TopTab:
-    """A tab with a table. rows: of a status; None if the server lists them on request. sorts: attributes of a row."""
+    """A tab with a table. rows: of a status, or the type of what the server lists on request. sorts: attributes."""
 
-    rows: Callable[[Status], Sequence[Row]] | None
+    rows: Callable[[Status], Sequence[Row]] | type[msgspec.Struct]
     listing: Callable[[Sequence[Row]], view.Listing]
-    sorts: tuple[str, ...] = ()
+    sorts: tuple[str, ...] = ("",)
 
 
 def _models(now: Status) -> Sequence[NamespaceStatus]:
@@ -81,10 +65,10 @@ def _models(now: Status) -> Sequence[NamespaceStatus]:
 
 _TABLES = {
     "models": TopTab(_models, view.models, ("bytes", "chunks", "asked_tokens", "model")),
-    "prefixes": TopTab(None, view.prefixes, SORTS),
+    "prefixes": TopTab(Prefix, view.prefixes, SORTS),
     "engines": TopTab(lambda now: now.engines, view.engines, ("models", "sessions", "pinned_chunks", "idle_s")),
     "tiers": TopTab(lambda now: now.tiers, view.tiers, ("order", "bytes", "queued_bytes")),
-    "leases": TopTab(None, view.leases, ("bytes", "ends_s", "name")),
+    "leases": TopTab(LeaseStatus, view.leases, ("bytes", "ends_s", "name")),
     "events": TopTab(lambda now: now.events[::-1], view.events),
 }
 TABS = ("overview", *_TABLES)
@@ -96,10 +80,9 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { overflow: hidden; }
-    #tabs, #foot { height: 1; }
-    #foot { text-style: reverse; }
+    #tabs, #state { height: 1; }
+    #state { color: ansi_yellow; text-style: reverse; }
     ContentSwitcher { height: 1fr; }
-    #foot.warns { color: ansi_yellow; }
     VerticalScroll, DataTable { scrollbar-size: 1 1; height: 1fr; }
     DataTable > .datatable--header, DataTable:ansi > .datatable--header { background: ansi_default; }
     DataTable > .datatable--cursor, DataTable:focus > .datatable--cursor {
@@ -107,19 +90,16 @@ class Top(App[None]):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(number), f"show({number - 1})") for number in range(1, len(TABS) + 1)),
-        Binding("tab,right", "turn(1)", priority=True),
-        Binding("shift+tab,left", "turn(-1)", priority=True),
-        Binding("escape", "close", priority=True),
-        Binding("ctrl+c", "interrupt", priority=True),
-        Binding("k", "simulate_key('up')"),
-        Binding("j", "simulate_key('down')"),
-        Binding("s", "sort"),
-        Binding("r", "reverse"),
-        Binding("slash", "filter"),
-        Binding("p,space", "pause"),
-        Binding("question_mark,h", "keys"),
-        Binding("q,Q", "quit"),
+        *(Binding(str(number), f"show({number - 1})", show=False) for number in range(1, len(TABS) + 1)),
+        Binding("tab,right", "turn(1)", "next", priority=True),
+        Binding("shift+tab,left", "turn(-1)", show=False, priority=True),
+        Binding("k", "simulate_key('up')", show=False),
+        Binding("j", "simulate_key('down')", show=False),
+        Binding("escape", "close", "back"),
+        Binding("s", "sort", "sort"),
+        Binding("p,space", "pause", "pause"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("q,Q", "quit", "quit"),
     ]
 
     def __init__(self, client: Client, interval: float | None) -> None:
@@ -129,20 +109,17 @@ class Top(App[None]):
         self._interval = interval
         self._tab = TABS[0]
         self._sort = dict.fromkeys(TABS, 0)
-        self._reversed = dict.fromkeys(TABS, False)
-        self._is_paused = self._shows_keys = False
-        self._opened: Row = None  # the row whose details are shown, as it was last listed
+        self._is_paused = False
+        self._opened: Row = None  # the row whose details are shown
         self._shown: list[Row] = []  # the rows of the table
         self._statuses: deque[Status] = deque()  # of one boot and the last minute, the current one last
         self._lists: dict[str, list[Row]] = {}  # the server's latest lists, by tab
-        self._clock = ""  # the time of the last status
         self._trouble = ""  # why the last answer is missing
-        self._silent_since: float | None = None  # when the first request was sent that got no answer
-        self._silent_s = 0  # as it was last drawn
-        self._asked = self._listed = float("-inf")  # when the last status and list were asked for
-        self._wanted = ("", "")  # the tab and order of that list
-        self._future: MessagingFuture[object] | None = None
-        self._list_future: MessagingFuture[object] | None = None
+        self._answered = time.monotonic()  # when the last status came
+        self._clock = ""  # the same as a time of day
+        self._old = ""  # why the figures are old, as it was last drawn
+        self._futures: dict[str, MessagingFuture[object]] = {}  # requests in flight, by tab
+        self._due: dict[str, float] = {}  # the time of the next request, by tab
 
     def compose(self) -> ComposeResult:
         yield Static(id="tabs")
@@ -152,12 +129,11 @@ class Top(App[None]):
             yield DataTable(id="table", cursor_type="row")
             with VerticalScroll(id="details"):
                 yield Static(id="text")
-        yield Input(compact=True, placeholder="text in the rows to show; enter: apply, esc: clear")
-        yield Static(id="foot")
+        yield Static(id="state")
+        yield Footer(compact=True)
 
     def on_mount(self) -> None:
         self.theme = "ansi-dark"
-        self.query_one(Input).display = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.action_interrupt)
         if self._interval is not None:
             self.set_interval(_TICK_S, self._tick)
@@ -169,38 +145,39 @@ class Top(App[None]):
     # -- what comes from the server
 
     def _tick(self) -> None:
-        """Send requests that are due, and show what has changed."""
-        assert self._interval is not None
-        now = time.monotonic()
-        changed = False
-        if self._future is not None and self._future.query():
-            self._take_status(self._future)
-            self._future, changed = None, True
-        if self._list_future is not None and self._list_future.query():
-            self._take_list(self._list_future)
-            self._list_future, changed = None, True
-        silent_s = 0 if self._silent_since is None or self._is_paused else int(now - self._silent_since)
-        if changed or silent_s != self._silent_s:
-            self._silent_s = silent_s
+        """Take answers, send requests that are due, and show what has changed."""
+        answered = [tab for tab, future in self._futures.items() if future.query()]
+        for tab in answered:
+            self._take(tab, self._futures.pop(tab))
+        if answered or self._old != self._why_old():
             self._draw()
         if self._is_paused:
             return
-        if self._future is None and now - self._asked >= self._interval:
-            self._asked, self._future = now, self._client.ask(wire.Status(), deadline_s=_ANSWER_S)
-        wanted = self._tab, self._sorted_by()
-        is_due = wanted != self._wanted or now - self._listed >= max(self._interval, _LIST_S)
-        if self._list_future is None and is_due and self._tab in _TABLES and _TABLES[self._tab].rows is None:
-            self._wanted, self._listed = wanted, now
-            is_leases = self._tab == "leases"
-            request: wire.Request = wire.Leases() if is_leases else wire.Prefixes("", wanted[1], _MOST_LISTED)
-            self._list_future = self._client.ask(request)
+        self._ask("overview", wire.Status(), 0.0)
+        if self._tab == "leases":
+            self._ask(self._tab, wire.Leases(), _LIST_S)
+        elif self._tab == "prefixes":
+            self._ask(self._tab, wire.Prefixes("", self._sorted_by(), _MOST_LISTED), _LIST_S)
 
-    def _take_status(self, future: MessagingFuture[object]) -> None:
+    def _ask(self, tab: str, request: wire.Request, least_s: float) -> None:
+        """Send the request of a tab if it is due."""
+        assert self._interval is not None
+        now = time.monotonic()
+        if tab not in self._futures and now >= self._due.get(tab, 0.0):
+            self._due[tab] = now + max(self._interval, least_s)
+            self._futures[tab] = self._client.ask(request, deadline_s=_ANSWER_S)
+
+    def _take(self, tab: str, future: MessagingFuture[object]) -> None:
         try:
-            self.show_status(read(future.result(0.0)))
+            answer = future.result(0.0)
+            if tab == "overview":
+                self.show_status(read(answer))
+            else:
+                kind: Any = _TABLES[tab].rows
+                self.show_list(tab, msgspec.convert(answer, list[kind]))
         except DeadlineExceeded:
-            self._silent_since, self._trouble = self._silent_since or self._asked, ""
-        except KVDepotError as exc:
+            self._trouble = ""
+        except (KVDepotError, msgspec.ValidationError) as exc:
             self._trouble = str(exc)
 
     def show_status(self, status: Status) -> None:
@@ -210,33 +187,37 @@ class Top(App[None]):
         self._statuses.append(status)
         while status.uptime_s - self._statuses[0].uptime_s > _WINDOW_S:
             self._statuses.popleft()
-        self._trouble, self._silent_since, self._clock = "", None, time.strftime("%H:%M:%S")
+        self._trouble, self._answered, self._clock = "", time.monotonic(), time.strftime("%H:%M:%S")
         self._draw()
-
-    def _take_list(self, future: MessagingFuture[object]) -> None:
-        tab = self._wanted[0]
-        kind: Any = LeaseStatus if tab == "leases" else Prefix
-        try:
-            self.show_list(tab, msgspec.convert(future.result(0.0), list[kind]))
-        except (KVDepotError, msgspec.ValidationError) as exc:
-            self._trouble = str(exc)
 
     def show_list(self, tab: str, rows: list[Row]) -> None:
         """Show what the server lists on request for a tab."""
         self._lists[tab] = rows
         self._draw()
 
+    def _why_old(self) -> str:
+        """Why the figures are old; empty if they are not."""
+        silent_s = time.monotonic() - self._answered
+        if self._is_paused:
+            return f"paused at {self._clock}"
+        if self._trouble:
+            return clean(self._trouble)
+        is_silent = self._interval is not None and silent_s > self._interval + _SILENT_S
+        return f"no answer for {duration(int(silent_s))}" if is_silent else ""
+
     # -- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether a key does something now: while a filter is typed, it may be part of that."""
-        return not isinstance(self.focused, Input) or action not in ("turn", "show")
+        """Whether a key does something now, and the footer shows it."""
+        if action == "close":
+            return self._opened is not None
+        return action != "sort" or (self._opened is None and bool(self._sorted_by()))
 
     def action_show(self, number: int) -> None:
         """Show a tab."""
-        self._tab, self._shows_keys, self._opened = TABS[number], False, None
+        self._tab, self._opened = TABS[number], None
         self.query_one(DataTable).move_cursor(row=0)
-        self._end_filter("")
+        self._draw()
 
     def action_turn(self, step: int) -> None:
         """Show the next tab, or the one before."""
@@ -245,39 +226,18 @@ class Top(App[None]):
     def action_sort(self) -> None:
         """Sort by the next column."""
         self._sort[self._tab] += 1
+        self._due.pop(self._tab, None)  # the server lists in this order
         self._draw()
-
-    def action_reverse(self) -> None:
-        """Reverse the order."""
-        self._reversed[self._tab] ^= True
-        self._draw()
-
-    def action_filter(self) -> None:
-        """Let a text be typed that the rows must contain."""
-        if self._tab in _TABLES:
-            self._opened, self._shows_keys = None, False
-            box = self.query_one(Input)
-            box.display, box.value = True, ""
-            box.focus()
-            self._draw()
 
     def action_close(self) -> None:
-        """Close the keys, the details or the filter."""
-        if self._shows_keys or self._opened is not None:
-            self._shows_keys, self._opened = False, None
-            self._draw()
-        else:
-            self._end_filter("")
+        """Close the details."""
+        self._opened = None
+        self._draw()
 
     def action_pause(self) -> None:
         """Ask the server for nothing, or go on."""
         self._is_paused ^= True
-        self._silent_since = None
-        self._draw()
-
-    def action_keys(self) -> None:
-        """Show or hide the list of keys."""
-        self._shows_keys ^= True
+        self._answered = time.monotonic()
         self._draw()
 
     def action_interrupt(self) -> None:
@@ -290,64 +250,50 @@ class Top(App[None]):
             self._opened = self._shown[event.cursor_row]
             self._draw()
 
-    def on_input_changed(self) -> None:
-        """Show the rows that match what was typed so far."""
-        self._draw()
-
-    def on_input_submitted(self, event: Any) -> None:
-        """Enter: keep the filter."""
-        self._end_filter(event.value)
-
-    def _end_filter(self, pattern: str) -> None:
-        box = self.query_one(Input)
-        box.display, box.value = False, pattern
-        self._draw()
-
     def _sorted_by(self) -> str:
-        sorts = _TABLES[self._tab].sorts if self._tab in _TABLES else ()
-        return sorts[self._sort[self._tab] % len(sorts)] if sorts else ""
+        sorts = _TABLES[self._tab].sorts if self._tab in _TABLES else ("",)
+        return sorts[self._sort[self._tab] % len(sorts)]
 
     # -- drawing
 
     def _draw(self) -> None:
-        """Show the current state: the tabs, what the chosen one shows, and a line of state and keys."""
+        """Show the current state: the tabs, what the chosen one shows, and why that is old."""
+        self._old = self._why_old()
         shown = "table" if self._tab in _TABLES else "overview"
         with self.batch_update():
             self.query_one("#tabs", Static).update(self._tabs())
             if text := self._text():
                 self.query_one("#text", Static).update(text)
                 shown = "details"
-            elif shown == "overview":
-                self.query_one("#summary", Static).update(self._overview(self._statuses[-1]))
-            foot = self.query_one("#foot", Static)
-            foot.update(self._foot())
-            foot.set_class(bool(self._trouble or self._silent_s or self._is_paused), "warns")
+            state = self.query_one("#state", Static)
+            since = f"data from {self._clock}: " if self._clock and not self._is_paused else ""
+            state.update(Text(f"{since}{self._old}", no_wrap=True, overflow="ellipsis"))
+            state.display = bool(self._old)
             self.query_one(ContentSwitcher).current = shown
-            if not self.query_one(Input).display:
-                self.query_one(f"#{shown}").focus()
+            self.query_one(f"#{shown}").focus()
+            self.refresh_bindings()
 
     def _text(self) -> Text | Table | None:
-        """Fill the table; returns keys, details, or why there is no row, if they are shown instead."""
-        if self._shows_keys:
-            return _grid(_KEYS)
+        """Fill the overview or the table; returns details, or why there is no row, if they are shown instead."""
         if not self._statuses:
-            return Text(clean(self._trouble) or "waiting for the server")
+            return Text(self._old or "waiting for the server")
+        now = self._statuses[-1]
         if self._tab not in _TABLES:
+            since = self._statuses[0] if self._statuses[0].uptime_s < now.uptime_s else None
+            summary = view.summary(now, self._client.server_url, since, self._old)
+            for listing in view.listings(now):
+                summary.renderables.extend(["", listing.table(self.size.width - 1)])
+            self.query_one("#summary", Static).update(summary)
             return None
-        tab, now = _TABLES[self._tab], self._statuses[-1]
-        rows = self._lists.get(self._tab) if tab.rows is None else tab.rows(now)
+        if self._opened is not None:
+            return view.grid([(name, Text(clean(text))) for name, text in _fields(self._opened)])
+        tab = _TABLES[self._tab]
+        rows = self._lists.get(self._tab) if isinstance(tab.rows, type) else tab.rows(now)
         if rows is None:
             return Text("waiting for the server's list", "dim")
-        if self._opened is not None:
-            return self._details(rows)
-        pattern = self.query_one(Input).value.lower()
-        rows = _in_order(rows, self._sorted_by(), self._reversed[self._tab])
-        cells = tab.listing(rows).rows
-        self._shown = [
-            row for row, line in zip(rows, cells, strict=True) if pattern in " ".join(map(str, line)).lower()
-        ]
-        if not self._shown:
-            return Text(f"no {self._tab}" + (f" match {clean(pattern)!r}" if rows else ""), "dim")
+        if not rows:
+            return Text(f"no {self._tab}", "dim")
+        self._shown = sorted(rows, key=lambda row: (view.is_sum(row), _rank(row, self._sorted_by())))
         self._fill(tab.listing(self._shown))
         return None
 
@@ -356,8 +302,7 @@ class Top(App[None]):
         table = self.query_one(DataTable)
         row, top = table.cursor_row, table.scroll_y
         table.clear(columns=True)
-        room = self.size.width - 2  # a cell's padding at the start, and the scroll bar
-        widths = listing.widths(room)
+        widths = listing.widths(self.size.width - 2)  # without a cell's padding at the start, and the scroll bar
         sides: list[Any] = ["right" if head.startswith(">") else "left" for head in listing.heads[: len(widths)]]
         for head, side, width in zip(listing.heads, sides, widths, strict=False):
             table.add_column(Text(head.lstrip(">"), justify=side), width=width)
@@ -373,134 +318,35 @@ class Top(App[None]):
     def _tabs(self) -> Text:
         tabs = Text(no_wrap=True, overflow="ellipsis")
         for number, tab in enumerate(TABS, 1):
-            name = tab if tab == self._tab or self.size.width >= _WIDE else tab[:3]
-            tabs.append(f" {number} {name} ", "bold reverse" if tab == self._tab else "dim")
+            tabs.append(f" {number} {tab} ", "bold reverse" if tab == self._tab else "dim")
         return tabs
 
-    def _foot(self) -> Text:
-        pattern = clean(self.query_one(Input).value)
-        if self._trouble or self._silent_s:
-            why = clean(self._trouble) or f"no answer for {duration(self._silent_s)}"
-            parts = ["q quits", self._clock and f"data from {self._clock}", why]
-        else:
-            parts = [f"paused at {self._clock}, p resumes" if self._is_paused else self._clock, "q quits", "? keys"]
-            if self._opened is not None:
-                parts.append("esc back")
-            elif self._tab in _TABLES:
-                order = ", reversed" if self._reversed[self._tab] else ""
-                parts += [f"s sort: {self._sorted_by().replace('_', ' ')}{order}" if self._sorted_by() else ""]
-                parts += [f"/ filter: {pattern}" if pattern else "/ filter", "enter details"]
-            parts += ["tab 1-7", "" if self._is_paused else "p pause"]
-        foot = Text("  ".join(filter(None, parts)))
-        foot.truncate(self.size.width, overflow="ellipsis", pad=True)
-        return foot
 
-    def _overview(self, now: Status) -> Group:
-        since = self._statuses[0] if self._statuses[0].uptime_s < now.uptime_s else None
-        silence = f" for {duration(self._silent_s)}" if self._silent_s else ""
-        old = f"No answer{silence}; figures of {self._clock}" if silence or self._trouble else ""
-        parts: list[Any] = [view.summary(now, self._client.server_url, since, old), self._sparks()]
-        for listing in view.listings(now):
-            parts += ["", listing.table(self.size.width - 1)]
-        return Group(*parts)
-
-    def _sparks(self) -> Text:
-        """Charts of reuse and throughput from status to status."""
-        pairs = list(pairwise(list(self._statuses)[-_SPARK_CELLS - 1 :]))
-        times = [max(now.uptime_s - before.uptime_s, _TICK_S) for before, now in pairs]
-        tokens = [view.increase(before.tokens, now.tokens) for before, now in pairs]
-        parts: list[Any] = [
-            ("reused ", "bold"),
-            (_spark([each.reused / max(each.asked, 1) for each in tokens], 1.0), "cyan"),
-        ]
-        for name, field in (("stores", "stored_bytes"), ("retrieves", "retrieved_bytes")):
-            rates = [
-                (getattr(now, field) - getattr(before, field)) / passed_s
-                for (before, now), passed_s in zip(pairs, times, strict=True)
-            ]
-            parts += [(f"  {name} ", "bold"), (_spark(rates, max(rates, default=0.0)), "cyan")]
-        return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
-
-    def _details(self, rows: Sequence[Row]) -> Table:
-        """All that is known about the row that was opened."""
-        now = next((row for row in rows if _identity(row) == _identity(self._opened)), None)
-        self._opened = self._opened if now is None else now
-        grid = _grid(list(_fields(self._opened)))
-        if now is None:
-            grid.add_row("", Text("the server does not list it any more", "yellow"))
-        return grid
+def _rank(row: Row, sort: str) -> Any:
+    """The place of a row by an attribute: the largest number first, the shortest time, or by the alphabet."""
+    value = getattr(row, sort, 0)
+    if value is None:
+        return float("inf")
+    return value if isinstance(value, str | list) or sort.endswith("_s") else -value
 
 
 def _fields(row: Row) -> Iterator[tuple[str, str]]:
     """Names and values of all fields of a row that have one."""
-    for name, value in msgspec.structs.asdict(row).items():
-        label = name.replace("_", " ").removesuffix(" s")
-        match value:
-            case None | "" | []:
-                continue
-            case dict():
-                yield from ((key, count(number)) for key, number in sorted(value.items()) if number)
-            case list() if name == "histograms":
-                for each in value:
-                    if each.name.endswith("_seconds") and (calls := sum(each.counts)):
-                        half, most = (duration(percentile(each.counts, part)) for part in (0.5, 0.99))
-                        yield each.name.removesuffix("_seconds"), f"{count(calls)} calls, p50 {half}, p99 {most}"
-            case list() if name == "groups":
-                for number, each in enumerate(value):
-                    held = (
-                        f"{count(each.chunks)} chunks, {size(each.bytes)}; needed to resume: {view.needs(each.reach)}"
-                    )
-                    yield f"KV cache group {number}", held
-            case list():
-                yield label, ", ".join(map(str, value))
-            case _ if name == "wall_s":
-                yield "time", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
-            case int() | float() if name.endswith("_s"):
-                yield label, duration(value)
-            case int() | float() if name.endswith("bytes"):
-                yield label, size(value)
-            case int() if name != "pid":
-                yield label, count(value)
-            case _:
-                yield label, str(value)
-    if isinstance(row, NamespaceStatus) and row.asked_tokens:
-        yield (
-            "found, reused",
-            f"{share(row.found_tokens / row.asked_tokens)}, {share(row.reused_tokens / row.asked_tokens)}",
-        )
+    for name, value in msgspec.to_builtins(row).items():
+        if name not in _NOT_SHOWN and value not in (None, "", [], {}):
+            yield name.replace("_", " ").removesuffix(" s"), _in_words(name, value)
 
 
-def _grid(fields: Sequence[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in fields:
-        grid.add_row(name, Text(clean(value)))
-    return grid
-
-
-def _identity(row: Row) -> list[object]:
-    return [getattr(row, name, None) for name in _IDENTITY]
-
-
-def _in_order(rows: Sequence[Row], sort: str, is_reversed: bool) -> list[Row]:
-    """The rows sorted by an attribute: the largest number first, the shortest time, or by the alphabet.
-
-    The sum of the rows that the server does not list stays the last.
-    """
-    values = {id(row): getattr(row, sort, 0) for row in rows}
-    if sort.endswith("_s"):
-        values = {row: float("inf") if value is None else value for row, value in values.items()}
-    is_descending = not sort.endswith("_s") and not any(isinstance(each, str | list) for each in values.values())
-    ordered = sorted(
-        rows, key=lambda row: values[id(row)] or 0 if is_descending else values[id(row)], reverse=is_descending
-    )
-    if is_reversed:
-        ordered.reverse()
-    return sorted(ordered, key=lambda row: isinstance(row, NamespaceStatus) and view.is_sum(row))
-
-
-def _spark(values: Sequence[float], highest: float) -> str:
-    """A chart in one line that begins at 0. highest: the value of the highest letter."""
-    letters = (_SPARKS[round(min(max(each / (highest or 1.0), 0.0), 1.0) * (len(_SPARKS) - 1))] for each in values)
-    return "".join(letters).ljust(_SPARK_CELLS)
+def _in_words(name: str, value: Any) -> str:
+    match value:
+        case dict():
+            return ", ".join(f"{key.replace('_', ' ')} {_in_words(key, each)}" for key, each in value.items() if each)
+        case list():
+            return "; ".join(_in_words(name, each) for each in value)
+        case int() | float() if name.endswith("_s"):
+            return duration(value)
+        case int() | float() if name.endswith("bytes"):
+            return size(value)
+        case int() if name != "pid":
+            return count(value)
+    return str(value)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from kvdepot.cli.output import clean, count, duration, share, shorten, size
+from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import LeaseStatus
@@ -37,8 +37,7 @@ __all__ = [
     "Listing",
     "engines",
     "events",
-    "headline",
-    "increase",
+    "grid",
     "is_sum",
     "leases",
     "listings",
@@ -64,16 +63,19 @@ class Listing:
 
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
+    folds: bool = False
+    """Whether cells that do not fit are folded; otherwise columns from the right are left out."""
 
     def table(self, width: int) -> Table:
-        """The table, without columns from the right that do not fit: a number cut short is another number."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        columns = len(self.widths(width))
+        """The table at most `width` columns wide, without cut cells: a number cut short is another number."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=any(self.heads))
+        columns = len(self.heads if self.folds else self.widths(width))
         for number, head in enumerate(self.heads[:columns]):
-            is_number = head.startswith(">")
-            table.add_column(
-                head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
-            )
+            side: JustifyMethod = "right" if head.startswith(">") else "left"
+            if self.folds:
+                table.add_column(head, no_wrap=not number, overflow="fold")
+            else:
+                table.add_column(head.lstrip(">"), justify=side, no_wrap=number > 0, overflow="ellipsis")
         for row in self.rows:
             cells = (Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row[:columns])
             table.add_row(*cells)
@@ -96,13 +98,21 @@ class Listing:
 def summary(now: Status, url: str, since: Status | None = None, old: str = "") -> Group:
     """The summary above the tables. since: an earlier status, to show rates instead of totals. old: why the figures are
     old, instead of the state."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in _lines(now, since):
-        grid.add_row(label, Text(old, "bold yellow") if old and label == "state" else text)
+    lines = [
+        (label, Text(old, "bold yellow") if old and label == "state" else text) for label, text in _lines(now, since)
+    ]
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
-    return Group(head, grid)
+    return Group(head, grid(lines))
+
+
+def grid(lines: Sequence[tuple[str, Text]]) -> Table:
+    """Lines of a name and a value."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in lines:
+        made.add_row(name, value)
+    return made
 
 
 def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
@@ -119,7 +129,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
         moved += f", evicted {count(now.evicted_chunks)} chunks"
     else:
         passed_s = now.uptime_s - since.uptime_s
-        lines.append(("", _reused(increase(since.tokens, now.tokens), f"in {duration(round(passed_s))}")))
+        lines.append(("", _reused(_increase(since.tokens, now.tokens), f"in {duration(round(passed_s))}")))
         lookups = now.counters.get("lookups", 0) - since.counters.get("lookups", 0)
         moved = f"stores {size((now.stored_bytes - since.stored_bytes) / passed_s)}/s"
         moved += f", retrieves {size((now.retrieved_bytes - since.retrieved_bytes) / passed_s)}/s"
@@ -130,7 +140,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     return lines
 
 
-def increase(before: TokenCounts, now: TokenCounts) -> TokenCounts:
+def _increase(before: TokenCounts, now: TokenCounts) -> TokenCounts:
     """The rise of each count."""
     bound = None if before.bound is None or now.bound is None else now.bound - before.bound
     return TokenCounts(now.asked - before.asked, now.found - before.found, now.reused - before.reused, bound)
@@ -154,20 +164,15 @@ def _reused(tokens: TokenCounts, when: str) -> Text:
     return Text.assemble((share(min(tokens.reused / tokens.asked, 1.0)), "bold"), text)
 
 
-def headline(now: Status) -> tuple[str, str]:
-    """The server's health in a word or two, and its style."""
-    health = judge(now)
-    return clean(health.headline), "green" if health.level == "good" else "yellow"
-
-
 def _state(now: Status) -> Text:
-    state = headline(now)
+    health = judge(now)
     workers = sum(bool(engine.ranks) for engine in now.engines)
     who = plural(now.clients, "client")
     if now.engines:
         who += f", {plural(len(now.engines) - workers, 'scheduler')}, {plural(workers, 'worker')}"
     if now.engine_count > len(now.engines):
         who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
+    state = clean(health.headline), "green" if health.level == "good" else "yellow"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
 
 
@@ -229,6 +234,12 @@ def _time(latency: Latency, part: float) -> str:
 _ENGINE_CELLS = 20
 
 
+def _shorten(text: str, most: int) -> str:
+    """A text of at most `most` characters: the beginning and the end of a longer one."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
+
+
 def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
     return engine.models, engine.ranks, engine.id
 
@@ -238,7 +249,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
-            shorten(engine.engine, _ENGINE_CELLS),
+            _shorten(engine.engine, _ENGINE_CELLS),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
             str(engine.pid or "-"),
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
@@ -268,9 +279,9 @@ def models(shown: Sequence[NamespaceStatus]) -> Listing:
     return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
 
 
-def is_sum(namespace: NamespaceStatus) -> bool:
-    """Whether it is the sum of all that the server does not list."""
-    return not namespace.world_size
+def is_sum(row: object) -> bool:
+    """Whether a row is the sum of all models that the server does not list."""
+    return isinstance(row, NamespaceStatus) and not row.world_size
 
 
 _TOKEN_HEADS = (">asked", ">found", ">reused")
@@ -381,7 +392,7 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             each.id[: None if is_long else _HASH_DIGITS],
-            shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
+            _shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
             count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
             count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
         )

@@ -182,7 +182,7 @@ def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _
         try:
             yield decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{file}:{number}: {fault_of(exc, _Mooncake)}") from exc
+            raise ConfigError(f"{file}:{number}: {fault_of(exc)}") from exc
 
 
 def _whole(
@@ -196,13 +196,13 @@ def _whole(
         value = msgspec.json.decode(text, type=msgspec.Raw)
         entries = msgspec.json.decode(text, type=list[msgspec.Raw]) if text.lstrip()[:1] == b"[" else [value]
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{file}:{number}: {fault_of(problem, _Mooncake)}") from problem
+        raise ConfigError(f"{file}:{number}: {fault_of(problem)}") from problem
     for entry in entries:
         try:
             yield _decoder(entry)(entry)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             line = number + text.count(b"\n", 0, text.find(entry))
-            raise ConfigError(f"{file}:{line}: {fault_of(exc, _Mooncake)}") from exc
+            raise ConfigError(f"{file}:{line}: {fault_of(exc)}") from exc
 
 
 def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:

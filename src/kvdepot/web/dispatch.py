@@ -137,7 +137,7 @@ class Endpoint:
         except RecursionError as exc:
             raise BadRequest("the body is nested too deeply") from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc, self.given)}") from exc
+            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc)}") from exc
 
 
 def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Endpoint]:

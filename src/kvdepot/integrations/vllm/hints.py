@@ -149,7 +149,7 @@ def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        raise BadRequest(f"{what}: {fault_of(exc, kind)}") from exc
+        raise BadRequest(f"{what}: {fault_of(exc)}") from exc
 
 
 def _of_params(params: _Params, request: Request) -> Hints:
