@@ -1,4 +1,4 @@
-"""The index, compared with a plain model of the chunks that are stored, pinned, or have chunks behind them."""
+"""The index, compared with a plain model: a dict of the parts of all chunks, all of it walked."""
 
 from __future__ import annotations
 
@@ -7,325 +7,383 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, is_hidden
+from kvdepot.core.index.events import Reason
 from kvdepot.core.index.events import Stored as StoredEvent
 from kvdepot.core.index.excess import expire
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.core.lists import Lists
 from kvdepot.core.tiering.tiering import Tiering
-from kvdepot.eviction import POLICIES, Learned, Lru
+from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.wire import Group
 from tests.conftest import clear
+from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
 from tests.core.heard import Heard
-from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
+from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve, reserve_one
 from tests.harness import PlainLiveness
 
 # -- the model
 
 
 @dataclass(eq=False)
-class Stored:
-    """A chunk that should exist."""
+class Part:
+    """A group's part of a chunk that should exist."""
 
-    place: int  # which namespace
+    group: int
     key: bytes
-    size: int  # bytes a shard
-    number: int  # position in its prompt, 0 = unknown
-    before: Stored | None
-    ranks: dict[int, bool] = field(default_factory=dict)  # rank -> sealed
+    chunk: Chunk
+    before: Part | None  # it is not evicted before this one
+    known: bool  # its whole chain is; of a bounded group always
+    is_first: bool  # a prompt begins with it
+    ranks: dict[int, str] = field(default_factory=dict)  # rank -> open, sealed or corrupt
     pins: int = 0
+    hidden: bool = False
     hits: int = 0  # lookups that ended with it
-    handle: Chunk | None = None
-
-    def needed(self) -> bool:
-        return self.pins > 0 or not all(self.ranks.values())
 
 
 class Model:
-    """A dict of chunks; every query walks all of it."""
+    """Every query walks all of the dict."""
 
-    def __init__(self, capacity: int, worlds: list[int]) -> None:
-        self.capacity = capacity
-        self.worlds = worlds
-        self.chunks: dict[tuple[int, bytes], Stored] = {}
+    def __init__(self, reaches: Reaches, world_size: int) -> None:
+        self.reaches = reaches
+        self.world_size = world_size
+        self.parts: dict[tuple[int, bytes], Part] = {}
 
-    def used(self) -> int:
-        return sum(chunk.size * len(chunk.ranks) for chunk in self.chunks.values())
+    def is_usable(self, group: int, key: bytes) -> bool:
+        part = self.parts.get((group, key))
+        return part is not None and not part.hidden and list(part.ranks.values()).count("sealed") == self.world_size
 
-    def removable(self, *also_needed: Stored | None) -> list[Stored]:
-        """Chunks that may be evicted: nothing holds them or a chunk behind them."""
-        kept: set[int] = set()
-        for chunk in [*self.chunks.values(), *filter(None, also_needed)]:
-            if chunk.needed() or chunk in also_needed:
-                step: Stored | None = chunk
-                while step is not None and id(step) not in kept:
-                    kept.add(id(step))
+    def needed(self, chain: list[bytes], boundary: int) -> list[tuple[int, bytes]]:
+        return needed(self.reaches, chain, boundary)
+
+    def boundary(self, chain: list[bytes]) -> int:
+        return deepest(self.reaches, chain, self.is_usable)
+
+    def protected(self, *also: Part | None) -> set[Part]:
+        """Parts that must not be evicted: pinned or being written, and all that must not go before those."""
+        kept: set[Part] = set()
+        for part in [*self.parts.values(), *filter(None, also)]:
+            if part.pins or "open" in part.ranks.values() or part in also:
+                step: Part | None = part
+                while step is not None and step not in kept:
+                    kept.add(step)
                     step = step.before
-        return [chunk for chunk in self.chunks.values() if id(chunk) not in kept]
+        return kept
 
-    def prefix(self, place: int, keys: list[bytes]) -> list[Stored]:
-        """Linear search: chunks from the first on, while every rank's shard is sealed."""
-        found = []
-        for key in keys:
-            chunk = self.chunks.get((place, key))
-            if chunk is None or sum(chunk.ranks.values()) < self.worlds[place]:
-                break
-            found.append(chunk)
-        return found
+    def before(self, group: int, chain: list[bytes], number: int, loose: bool = False) -> Part | None:
+        """What a part is evicted before: the one before it, if that is in a chain; of a bounded group, the part of the
+        first unbounded group. As of when it was new."""
+        part = self.parts.get((group, chain[number]))
+        if part is not None:
+            return part.before
+        if not self.reaches[group]:
+            before = self.parts.get((group, chain[number - 1])) if number and not loose else None
+            return before if before is not None and before.known else None
+        trunk = self.reaches.index(0) if 0 in self.reaches else None
+        return None if trunk is None else self.parts.get((trunk, chain[number]))
 
-    def drop(self, chunk: Stored) -> None:
-        del self.chunks[chunk.place, chunk.key]
-
-    def families(self, place: int) -> dict[bytes, list[Stored]]:
+    def families(self) -> dict[bytes, list[Part]]:
         """The chunks of all prompts that begin with the same one, by its key, as far as their chains are complete."""
-        found: dict[bytes, list[Stored]] = {}
-        for chunk in self.chunks.values():
-            is_whole = all(self.chunks.get((each.place, each.key)) is each for each in self.line(chunk))
-            if chunk.place == place and chunk.number and is_whole:
-                found.setdefault(self.line(chunk)[-1].key, []).append(chunk)
+        found: dict[bytes, list[Part]] = {}
+        for part in self.parts.values():
+            line = self.line(part)
+            if part.known and line[-1].is_first:
+                found.setdefault(line[-1].key, []).append(part)
         return found
 
-    def line(self, chunk: Stored) -> list[Stored]:
-        """A chunk and those before it, whether they are still there or not."""
-        line = [chunk]
+    def line(self, part: Part) -> list[Part]:
+        """A part and those before it."""
+        line = [part]
         while line[-1].before is not None:
             line.append(line[-1].before)
         return line
 
-    def shared(self, chunks: list[Stored]) -> Stored:
-        """The last chunk that all prompts of a family share: the deepest that is on the way to each end."""
-        ends = [self.line(chunk) for chunk in chunks if not any(each.before is chunk for each in chunks)]
-        return next(each for each in ends[0] if all(each in line for line in ends))
-
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
-LOOSE = st.integers(1, 5).map(lambda n: tuple(range(10, 10 + n)))  # an engine's hashes: nobody knows how they chain
-PLACES = st.integers(0, 2)
-SIZES = [3 * PAGE, 5 * PAGE - 100, PAGE]
-WORLDS = [1, 2, 1]
+GROUPS = st.integers(0, 2)
+RANKS = st.integers(0, 1)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], chunk_tokens=16)
-        self.model = Model(pages * PAGE, WORLDS)
+    @initialize(
+        reaches=st.sampled_from([(0,), (0,), *SHAPES]),
+        world_size=st.integers(1, 2),
+        pages=st.integers(6, 40),
+        size=st.sampled_from([PAGE, 3 * PAGE - 100]),
+        policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def begin(self, reaches: Reaches, world_size: int, pages: int, size: int, policy: str) -> None:
+        self.size = size
         self.heard = Heard()
-        self.namespaces: list[Namespace] = []
-        for place, world in enumerate(WORLDS):
-            for rank in range(world):
-                namespace = self.index.namespaces.find(f"model {place}", world, rank, bytes([place]) * 32, 4)
-            namespace.live = 1  # an engine is registered
-            self.namespaces.append(namespace)
-        self.open: list[tuple[Stored, int]] = []  # reservations
-        self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
+        self.rack = Rack(reaches, pages, world_size, policy)
+        self.index = self.rack.index
+        self.model = Model(reaches, world_size)
+        self.removals = Steps(self.index, 2)
+        self.pinned: list[tuple[list[Part], list[Chunk]]] = []
 
-    def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
-        """The chunks evicted since `before` bytes were used were evictable, and their space was needed."""
+    def drop_gone(self, protected: set[Part]) -> list[Part]:
+        """Parts that the index has removed: none of them was protected, nor has one that it must outlive stayed."""
+        model, namespaces = self.model, self.rack.namespaces
+        gone = {each for each in model.parts.values() if namespaces[each.group].chunks.get(each.key) is not each.chunk}
+        assert not gone & protected, "pinned, being written, or needed by what is behind it"
+        for part in gone:
+            del model.parts[part.group, part.key]
+        for part in model.parts.values():
+            assert part.before is None or part.before not in gone, "a part outlived the one that it is evicted before"
+        return list(gone)
+
+    def drop_hidden(self) -> None:
+        """Nothing has gone but what no lookup could find."""
+        assert all(part.hidden for part in self.drop_gone(self.model.protected()))
+
+    def hide(self, part: Part) -> None:
+        part.hidden = True
+        part.ranks = {rank: "corrupt" if state == "sealed" else state for rank, state in part.ranks.items()}
+
+    # -- stores
+
+    @rule(path=PATHS, group=GROUPS, first=st.integers(0, 5), rank=RANKS, seals=st.booleans(), loose=st.booleans())
+    def store(self, path: Path, group: int, first: int, rank: int, seals: bool, loose: bool) -> None:
+        chain = prompt(path)
+        group, rank = group % len(self.model.reaches), rank % self.model.world_size
+        for number in range(min(first, len(chain) - 1), len(chain)):
+            if not self.reserve(group, chain, number, rank, loose):
+                break
+            part = self.model.parts[group, chain[number]]
+            if seals and part.ranks.get(rank) == "open":
+                self.end(part, rank, fails=False)
+
+    @rule(path=PATHS)
+    def store_what_resuming_needs(self, path: Path) -> None:
+        chain = prompt(path)
+        for group, key in self.model.needed(chain, len(chain)):
+            for rank in range(self.model.world_size):
+                if not self.reserve(group, chain, chain.index(key), rank):
+                    return
+                part = self.model.parts[group, key]
+                if part.ranks.get(rank) == "open":
+                    self.end(part, rank, fails=False)
+
+    def reserve(self, group: int, chain: list[bytes], number: int, rank: int, loose: bool = False) -> bool:
+        """Reserve one shard if it is missing; returns whether there was room."""
+        model, key = self.model, chain[number]
+        spared = [model.parts.get((group, key)), model.before(group, chain, number, loose)]
+        protected = model.protected(*(part for part in spared if part is not None and not part.hidden))
+        need = Allocator.rounded(self.size)
+        free = self.index.allocator.free_bytes
+        place = (b"", 0) if loose else (chain[number - 1] if number else b"root", number + 1)
+        made = reserve_one(self.index, self.rack.namespaces[group], rank, key, *place, size=self.size)
+        gone = self.drop_gone(protected)
+        sizes = [need * len(part.ranks) for part in gone]
+        assert free < need or all(part.hidden for part in gone), "evicted without need"
+        is_needed = any(part.hidden for part in gone) or not gone or free + sum(sizes) - max(sizes) < need
+        assert is_needed, "more was evicted than was needed"
+        part, before = model.parts.get((group, key)), model.before(group, chain, number, loose)
+        if made.refusal is not None:
+            kept = model.protected(part, before)
+            assert all(each in kept for each in model.parts.values()), "something could have been evicted"
+            return False
+        if made.known:
+            assert part is not None and (part.ranks[rank] != "corrupt" or part.pins or "open" in part.ranks.values())
+            return True
+        (chunk,) = made.chunks
+        if part is None:
+            is_known = bool(model.reaches[group] or not (number or loose) or before is not None)
+            part = Part(group, key, chunk, before, is_known, not number and not loose)
+            model.parts[group, key] = part
+            assert part.chunk.parent is (None if part.before is None else part.before.chunk)
+        assert chunk is part.chunk and part.ranks.get(rank) not in ("open", "sealed")
+        if part.hidden and rank in part.ranks:
+            part.hidden = False  # all of it is being stored anew
+        part.ranks[rank] = "open"
+        return True
+
+    def end(self, part: Part, rank: int, fails: bool) -> None:
+        """End a copy, as the depot does."""
         model = self.model
-        gone = [c for (place, key), c in model.chunks.items() if key not in self.namespaces[place].chunks]
-        allowed = set(map(id, model.removable(*spared)))
-        assert all(id(chunk) in allowed for chunk in gone), "pinned, reserved, or needed by what is behind it"
-        lost = set(map(id, gone))
-        for chunk in model.chunks.values():
-            assert chunk.before is None or id(chunk.before) not in lost or id(chunk) in lost, "a tail outlived its head"
-        sizes = [chunk.size * len(chunk.ranks) for chunk in gone]
-        free = model.capacity - before
-        if stored and gone:
-            assert free + sum(sizes) - max(sizes) < need, "more was evicted than was needed"
-        if stored and need <= free:
-            assert not gone
-        for chunk in gone:
-            model.drop(chunk)
+        assert is_hidden(part.chunk) == part.hidden
+        if fails or part.hidden:
+            del part.ranks[rank]
+            if not part.ranks:  # it goes, and what is behind it is evicted by itself from now on
+                del model.parts[part.group, part.key]
+                for each in model.parts.values():
+                    each.before = None if each.before is part else each.before
+            self.index.discard(part.chunk, rank)
+            assert part.chunk.gone or part.ranks
+        else:
+            part.ranks[rank] = "sealed"
+            self.index.seal(part.chunk, rank)
+        self.drop_hidden()
 
-    # -- storing
+    @rule(data=st.data(), fails=st.booleans())
+    def a_copy_ends(self, data: st.DataObject, fails: bool) -> None:
+        copies = [
+            (part, rank) for part in self.model.parts.values() for rank, state in part.ranks.items() if state == "open"
+        ]
+        if copies:
+            self.end(*data.draw(st.sampled_from(copies)), fails)
 
-    def reserve(self, place: int, path: Path, rank: int, loose: bool) -> Stored | None:
-        model, key = self.model, key_of(path)
-        size = -(-SIZES[place] // PAGE) * PAGE
-        chunk = model.chunks.get((place, key))
-        if chunk is not None and rank in chunk.ranks:
-            return None
-        known = chunk is not None
-        if chunk is None:
-            parent = model.chunks.get((place, key_of(path[:-1])))
-            chained = not loose and (len(path) == 1 or (parent is not None and parent.number == len(path) - 1))
-            chunk = Stored(place, key, size, len(path) if chained else 0, parent if chained else None)
-        used = model.used()
-        room = model.capacity - used
-        room += sum(c.size * len(c.ranks) for c in model.removable(chunk if known else None, chunk.before))
-        parent_key = b"" if loose else key_of(path[:-1])
-        handle = reserve(
-            self.index, self.namespaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place]
-        )
-        assert (handle is not None) == (size <= room), "there is room exactly when enough can be evicted"
-        self.watch_evictions(used, size, handle is not None, chunk if known else None, chunk.before)
-        if handle is None:
-            return None
-        assert sum(length for _, length in handle.shards[rank].extents) == size
-        chunk.ranks[rank] = False
-        chunk.handle = handle
-        model.chunks[place, key] = chunk
-        self.open.append((chunk, rank))
-        return chunk
+    # -- lookups
 
-    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), rank=st.integers(0, 1), loose=st.booleans())
-    def reserve_one(self, place: int, path: Path, rank: int, loose: bool) -> None:
-        self.reserve(place, path, rank % WORLDS[place], loose or path[0] >= 10)
-
-    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), first=st.integers(0, 2))
-    def store_a_prompt(self, place: int, path: Path, first: int) -> None:
-        for rank in range(WORLDS[place]):
-            begun = len(self.open)
-            for end in range(first + 1, len(path) + 1):
-                self.reserve(place, path[:end], rank, path[0] >= 10)
-            for chunk, rank_ in self.open[begun:]:
-                self.index.seal(chunk.handle, rank_)
-                chunk.ranks[rank_] = True
-            del self.open[begun:]
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def seal(self, data: st.DataObject) -> None:
-        chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.index.seal(chunk.handle, rank)
-        chunk.ranks[rank] = True
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def discard(self, data: st.DataObject) -> None:
-        chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.index.discard(chunk.handle, rank)
-        del chunk.ranks[rank]
-        if not chunk.ranks:
-            self.model.drop(chunk)
-
-    # -- finding and pinning
-
-    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), pin=st.booleans())
-    def lookup(self, place: int, path: Path, pin: bool) -> None:
-        keys = prompt(path)
-        expected = self.model.prefix(place, keys)
-        found = matching.match(self.namespaces[place], b"".join(keys))
-        assert found.matched == len(expected)
-        assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
-        if (end := matching.last_chained(found)) is not None:
+    @rule(path=PATHS)
+    def look_up_and_pin(self, path: Path) -> None:
+        chain, model = prompt(path), self.model
+        for end in range(len(chain)):
+            assert self.rack.boundary(chain[:end]) == model.boundary(chain[:end])
+        pin = self.rack.match(chain)
+        assert pin.matched == model.boundary(chain)
+        needed = [model.parts[each] for each in model.needed(chain, pin.matched)]
+        assert pin.parts == len(needed)
+        assert {id(chunk) for chunk in pin.chunks} <= {id(part.chunk) for part in needed}
+        if (end := matching.last_chained(pin)) is not None:
             end.hits += 1
-        if chained := [chunk for chunk in expected if chunk.number]:
-            chained[-1].hits += 1
-        if pin:
-            self.index.hold(found.chunks)
-            self.index.use(found.chunks)
-            for chunk in expected:
-                chunk.pins += 1
-            self.pinned.append((expected, found.chunks))
+            next(part for part in needed if part.chunk is end).hits += 1
+        self.index.hold(pin.chunks)
+        self.index.use(pin.chunks)
+        for part in needed:
+            part.pins += 1
+        self.pinned.append((needed, pin.chunks))
 
     @precondition(lambda self: self.pinned)
+    @rule(number=st.integers(0, 100))
+    def unpin(self, number: int) -> None:
+        needed, chunks = self.pinned.pop(number % len(self.pinned))
+        for part in needed:
+            part.pins -= 1
+        self.index.release(chunks)
+        self.drop_hidden()
+
+    @rule(path=PATHS, group=GROUPS, rank=RANKS)
+    def find(self, path: Path, group: int, rank: int) -> None:
+        chain, group, rank = prompt(path), group % len(self.model.reaches), rank % self.model.world_size
+        found = matching.find(self.rack.namespaces[group], rank, b"".join(chain))
+        parts = [self.model.parts.get((group, key)) for key in chain]
+        assert [each is not None for each in found] == [
+            part is not None and not part.hidden and part.ranks.get(rank) == "sealed" for part in parts
+        ]
+
+    # -- damage and removals
+
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        chunks, held = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
-        self.index.release(held)
-        for chunk in chunks:
-            chunk.pins -= 1
+    def mark_corrupt(self, data: st.DataObject) -> None:
+        whole = [
+            (part, rank)
+            for part in self.model.parts.values()
+            for rank, state in part.ranks.items()
+            if state == "sealed" and not part.hidden
+        ]
+        if whole:
+            part, rank = data.draw(st.sampled_from(whole))
+            self.index.mark_corrupt(part.chunk, rank)
+            part.ranks[rank] = "corrupt"
 
-    @rule(place=PLACES, path=PATHS, rank=st.integers(0, 1))
-    def ask_for_one_shard(self, place: int, path: Path, rank: int) -> None:
-        chunk = self.model.chunks.get((place, key_of(path)))
-        found = sealed(self.index, self.namespaces[place], rank, key_of(path))
-        if chunk is not None and chunk.ranks.get(rank):
-            assert found is chunk.handle
-        else:
-            assert found is None
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        if self.model.parts and not self.removals:
+            part = data.draw(st.sampled_from(list(self.model.parts.values())))
+            self.index.hide(part.chunk)
+            self.hide(part)
+            self.drop_hidden()
 
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """What the policy does under pressure, for any part that it might choose."""
+        model = self.model
+        needed = {part.before for part in model.parts.values()} | model.protected()
+        free = [part for part in model.parts.values() if part not in needed]
+        if free and not self.removals:
+            part = data.draw(st.sampled_from(free))
+            self.index.remove(part.chunk, Reason.EVICTED)
+            gone = self.drop_gone(model.protected())
+            assert part in gone and all(each.hidden for each in gone if each is not part)
+
+    @precondition(lambda self: len(self.removals) < 2)
     @rule()
-    def clear(self) -> None:
-        going = self.model.removable()
-        assert clear(self.index) == len(going)
-        for chunk in going:
-            self.model.drop(chunk)
+    def forget_all(self) -> None:
+        self.removals.forget(self.rack.namespaces)
+        for part in self.model.parts.values():
+            self.hide(part)
 
-    # -- always
+    @precondition(lambda self: self.removals)
+    @rule()
+    def forget_some(self) -> None:
+        self.removals.step()
+        self.drop_hidden()
+
+    # -- what always holds
 
     @invariant()
-    def what_is_there_is_what_the_model_says(self) -> None:
+    def all_agrees(self) -> None:
         if not hasattr(self, "index"):
             return
         self.index.validate()
-        for place, namespace in enumerate(self.namespaces):
-            there = {
-                key: {rank: shard.sealed for rank, shard in c.shards.items()} for key, c in namespace.chunks.items()
-            }
-            assert there == {c.key: c.ranks for c in self.model.chunks.values() if c.place == place}
-        assert (
-            self.model.used() == self.index.allocator.capacity - self.index.allocator.free_bytes <= self.model.capacity
-        )
-        taken = sorted(
-            e for s in self.namespaces for c in s.chunks.values() for h in c.shards.values() for e in h.extents
-        )
-        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(taken)), "two shards share bytes"
-
-    @invariant()
-    def what_was_told_is_what_can_be_found(self) -> None:
-        if hasattr(self, "index"):
-            whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
-            self.heard.notice(self.index.take_events(), 0.0)
-            self.heard.check(self.namespaces)
-            told = {(chunk.namespace.number, chunk.key) for chunk in self.heard.found.values()}
-            assert told == {(self.namespaces[place].number, key) for place, key in whole}
+        whole = {place for place in self.model.parts if self.model.is_usable(*place)}
+        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.check(self.rack.namespaces)
+        told = {(chunk.namespace.group, chunk.key) for chunk in self.heard.found.values()}
+        assert whole <= told
+        assert told == whole or self.removals, "what is gone can be found, long after"
+        used = sum(len(part.ranks) for part in self.model.parts.values()) * Allocator.rounded(self.size)
+        assert self.index.allocator.capacity - self.index.allocator.free_bytes == used
+        shards = [s for part in self.model.parts.values() for s in part.chunk.shards.values()]
+        taken = sorted(extent for shard in shards for extent in shard.extents)
+        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(taken)), "shared bytes"
 
     @invariant()
     def the_list_of_prefixes_is_what_the_model_says(self) -> None:
-        if not hasattr(self, "index"):
+        if not hasattr(self, "index") or self.model.reaches != (0,) or any(p.hidden for p in self.model.parts.values()):
             return
         expected = []
-        for place, namespace in enumerate(self.namespaces):
-            for chunks in self.model.families(place).values():
-                shared = self.model.shared(chunks)
-                ends = [chunk for chunk in chunks if not any(each.before is chunk for each in chunks)]
-                size = sum(chunk.size * len(chunk.ranks) for chunk in chunks)
-                hits, tokens = sum(each.hits for each in chunks), sum(16 * each.hits * each.number for each in chunks)
-                expected.append(
-                    (namespace.model, shared.key.hex(), 16 * shared.number, 16 * len(chunks), len(ends), size, hits,
-                     tokens)
-                )  # fmt: skip
-        told = [
-            (each.model, each.hash, each.shared_tokens, each.tokens, each.prompts, each.bytes, each.hits,
-             each.hit_tokens)
+        for parts in self.model.families().values():
+            lines = [self.model.line(each) for each in parts if not any(other.before is each for other in parts)]
+            shared = next(each for each in lines[0] if all(each in line for line in lines))
+            size = sum(Allocator.rounded(self.size) * len(part.ranks) for part in parts)
+            hits = sum(each.hits for each in parts)
+            tokens = sum(each.hits * len(self.model.line(each)) for each in parts)
+            depth = len(self.model.line(shared))
+            expected.append((shared.key.hex(), 16 * depth, 16 * len(parts), len(lines), size, hits, 16 * tokens))
+        listed = [
+            (each.hash, each.shared_tokens, each.tokens, each.prompts, each.bytes, each.hits, each.hit_tokens)
             for each in ask_prefixes(self.index, wire.Prefixes(most=1000))
-        ]  # fmt: skip
-        assert sorted(told) == sorted(expected)
-        assert [each[6] for each in told] == sorted((each[6] for each in expected), reverse=True)
+        ]
+        assert sorted(listed) == sorted(expected)
+        assert [each[5] for each in listed] == sorted((each[5] for each in expected), reverse=True)
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):
             return
-        self.index.validate()
-        for chunk, rank in self.open:
-            self.index.discard(chunk.handle, rank)
-        for _, held in self.pinned:
-            self.index.release(held)
-        for namespace in self.namespaces:
-            namespace.live = 0
+        while self.removals:
+            self.forget_some()
+        for part in list(self.model.parts.values()):
+            for rank in [rank for rank, state in part.ranks.items() if state == "open"]:
+                self.end(part, rank, fails=True)
+        for number in range(len(self.pinned)):
+            self.unpin(number)
         clear(self.index)
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        assert self.index.allocator.free_bytes == self.model.capacity, "bytes leaked"
-        assert self.index.namespaces.all() == [] or not any(
-            namespace.chunks for namespace in self.index.namespaces.all()
-        )
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity
+        assert not self.index.chains.waiting and not any(each.broken for each in self.rack.namespaces)
+        for namespace in self.rack.namespaces:
+            assert not namespace.gone
+            namespace.live = 0
+            self.index.namespaces.forget(namespace)
+        assert self.index.namespaces.all() == [] and all(each.gone for each in self.rack.namespaces)
 
 
 def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
@@ -341,7 +399,202 @@ def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# -- which boundaries a stored prompt has
+
+
+# -- eviction
+
+
+def test_parts_in_the_middle_are_evicted_while_both_ends_of_the_prompt_stay() -> None:
+    rack, chain, other = Rack((0, 2), pages=16), keys("c", 8), keys("d", 6)
+    rack.store_all(chain)
+    rack.index.release(rack.pin(chain[:2]))  # the beginning is used by many
+    pinned = rack.pin(chain)
+    rack.store(0, other, range(4))
+    assert rack.there(chain) == [list(range(8)), [0, 1, 6, 7]]
+    assert [rack.boundary(chain[:end]) for end in range(9)] == [0, 1, 2, 2, 2, 2, 2, 2, 8]
+    rack.store(0, other, range(4, 6))
+    assert rack.there(chain) == [list(range(8)), [6, 7]], "only what the pin does not need has gone"
+    chunk = reserve(rack.index, rack.namespaces[1], 0, other[0])
+    assert chunk is not None, "the other prompt makes room for its own parts"
+    rack.index.discard(chunk, 0)
+    rack.index.release(pinned)
+    rack.index.validate()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (0, 0, 1)])
+def test_a_bounded_part_is_evicted_before_the_unbounded_one_of_its_chunk(reaches: Reaches, policy: str) -> None:
+    rack, chain = Rack(reaches, policy=policy), keys("c", 5)
+    trunk = reaches.index(0)
+    rack.store(trunk, chain)
+    for group, reach in enumerate(reaches):
+        if group != trunk:
+            rack.store(group, chain)
+            assert not reach or all(rack.part(group, key).parent is rack.part(trunk, key) for key in chain)
+    order: list[tuple[int, int]] = []
+    while (victim := rack.index.accounts.victim(None, 0)) is not None:
+        order.append((victim.namespace.group, chain.index(victim.key)))
+        rack.index.remove(victim, Reason.EVICTED)
+    assert len(order) == 5 * len(reaches)
+    for group, reach in enumerate(reaches):
+        for number in range(5):
+            if reach:
+                assert order.index((group, number)) < order.index((trunk, number))
+            elif number:
+                assert order.index((group, number)) < order.index((group, number - 1))
+
+
+# -- forgetting and ages
+
+
+def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() -> None:
+    rack, chain = Rack((0, 2), ttl_s=10), keys("c", 4)
+    rack.store(0, chain, born=5)
+    rack.store(1, chain, [0, 1], born=5)
+    rack.store(1, chain, [2, 3], born=1)
+    assert expire(rack.index, 10) == 0
+    pinned = rack.pin(chain)
+    assert expire(rack.index, 11) == 2
+    assert rack.boundary(chain) == 2
+    found = matching.find(rack.namespaces[1], 0, b"".join(chain))
+    assert [each is not None for each in found] == [True] * 4
+    rack.store(1, chain, [3], born=11)  # its bytes stay, and are as new
+    rack.index.validate()
+    rack.index.release(pinned)
+    rack.index.validate()
+    assert rack.there(chain) == [[0, 1, 2, 3], [0, 1, 3]]
+    rack.store(1, chain, [2], born=11)
+    assert rack.boundary(chain) == 4
+    assert expire(rack.index, 15) == 6
+    assert rack.boundary(chain) == 0
+    assert expire(rack.index, 21) == 2
+    rack.index.validate()
+    assert rack.index.chunks == 0 and rack.index.allocator.free_bytes == rack.index.allocator.capacity
+
+
+def test_an_unbounded_part_that_is_too_old_takes_all_boundaries_behind_it_whatever_the_others_are() -> None:
+    rack, chain = Rack((0, 1), ttl_s=10), keys("c", 4)
+    rack.store(0, chain, [0, 1], born=5)
+    rack.store(0, chain, [2, 3], born=1)
+    rack.store(1, chain, born=9)
+    assert expire(rack.index, 11) == 2
+    rack.index.validate()
+    assert rack.boundary(chain) == 2
+    rack.store(0, chain, [2, 3], born=11)
+    assert rack.boundary(chain) == 4, "they were kept for the younger parts, and are as new"
+
+
+# -- namespaces
+
+
+@pytest.mark.parametrize("reaches", [(1,), (0, 1), (0, 0), (2, 3)])
+def test_other_models_are_not_simple(reaches: Reaches) -> None:
+    namespaces = Rack(reaches).namespaces
+    assert not any(each.is_simple for each in namespaces)
+    assert [(each.group, each.reach) for each in namespaces] == list(enumerate(reaches))
+    trunks = [each.trunk for each in namespaces]
+    assert trunks == [namespaces[0] if 0 in reaches else None] * len(reaches)
+
+
+def test_the_groups_of_a_model_are_found_again_only_by_what_agrees_with_all_of_them() -> None:
+    rack = Rack((0, 2))
+    namespaces = rack.index.namespaces
+
+    def find(groups: list[Group], rank: int = 0, chunk_tokens: int = CHUNK_TOKENS) -> bool:
+        found = namespaces.find_groups("m", 1, rank, groups, chunk_tokens=chunk_tokens)
+        is_same = found == rack.namespaces
+        assert is_same or not set(found) & set(rack.namespaces), "some of its groups"
+        for each in found if not is_same else ():
+            namespaces.forget(each)
+        return is_same
+
+    full, window = wire_groups((0, 2))
+    assert find([full, window])
+    assert find([full, Group(2, BLOCKS, 0, window.fingerprint)]), "its size is not known"
+    for other in (
+        Group(3, BLOCKS, PAGE, window.fingerprint),
+        Group(0, BLOCKS, PAGE, window.fingerprint),
+        Group(2, BLOCKS + 1, PAGE, window.fingerprint),
+        Group(2, BLOCKS, 2 * PAGE, window.fingerprint),
+        Group(2, BLOCKS, PAGE, fingerprint(7, 0)),
+    ):
+        assert not find([full, other])
+        assert namespaces.all() == rack.namespaces
+    assert not find([full]) and not find([window, full]) and not find([full, window, wire_groups((0, 0, 1))[2]])
+    assert not find([full, window], chunk_tokens=2 * CHUNK_TOKENS)
+    assert namespaces.all() == rack.namespaces
+
+
+def test_the_groups_of_a_model_are_dropped_together_once_none_has_chunks_or_engines() -> None:
+    rack, chain = Rack((0, 1)), keys("c", 1)
+    namespaces, (full, state) = rack.index.namespaces, rack.namespaces
+    rack.store(1, chain)
+    for namespace in (full, state):
+        namespace.live = 0
+        namespaces.forget(namespace)
+    assert namespaces.all() == [full, state] and not full.gone
+    rack.lose(1, chain[0])
+    rack.index.take_events()
+    assert namespaces.all() == [] and full.gone and state.gone
+    again = namespaces.find_groups("m", 1, 0, wire_groups((0, 1)))
+    assert not set(again) & {full, state} and len({each.number for each in (*again, full, state)}) == 4
+
+
+def test_a_lookup_is_asked_of_the_chunk_size_and_the_first_groups_blocks_that_it_names() -> None:
+    rack = Rack((0, 1))
+    namespaces = rack.index.namespaces
+    (other,) = namespaces.find_groups("m", 1, 0, [Group(0, BLOCKS + 1, PAGE, bytes(32))], chunk_tokens=48)
+    other.live = 1
+    mine = rack.namespaces[0]
+    model = "", "m", 1
+    assert matching.for_lookup(namespaces, model) == [mine, other]
+    assert matching.for_lookup(namespaces, model, chunk_tokens=48) == [other]
+    assert matching.for_lookup(namespaces, model, BLOCKS) == matching.for_lookup(namespaces, model, 0, 16) == [mine]
+    assert matching.for_lookup(namespaces, model, BLOCKS, chunk_tokens=48) == []
+
+
+# -- boundaries
+
+WINDOW = 12
+
+
+@given(
+    reaches=st.lists(st.integers(1, WINDOW + 2), max_size=4),
+    there=st.lists(st.sets(st.integers(0, WINDOW - 1)), min_size=4, max_size=4),
+    end=st.integers(0, WINDOW),
+)
+def test_the_answer_is_the_largest_boundary_whose_windows_are_whole(
+    reaches: list[int], there: list[set[int]], end: int
+) -> None:
+    whole = [
+        boundary
+        for boundary in range(end + 1)
+        if all(set(range(max(0, boundary - reach), boundary)) <= there[group] for group, reach in enumerate(reaches))
+    ]
+    found = deepest_boundary(list(enumerate(reaches)), end, lambda group, i: i in there[group])
+    assert found == max(whole)
+
+
+def test_an_unbounded_group_needs_every_part_and_a_bounded_one_its_last() -> None:
+    assert list(needed_parts(0, 3)) == [0, 1, 2]
+    assert list(needed_parts(2, 3)) == [1, 2]
+    assert list(needed_parts(5, 3)) == [0, 1, 2]
+    assert not needed_parts(2, 0)
+
+
+def test_no_part_is_asked_for_twice_in_a_row_where_one_group_lacks_everything() -> None:
+    asked: list[int] = []
+
+    def has(group: int, i: int) -> bool:
+        asked.append(i)
+        return False
+
+    assert deepest_boundary([(0, 4)], 1000, has) == 0
+    assert asked == list(range(999, -1, -1))
 
 
 # -- plain cases
@@ -357,29 +610,6 @@ def lru_shelf() -> Shelf:
     return Shelf(6)
 
 
-def test_a_chain_loses_its_tail_first(shelf: Shelf) -> None:
-    old = keys("old", 6)
-    shelf.store(old)
-    for lost in range(1, 6):
-        shelf.store([keys("new", lost)[-1]], loose=True)
-        shelf.index.release(shelf.pin(keys("new", lost)[-1:]))
-        left = sum(shelf.there(old))
-        assert shelf.there(old) == [True] * left + [False] * (6 - left)
-        assert shelf.matched(old) == left
-        # `learned` has learned nothing in so small a cache, and may evict a new chunk although it was used.
-        assert left == 6 - lost or isinstance(shelf.policy, Learned)
-    assert left < 6
-
-
-def test_of_two_chains_the_one_used_longer_ago_loses_its_tail(lru_shelf: Shelf) -> None:
-    one, two, three = keys("one", 3), keys("two", 3), keys("three", 3)
-    lru_shelf.store(one)
-    lru_shelf.store(two)
-    lru_shelf.index.release(lru_shelf.pin(one))
-    lru_shelf.store(three)
-    assert (lru_shelf.matched(one), lru_shelf.matched(two), lru_shelf.matched(three)) == (3, 0, 3)
-
-
 def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru_shelf: Shelf) -> None:
     each = [[key] for key in keys("k", 6)]
     for single in each:
@@ -391,37 +621,6 @@ def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru
         lru_shelf.store(keys(f"new{number}", 1), loose=True)
         order += [i for i in range(6) if not lru_shelf.there(each[i])[0] and i not in order]
     assert order == [1, 2, 4, 3, 0, 5]
-
-
-def test_a_prompt_without_a_chain_loses_its_tail_first_once_it_was_used(lru_shelf: Shelf) -> None:
-    prompt_ = keys("loose", 6)
-    lru_shelf.store(prompt_, loose=True)
-    lru_shelf.index.release(lru_shelf.pin(prompt_))
-    for left in range(5, -1, -1):
-        lru_shelf.store(keys(f"new{left}", 1))
-        assert lru_shelf.there(prompt_) == [True] * left + [False] * (6 - left)
-
-
-def test_a_stored_chunk_counts_as_used_when_it_was_stored(lru_shelf: Shelf) -> None:
-    first, later = keys("first", 1), keys("later", 1)
-    lru_shelf.store(first, loose=True)
-    lru_shelf.store(later, loose=True)
-    lru_shelf.store(keys("rest", 5))
-    assert (lru_shelf.there(first), lru_shelf.there(later)) == ([False], [True])
-
-
-def test_once_its_tail_has_gone_the_head_of_a_chain_goes_before_what_was_used_later(lru_shelf: Shelf) -> None:
-    chain, other, rest = keys("chain", 2), keys("other", 1), keys("rest", 3)
-    lru_shelf.store(chain)
-    lru_shelf.store(other)
-    lru_shelf.index.release(lru_shelf.pin(chain))
-    lru_shelf.store(rest)
-    left = []
-    for number in range(3):
-        lru_shelf.store(keys(f"new{number}", 1))
-        left.append((lru_shelf.matched(chain), lru_shelf.matched(other)))
-    assert left == [(2, 0), (1, 0), (0, 0)]
-    assert lru_shelf.matched(rest) == 3
 
 
 def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_failed_store() -> None:
@@ -463,23 +662,6 @@ def test_a_namespace_is_found_again_only_by_what_agrees_with_it(shelf: Shelf) ->
     assert len({id(namespace) for namespace in [one, *others]}) == 5
 
 
-def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
-    chain = keys("c", 2)
-    other = shelf.index.namespaces.find("m", 1, 0, b"other layout".ljust(32), 4)
-    assert other is not shelf.namespace
-    shelf.store(chain)
-    assert matching.match(other, b"".join(chain)).matched == 0
-
-
-def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> None:
-    shelf.store(keys("c", 2))
-    shelf.namespace.live = 0
-    shelf.index.namespaces.forget(shelf.namespace)
-    assert shelf.index.namespaces.all() == [shelf.namespace]
-    clear(shelf.index)
-    assert shelf.index.namespaces.all() == []
-
-
 def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: Shelf) -> None:
     for number in range(2000):
         shelf.store(keys(f"x{number}", 2))
@@ -488,16 +670,6 @@ def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: She
     assert shelf.index.chunks == 6
     queued = int(repr(shelf.policy).split()[1])
     assert queued <= 2 * shelf.index.chunks, "the policy's queue grows with what is gone"
-
-
-def test_using_chunks_again_and_again_queues_each_once(shelf: Shelf) -> None:
-    chain = keys("c", 4)
-    shelf.store(chain)
-    shelf.store(keys("loose", 2), loose=True)
-    for _ in range(100):
-        shelf.index.release(shelf.pin(chain))
-        shelf.index.release(shelf.pin(keys("loose", 2)))
-    assert int(repr(shelf.policy).split()[1]) <= 6
 
 
 def test_a_shard_of_another_size_is_not_written_over_and_is_no_lack_of_room(shelf: Shelf) -> None:
