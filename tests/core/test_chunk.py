@@ -336,39 +336,6 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
     assert table.seen == allowed, allowed - table.seen
 
 
-# -- chains
-
-
-def test_a_chunk_that_was_sealed_before_its_parents_is_chained_with_them() -> None:
-    shelf = Shelf(8)
-    chain = keys("c", 4)
-    chunks = [shelf.reserve(chain, number) for number in range(1, 5)]
-    for number in (3, 2, 1):
-        chunk = chunks[number]
-        assert chunk is not None
-        shelf.index.seal(chunk, 0)
-        assert chunk.state is State.WHOLE and shelf.matched(chain) == 0
-    assert chunks[0] is not None
-    shelf.index.seal(chunks[0], 0)
-    assert [chunk.depth for chunk in chunks if chunk] == [1, 2, 3, 4]
-    assert matching.match(shelf.namespace, b"".join(chain)).chunks == [chunks[3]]
-
-
-def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -> None:
-    shelf = Shelf(8)
-    chain = keys("c", 2)
-    first, second = (shelf.reserve(chain, number) for number in (1, 2))
-    assert first is not None and second is not None
-    shelf.index.seal(second, 0)
-    shelf.index.discard(first, 0)
-    assert not shelf.index.chains.waiting
-    again = shelf.reserve(chain, 1)
-    assert again is not None
-    shelf.index.seal(again, 0)
-    assert second.state is State.WHOLE and shelf.matched(chain) == 2
-    shelf.index.validate()
-
-
 def test_a_refused_step_leaves_a_plain_index_as_it_was() -> None:
     index = Index(Allocator(0, 8 * PAGE), Lru)
     namespace = index.namespaces.find("m", 1, 0, bytes(32), 4)

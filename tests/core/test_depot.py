@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,12 +19,29 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.core.desk import BLOCKS, PER_CHUNK, Desk, layout, lookup, prompt, retrieve, shards, store
+from kvdepot.protocol.status import GroupStatus
+from tests.core.desk import (
+    BLOCKS,
+    PER_CHUNK,
+    Desk,
+    group_requests,
+    group_stores,
+    instance_of,
+    layout,
+    lookup,
+    prompt,
+    retrieve,
+    shards,
+    store,
+)
+from tests.core.groups import SHAPES, Reaches, fingerprint
 
 
 @pytest.fixture
 def desk() -> Desk:
-    return Desk()
+    desk = Desk()
+    desk.hello()
+    return desk
 
 
 @pytest.fixture
@@ -71,10 +89,11 @@ def test_a_retrieve_answers_each_chunk_for_itself(desk: Desk, client: bytes) -> 
     assert desk.answers[asked] == [True, True, False, False]
 
 
-def test_only_the_first_chunk_of_a_retrieve_skips_blocks(desk: Desk, client: bytes) -> None:
+def test_only_the_first_chunk_of_a_retrieve_skips_blocks_which_may_repeat(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 3)
     desk.ask(client, store(chain))
-    desk.send(client, retrieve(chain, skip=1))
+    assert isinstance(desk.ask(client, store(chain, skip=1)), BadRequest)
+    desk.send(client, retrieve(chain, skip=1, blocks=[1, 1, 2, 3, 4, 5]))
     assert [piece.skip for copy in desk.copies() for piece in copy.pieces] == [1, 0, 0]
 
 
@@ -112,18 +131,6 @@ def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept
     assert desk.ask(b"one", lookup(chain)) == 4
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()
-
-
-def test_one_rank_of_two_is_no_hit() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register(b"one", 1)
-    desk.register(b"one", 2)
-    chain = prompt("a", 2)
-    assert desk.ask(b"one", store(chain, 1, world_size=2, rank=1)) is True
-    assert desk.ask(b"one", lookup(chain, world_size=2)) == 0
-    assert desk.ask(b"one", store(chain, 2, world_size=2, rank=0)) is True
-    assert desk.ask(b"one", lookup(chain, world_size=2)) == 2
 
 
 def test_two_engines_of_one_name_with_different_layouts_never_share_a_chunk(desk: Desk, client: bytes) -> None:
@@ -174,20 +181,6 @@ def held(desk: Desk) -> int:
     return desk.index.held
 
 
-def test_a_lookup_pins_until_its_session_ends(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    desk.ask(client, lookup(chain))
-    assert held(desk) > 0
-    desk.ask(client, wire.Clear())
-    assert desk.ask(client, lookup(chain, "other")) == 3
-    desk.ask(client, wire.EndSession("other"))
-    assert held(desk) > 0
-    desk.ask(client, wire.EndSession("r"))
-    assert held(desk) == 0
-    desk.assert_empty()
-
-
 def test_a_second_lookup_of_a_request_replaces_its_pins(desk: Desk, client: bytes) -> None:
     one, two = prompt("a", 2), prompt("b", 2)
     desk.ask(client, store(one))
@@ -233,14 +226,6 @@ def test_a_retrieve_whose_engine_ends_pins_itself_leaves_them_alone(desk: Desk, 
     assert desk.index.held == 0
 
 
-def test_a_retrieve_of_another_request_leaves_the_pins_alone(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    desk.ask(client, lookup(chain, "mine"))
-    desk.ask(client, retrieve(chain, request="other"))
-    assert held(desk) > 0
-
-
 def test_a_retrieve_for_another_model_leaves_the_pins_of_a_request_of_the_same_name_alone(
     desk: Desk, client: bytes
 ) -> None:
@@ -254,21 +239,6 @@ def test_a_retrieve_for_another_model_leaves_the_pins_of_a_request_of_the_same_n
     desk.ask(other, retrieve(chain, model="n", request="req-0"))
     desk.ask(client, wire.Clear())
     assert desk.ask(client, retrieve(chain, request="req-0")) == [True, True]
-
-
-@pytest.mark.parametrize("first_to_end", [0, 1])
-def test_two_engines_that_look_up_one_prompt_under_one_request_id_end_their_sessions_in_any_order(
-    desk: Desk, client: bytes, first_to_end: int
-) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    engines = [desk.hello(b"engine 0"), desk.hello(b"engine 1")]
-    assert [desk.ask(engine, lookup(chain, "0")) for engine in engines] == [2, 2]
-    assert held(desk) == 2
-    assert desk.ask(engines[first_to_end], wire.EndSession("0")) is None
-    assert held(desk) == 1
-    assert desk.ask(engines[1 - first_to_end], wire.EndSession("0")) is None
-    desk.assert_empty()
 
 
 def test_a_chunk_is_not_evicted_while_it_is_being_retrieved() -> None:
@@ -285,18 +255,6 @@ def test_a_chunk_is_not_evicted_while_it_is_being_retrieved() -> None:
     assert not inside & written
     desk.settle()
     assert desk.answers[asked] == [True, True] and desk.answers[squeezed] is False
-
-
-def test_a_request_that_has_retrieved_all_it_pinned_takes_up_none_of_the_places_for_pins() -> None:
-    desk = Desk(settings={"max_sessions": 2})
-    desk.hello()
-    desk.register(b"one")
-    chain = prompt("a", 1)
-    desk.ask(b"one", store(chain))
-    for number in range(5):
-        assert desk.ask(b"one", lookup(chain, f"r{number}")) == 1
-        assert desk.ask(b"one", retrieve(chain, request=f"r{number}")) == [True]
-    assert held(desk) == 0
 
 
 # -- limits
@@ -379,6 +337,7 @@ BAD_SHARDS = {
     "a long request": bad(request="r" * 5000),
     "skips a whole chunk": bad(skip_blocks=PER_CHUNK),
     "skips negatively": bad(skip_blocks=-1),
+    "a block twice behind skipped ones": bad(block_ids=np.array([0, 0, 1, 1], "<u4").tobytes(), skip_blocks=1),
 }
 
 
@@ -395,9 +354,10 @@ def test_a_transfer_with_a_bad_part_is_refused_and_nothing_of_it_is_done(
     desk.assert_empty()
 
 
-def test_two_requests_of_one_retrieve_may_not_write_one_block(desk: Desk, client: bytes) -> None:
-    parts = [shards(prompt("a", 1), blocks=[0, 1]), shards(prompt("b", 1), blocks=[1, 2])]
-    assert isinstance(desk.ask(client, wire.Retrieve(1, parts)), BadRequest)
+def test_two_requests_of_one_retrieve_may_skip_but_not_write_one_block(desk: Desk, client: bytes) -> None:
+    for blocks, skip, expected in (([1, 2], 0, BadRequest), ([3, 2], 1, list)):
+        one, two = shards(prompt("a", 1), blocks=[3, 1], skip=1), shards(prompt("b", 1), blocks=blocks, skip=skip)
+        assert isinstance(desk.ask(client, wire.Retrieve(1, [one, two])), expected)
 
 
 @pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33)])
@@ -455,17 +415,25 @@ def test_an_instance_can_be_used_only_once_its_tensors_are_mapped(desk: Desk) ->
     assert desk.ask(b"one", store(prompt("a", 1))) is True
 
 
-def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_nothing() -> None:
+@pytest.mark.parametrize("then", ["", "unregisters", "dies"])
+def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_nothing(then: str) -> None:
     def refuse(_: Layout) -> Mapped:
         raise LayoutError("no such file")
 
     desk = Desk(map_layout=refuse)
     desk.hello()
-    answer = desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK))
-    assert isinstance(answer, LayoutError) and "no such file" in str(answer)
-    assert desk.depot.status().instances == 0
-    assert desk.ask(b"one", wire.Unregister(1)) is None
-    assert desk.index.namespaces.all() == []
+    asked = [desk.send(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK))]
+    if then:
+        asked.append(desk.send(b"one", wire.Unregister(1)))
+    if then == "dies":
+        desk.die(b"one")
+    desk.settle()
+    answers = [desk.answers.get(each, "nothing") for each in asked]
+    assert [type(each) for each in answers] == (
+        [str, str] if then == "dies" else [LayoutError, type(None)][: len(asked)]
+    )
+    assert then == "dies" or "no such file" in str(answers[0])
+    assert desk.depot.status().instances == 0 and desk.index.namespaces.all() == []
 
 
 def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_mapped(desk: Desk) -> None:
@@ -478,55 +446,19 @@ def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_map
 BAD_REGISTRATIONS = [("m", 1, 1, PER_CHUNK), ("m", 0, 0, PER_CHUNK), ("m", 1, 0, 0), ("m" * 5000, 1, 0, PER_CHUNK)]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("fields", BAD_REGISTRATIONS, ids=lambda fields: str(fields)[-12:])
-def test_a_refused_registration_leaves_nothing_behind_that_could_keep_a_later_one_waiting(
-    desk: Desk, fields: tuple[str, int, int, int]
+def test_a_refused_registration_leaves_nothing_behind_and_leaks_no_mapping(
+    desk: Desk, fields: tuple[str, int, int, int], is_there: bool
 ) -> None:
     desk.hello()
+    if is_there:
+        desk.register(b"one")
     assert isinstance(desk.ask(b"one", wire.Register(1, layout(), *fields)), BadRequest)
-    assert desk.depot.status().instances == 0
+    assert desk.depot.status().instances == is_there
     assert desk.ask(b"one", wire.Unregister(1)) is None
+    assert [mapped.closed for mapped in desk.mapped] == [True] * is_there
     desk.register(b"one")
-
-
-@pytest.mark.parametrize("fields", BAD_REGISTRATIONS, ids=lambda fields: str(fields)[-12:])
-def test_a_refused_registration_in_the_place_of_another_leaks_no_mapping(
-    desk: Desk, client: bytes, fields: tuple[str, int, int, int]
-) -> None:
-    assert isinstance(desk.ask(client, wire.Register(1, layout(), *fields)), BadRequest)
-    assert desk.ask(client, wire.Unregister(1)) is None
-    assert [mapped.closed for mapped in desk.mapped] == [True]
-
-
-def test_unregistering_is_answered_after_the_last_copy_that_touches_the_tensors(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    loading = desk.send(client, retrieve(chain))
-    storing = desk.send(client, store(prompt("b", 1)))
-    asked = desk.send(client, wire.Unregister(1))
-    late = desk.send(client, store(prompt("c", 1)))
-    assert isinstance(desk.answers[late], UnknownInstance)
-    while desk.copies():
-        assert asked not in desk.answers and not desk.mapped[0].closed
-        desk.finish(desk.copies()[-1])
-    assert asked not in desk.answers
-    desk.settle()
-    assert desk.answers[asked] is None and desk.mapped[0].closed
-    assert desk.answers[loading] == [True, True] and desk.answers[storing] is True
-
-
-def test_registering_again_does_not_make_unregistering_forget_the_copies_of_before(desk: Desk, client: bytes) -> None:
-    desk.send(client, store(prompt("a", 1)))
-    (old,) = desk.copies()
-    desk.send(client, wire.Register(1, layout()))
-    for task in [task for task in desk.tasks if task is not old]:
-        desk.finish(task)
-    asked = desk.send(client, wire.Unregister(1))
-    for task in [task for task in desk.tasks if task is not old]:
-        desk.finish(task)
-    assert asked not in desk.answers, "a copy still touches tensors that were registered under this number"
-    desk.settle()
-    assert desk.answers[asked] is None
 
 
 def test_a_refused_unregistering_changes_nothing() -> None:
@@ -549,14 +481,6 @@ def test_a_refused_unregistering_changes_nothing() -> None:
     assert [mapped.closed for mapped in desk.mapped] == [True, True]
 
 
-def test_unregistering_while_the_tensors_are_being_mapped_answers_both(desk: Desk) -> None:
-    desk.hello()
-    asked = [desk.send(b"one", wire.Register(1, layout())), desk.send(b"one", wire.Unregister(1))]
-    desk.settle()
-    assert [desk.answers[number] for number in asked] == [None, None]
-    assert [mapped.closed for mapped in desk.mapped] == [True]
-
-
 @pytest.mark.parametrize(("device", "lane"), [("", ""), ("GPU-1", "devices")])
 def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_processor_waits(
     desk: Desk, device: str, lane: str
@@ -571,47 +495,6 @@ def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_proces
         desk.settle()
 
 
-def test_unregistering_while_a_mapping_fails_answers_both() -> None:
-    def refuse(_: Layout) -> Mapped:
-        raise LayoutError("no such file")
-
-    desk = Desk(map_layout=refuse)
-    desk.hello()
-    asked = [desk.send(b"one", wire.Register(1, layout())), desk.send(b"one", wire.Unregister(1))]
-    desk.settle()
-    assert [type(desk.answers[number]) for number in asked] == [LayoutError, type(None)]
-
-
-def test_nobody_is_answered_who_died_while_a_mapping_failed() -> None:
-    def refuse(_: Layout) -> Mapped:
-        raise LayoutError("no such file")
-
-    desk = Desk(map_layout=refuse)
-    desk.hello()
-    desk.send(b"one", wire.Register(1, layout()))
-    desk.send(b"one", wire.Unregister(1))
-    desk.die(b"one")
-    desk.settle()
-    assert not desk.answers
-
-
-def test_registering_again_under_the_same_number_replaces_the_tensors_after_their_last_copy(
-    desk: Desk, client: bytes
-) -> None:
-    storing = desk.send(client, store(prompt("a", 1)))
-    asked = desk.send(client, wire.Register(1, layout()))
-    (old,) = desk.copies()
-    for task in [task for task in desk.tasks if task is not old]:
-        desk.finish(task)
-    assert desk.answers[asked] is None and not desk.mapped[0].closed
-    loading = desk.send(client, retrieve(prompt("b", 1)))
-    fresh = desk.send(client, store(prompt("c", 1)))
-    assert [copy.mapped for copy in desk.copies()] == [desk.mapped[0], desk.mapped[1]]
-    desk.settle()
-    assert [mapped.closed for mapped in desk.mapped] == [True, False]
-    assert desk.answers[storing] is True and desk.answers[fresh] is True and desk.answers[loading] == [False]
-
-
 def test_a_registration_that_names_its_model_is_looked_up_in_before_anything_is_stored(desk: Desk) -> None:
     desk.hello()
     chain = prompt("a", 1)
@@ -624,53 +507,6 @@ def test_a_registration_that_names_its_model_is_looked_up_in_before_anything_is_
 
 
 # -- death
-
-
-def test_a_client_that_dies_during_a_store_leaves_nothing_reserved_or_visible(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    asked = desk.send(client, store(chain))
-    desk.die(client)
-    assert not desk.mapped[0].closed, "the copy goes on by itself and needs its tensors"
-    desk.settle()
-    assert asked not in desk.answers
-    assert desk.mapped[0].closed
-    other = desk.hello(b"other")
-    desk.register(other)
-    assert desk.ask(other, lookup(chain)) == 0
-    assert desk.ask(other, store(chain)) is True
-    desk.assert_empty()
-
-
-def test_a_chunk_that_gets_too_old_while_it_is_retrieved_is_retrieved_all_the_same() -> None:
-    desk = Desk(settings={"ttl_s": 10})
-    client = desk.hello()
-    desk.register(client)
-    desk.tick(0.0, 1000.0)
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    asked = desk.send(client, retrieve(chain))
-    desk.tick(1.0, 1020.0)
-    desk.settle()
-    assert desk.answers[asked] == [True, True]
-    assert desk.depot.transfers.retrieved_bytes == 2 * PAGE
-    assert desk.ask(client, lookup(chain)) == 0
-    desk.assert_empty()
-
-
-def test_what_is_forgotten_between_two_copies_of_a_retrieve_stops_nothing() -> None:
-    block = 2 << 20
-    desk = Desk(pages=2 * PER_CHUNK * block // PAGE)
-    client = desk.hello()
-    desk.register(client, block=block)
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    asked = desk.send(client, retrieve(chain))
-    first, _ = desk.tasks
-    desk.finish(first)
-    desk.send(client, wire.Forget("m", b""))
-    desk.settle()
-    assert len(desk.answers[asked]) == 2 and desk.answers[asked][0]
-    desk.assert_empty()
 
 
 def test_what_could_not_be_retrieved_saved_nothing(desk: Desk, client: bytes) -> None:
@@ -696,38 +532,6 @@ def test_a_session_ends_also_where_what_it_saved_is_nonsense(desk: Desk, client:
     assert desk.depot.status().saved.tokens == 0
 
 
-def test_a_client_that_dies_during_a_retrieve_leaves_no_hold(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    desk.send(client, retrieve(chain))
-    desk.die(client)
-    assert held(desk) == 3
-    desk.settle()
-    assert held(desk) == 0 and desk.mapped[0].closed
-    desk.assert_empty()
-
-
-def test_a_client_that_dies_gives_up_its_pins_and_only_its_own(desk: Desk, client: bytes) -> None:
-    one, two = prompt("a", 2), prompt("b", 2)
-    desk.ask(client, store(one))
-    desk.ask(client, store(two))
-    scheduler, other = desk.hello(b"scheduler"), desk.hello(b"other")
-    desk.ask(scheduler, lookup(one))
-    desk.ask(other, lookup(two))
-    desk.die(scheduler)
-    desk.ask(client, wire.Clear())
-    assert desk.ask(client, lookup(one, "x")) == 0
-    assert desk.ask(client, lookup(two, "x")) == 2
-
-
-def test_a_client_that_dies_while_its_tensors_are_being_mapped_leaves_no_mapping(desk: Desk) -> None:
-    desk.hello()
-    desk.send(b"one", wire.Register(1, layout()))
-    desk.die(b"one")
-    desk.settle()
-    assert not desk.answers and [mapped.closed for mapped in desk.mapped] == [True]
-
-
 def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 3)
     desk.ask(client, store(chain))
@@ -736,6 +540,244 @@ def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:
     shown = ("chunks", "used_bytes", "reserved_shards", "clients", "sessions", "instances", "operations")
     assert [getattr(status, name) for name in shown] == [3, 3 * PAGE, 0, 1, 1, 1, 0]
     assert (status.counters["stored_chunks"], status.counters["hit_chunks"]) == (3, 3)
+
+
+# -- models with several KV cache groups
+
+
+HYBRID = (0, 2)
+
+
+def put(desk: Desk, chain: ChunkChain, reaches: Reaches = HYBRID, *args: Any, **options: Any) -> None:
+    for request in group_stores(reaches, chain, *args, **options):
+        assert desk.ask(b"one", request) is True
+
+
+def there(desk: Desk, chain: ChunkChain) -> list[list[int]]:
+    """By group, the numbers of the chunks whose parts exist."""
+    keys = [chain.slice(i, i + 1) for i in range(len(chain))]
+    return [[i for i, key in enumerate(keys) if key in each.chunks] for each in desk.index.namespaces.all()]
+
+
+@pytest.mark.parametrize("reaches", SHAPES)
+def test_all_groups_of_all_ranks_are_one_model(desk: Desk, reaches: Reaches) -> None:
+    desk.register_groups(reaches, world_size=2, chunk_tokens=16)
+    (told,) = desk.depot.status().namespaces
+    assert (told.model, told.world_size, told.chunk_tokens, told.engines) == ("m", 2, 16, 2)
+    assert told.groups == [GroupStatus(reach, 0, 0) for reach in reaches]
+    assert desk.depot.status().instances == 2 * len(reaches)
+    # The model stays until the last of its groups has left.
+    numbers = [instance_of(reaches, group, rank) for group in range(len(reaches)) for rank in range(2)]
+    for number in numbers:
+        assert len(desk.index.namespaces.all()) == len(reaches)
+        assert desk.ask(b"one", wire.Unregister(number)) is None
+    assert desk.index.namespaces.all() == []
+    assert all(mapped.closed for mapped in desk.mapped)
+
+
+def changed(group: int = 0, **fields: Any) -> Callable[[wire.Register], wire.Register]:
+    """Change what a registration says about one of its groups."""
+
+    def change(request: wire.Register) -> wire.Register:
+        groups = list(request.groups)
+        groups[group] = msgspec.structs.replace(groups[group], **fields)
+        return msgspec.structs.replace(request, groups=groups)
+
+    return change
+
+
+def replaced(**fields: Any) -> Callable[[wire.Register], wire.Register]:
+    return lambda request: msgspec.structs.replace(request, **fields)
+
+
+MANY = [wire.Group(0, PER_CHUNK, PAGE, fingerprint(number, 0)) for number in range(wire.MAX_GROUPS + 1)]
+BAD_GROUPS = {
+    "an unknown group": replaced(group=2),
+    "a negative group": replaced(group=-1, layout=layout(fingerprint(1, 0))),
+    "a group without groups": replaced(groups=[], group=1),
+    "another group's layout": replaced(group=1),
+    "too many groups": replaced(groups=MANY),
+    "one fingerprint twice": changed(1, fingerprint=fingerprint(0, 0)),
+    "a short fingerprint": changed(1, fingerprint=b"short"),
+    "a fingerprint that is not the layout's": changed(fingerprint=fingerprint(9, 0)),
+    "a size that does not add up": changed(size=PAGE + 1),
+    "another block's size": replaced(layout=layout(fingerprint(0, 0), block=PAGE)),
+    "no size": changed(1, size=0),
+    "a negative size": changed(1, size=-PAGE),
+    "a negative reach": changed(1, reach=-1),
+    "too far a reach": changed(1, reach=wire.MAX_CHUNKS + 1),
+    "no blocks": changed(1, blocks_in_chunk=0),
+    "blocks that do not add up": replaced(blocks_in_chunk=2 * PER_CHUNK),
+    "negative chunk_tokens": replaced(chunk_tokens=-1),
+    "too many chunk_tokens": replaced(chunk_tokens=wire.MAX_CHUNK_TOKENS + 1),
+    "no model": replaced(model=""),
+    "a rank outside": replaced(rank=1),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_GROUPS.values(), ids=BAD_GROUPS.keys())
+@pytest.mark.parametrize("there_already", [False, True])
+def test_groups_that_contradict_themselves_are_refused_and_nothing_changes(
+    desk: Desk, spoil: Callable[[wire.Register], wire.Register], there_already: bool
+) -> None:
+    good = group_requests(HYBRID)
+    if there_already:
+        desk.register_groups(HYBRID)
+    known, mapped = desk.index.namespaces.all(), list(desk.mapped)
+    asked = desk.send(b"one", spoil(good[0]))
+    assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
+    assert desk.index.namespaces.all() == known and desk.mapped == mapped
+    assert [each.live for each in known] == [1, 1] * there_already
+    assert desk.depot.status().instances == len(mapped) and desk.depot.counters["errors"] == 1
+    if not there_already:
+        desk.register_groups(HYBRID)
+    put(desk, prompt("a", 3))
+    assert desk.ask(b"one", lookup(prompt("a", 3))) == 3
+
+
+@pytest.mark.parametrize("other", [(0, 3), (0,), (0, 2, 1), (2, 0), ()])
+def test_ranks_must_have_the_same_groups(desk: Desk, other: Reaches) -> None:
+    for request in group_requests(HYBRID, 2, rank=0):
+        assert desk.ask(b"one", request) is None
+    known = desk.index.namespaces.all()
+    wrong = group_requests(other, 2, rank=1) or [wire.Register(9, layout(fingerprint(0, 1)), "m", 2, 1, PER_CHUNK)]
+    for request in wrong:
+        asked = desk.send(b"one", request)
+        assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
+    assert desk.index.namespaces.all() == known
+    # Once no engine has the first ones, the others are right, whatever is left of those.
+    assert desk.ask(b"one", store(prompt("a", 1), world_size=2)) is True
+    for group in range(2):
+        desk.ask(b"one", wire.Unregister(instance_of(HYBRID, group)))
+    assert desk.ask(b"one", wrong[0]) is None
+
+
+def test_a_model_of_more_groups_than_namespaces_are_allowed_is_refused_and_leaves_none() -> None:
+    desk = Desk(settings={"max_namespaces": 3})
+    desk.hello()
+    desk.register_groups(HYBRID)
+    asked = desk.send(b"one", msgspec.structs.replace(group_requests(HYBRID, model="n")[0], instance=9))
+    assert isinstance(desk.answers[asked], Busy) and not desk.tasks
+    assert {each.model for each in desk.index.namespaces.all()} == {"m"}
+    assert desk.depot.counters["namespaces_refused"] == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": "n"}, {"rank": 1, "world_size": 2}, {"world_size": 2}, {"blocks": list(range(8))}]
+)
+def test_a_transfer_for_another_model_or_rank_than_the_registered_one_is_refused_and_nothing_of_it_is_done(
+    desk: Desk, fields: dict[str, Any]
+) -> None:
+    desk.register_groups(HYBRID)
+    known, chain = desk.index.namespaces.all(), prompt("a", 2)
+    for request in (store(chain, **fields), retrieve(chain, **fields)):
+        asked = desk.send(b"one", request)
+        assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
+    assert desk.index.namespaces.all() == known
+    desk.assert_empty()
+
+
+@pytest.mark.parametrize("reaches", [(0,), *SHAPES])
+def test_a_lookup_pins_the_parts_of_its_boundary_and_no_others(desk: Desk, reaches: Reaches) -> None:
+    desk.register_groups(reaches)
+    chain = prompt("a", 5)
+    put(desk, chain, reaches, [range(5)] * len(reaches))
+    assert desk.ask(b"one", lookup(prompt("a", 4))) == 4
+    desk.ask(b"one", wire.Clear())
+    assert there(desk, chain) == [list(range(4))[-reach:] if reach else list(range(4)) for reach in reaches]
+    assert desk.ask(b"one", lookup(prompt("a", 4), "again")) == 4
+    for request in ("r", "again"):
+        desk.ask(b"one", wire.EndSession(request))
+    desk.index.validate()
+    assert desk.index.held == 0
+    desk.ask(b"one", wire.Clear())
+    assert there(desk, chain) == [[]] * len(reaches)
+
+
+def test_what_not_all_ranks_have_retrieved_counts_as_reused_by_none(desk: Desk) -> None:
+    desk.register_groups(HYBRID, world_size=2, chunk_tokens=34)
+    chain = prompt("a", 3)
+    put(desk, chain, world_size=2)
+    asked = msgspec.structs.replace(lookup(chain, world_size=2, readers=2), chunk_tokens=34)
+    assert desk.ask(b"one", asked) == 3
+    assert desk.ask(b"one", retrieve(chain, 1, world_size=2, end=1)) == [True]
+    desk.ask(b"one", wire.EndSession("r"))
+    assert desk.depot.usages.tokens.reused == 0 and desk.index.held == 0
+
+
+def test_pins_of_all_groups_count_towards_the_limit() -> None:
+    desk = Desk(settings={"max_pins": 11})
+    desk.hello()
+    desk.register_groups(HYBRID)
+    one, two = prompt("a", 4), prompt("b", 4)
+    for chain in (one, two):
+        put(desk, chain)
+    assert desk.ask(b"one", lookup(one, "r1")) == 4
+    assert isinstance(desk.ask(b"one", lookup(two, "r2")), Busy), "6 of 11 are taken, and 6 more are needed"
+    assert desk.depot.counters["pins_refused"] == 1
+    held = desk.index.held
+    assert desk.ask(b"one", lookup(one, "r1")) == 4, "the same ones, anew"
+    assert desk.index.held == held
+    desk.ask(b"one", wire.EndSession("r1"))
+    assert desk.ask(b"one", lookup(two, "r2")) == 4
+    desk.ask(b"one", wire.EndSession("r2"))
+    desk.assert_empty()
+
+
+def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Desk) -> None:
+    desk.register_groups(HYBRID, chunk_tokens=34)
+    request = msgspec.structs.replace(group_requests((0,), model="n")[0], instance=8, groups=[])
+    assert desk.ask(b"one", request) is None
+    mine, other = prompt("a", 3), prompt("b", 2)
+    put(desk, mine)
+    assert desk.ask(b"one", store(other, 8, model="n")) is True
+    status = desk.depot.status()
+    assert [(each.model, each.chunk_tokens, each.chunks, each.bytes) for each in status.namespaces] == [
+        ("m", 34, 3, 5 * PAGE), ("n", 1, 2, 2 * PAGE),
+    ]  # fmt: skip
+    assert status.namespaces[0].groups == [GroupStatus(0, 3, 3 * PAGE), GroupStatus(2, 2, 2 * PAGE)]
+    assert status.namespaces[1].groups == [GroupStatus(0, 2, 2 * PAGE)]
+    assert (status.cached_tokens, status.chunks) == (3 * 34 + 2, 7)
+    longer = prompt("a", 5)
+    assert desk.ask(b"one", msgspec.structs.replace(lookup(longer), chunk_tokens=34)) == 3
+    assert desk.ask(b"one", lookup(other, model="n", request="r2")) == 2
+    assert desk.depot.usages.tokens.asked == 5 * 34 + 2
+    told = {each.model: (each.lookup_chunks, each.hit_chunks) for each in desk.depot.status().namespaces}
+    assert told == {"m": (5, 3), "n": (2, 2)}
+    # Reused is what came back of all groups.
+    assert desk.ask(b"one", retrieve(mine, instance_of(HYBRID, 0))) == [True] * 3
+    assert desk.depot.usages.tokens.reused == 0
+    assert desk.ask(b"one", retrieve(mine, instance_of(HYBRID, 1), first=1)) == [True] * 2
+    assert desk.depot.usages.tokens.reused == 3 * 34
+    assert desk.ask(b"one", retrieve(other, 8, model="n", request="r2")) == [True] * 2
+    assert desk.depot.usages.tokens.reused == 3 * 34 + 2
+    desk.assert_empty()
+
+
+def test_a_model_has_as_many_chunks_as_the_group_that_has_most(desk: Desk) -> None:
+    reaches = (2, 0)
+    desk.register_groups(reaches, chunk_tokens=34)
+    put(desk, prompt("a", 5), reaches)
+    (told,) = desk.depot.status().namespaces
+    assert told.chunks == 5 and [group.chunks for group in told.groups] == [2, 5]
+    assert desk.depot.status().cached_tokens == 5 * 34
+
+
+def retain(chain: ChunkChain, chunk_tokens: int) -> wire.Lease:
+    return wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes), chunk_tokens=chunk_tokens)
+
+
+def test_a_lookup_is_asked_of_its_own_chunk_size_only(desk: Desk) -> None:
+    desk.register_groups(HYBRID, chunk_tokens=34)
+    chain = prompt("a", 3)
+    put(desk, chain)
+    request = lookup(chain)
+    for chunk_tokens, found in ((34, 3), (0, 3), (17, 0)):
+        assert desk.ask(b"one", msgspec.structs.replace(request, chunk_tokens=chunk_tokens)) == found
+        assert desk.ask(b"one", retain(chain, chunk_tokens)) == found
+    for chunk_tokens in (-1, wire.MAX_CHUNK_TOKENS + 1):
+        assert isinstance(desk.ask(b"one", msgspec.structs.replace(request, chunk_tokens=chunk_tokens)), BadRequest)
+        assert isinstance(desk.ask(b"one", retain(chain, chunk_tokens)), BadRequest)
 
 
 # -- all of it at once

@@ -3,41 +3,80 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
+from kvdepot.core.index.runs import Run
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from tests.conftest import clear
-from tests.core.shelf import reserve, sealed
+from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, register
+from tests.core.shelf import keys, reserve, sealed
 
 START = 4096 + 64
 LAYOUT = b"l" * 32
+PROMPTS = [keys("a", 6), keys("b", 4), [*keys("a", 2), *keys("c", 4)]]
 
 
-def make(pages: int = 40, slots: int = 200, memory: memoryview | None = None) -> Index:
-    table = memoryview(bytearray(slots * SLOT_BYTES)) if memory is None else memory
-    return Index(Allocator(START, START + pages * PAGE), Lru, Records(table))
-
-
-def memory_of(index: Index) -> bytes:
-    return bytes(index.records._memory)
+def make(
+    pages: int = 40, slots: int = 400, memory: bytearray | memoryview | None = None, chunk_tokens: int = CHUNK_TOKENS
+) -> Index:
+    records = Records(memoryview(bytearray(slots * SLOT_BYTES) if memory is None else memory))
+    return Index(Allocator(START, START + pages * PAGE), Lru, records, chunk_tokens=chunk_tokens)
 
 
 def restarted(
-    index: Index, pages: int = 40, data: bytes | None = None, limit: int | None = None
+    index: Index, data: bytes | None = None, limit: int | None = None, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Index, Restored]:
-    after = make(pages, memory=memoryview(bytearray(memory_of(index) if data is None else data)))
+    pages = index.allocator.capacity // PAGE
+    after = make(pages, memory=bytearray(index.records._memory if data is None else data), chunk_tokens=chunk_tokens)
     restored = restore(after, limit=limit)
     after.validate()
     return after, restored
+
+
+def boundary(index: Index, chain: Sequence[bytes], model: str = "m", world_size: int = 1) -> int:
+    found = [
+        matching.match(namespace, b"".join(chain)).matched
+        for namespace in matching.for_lookup(index.namespaces, ("", model, world_size))
+    ]
+    return max(found, default=0)
+
+
+def boundaries(index: Index, world_size: int = 1) -> list[int]:
+    return [boundary(index, chain[:end], "m", world_size) for chain in PROMPTS for end in range(len(chain) + 1)]
+
+
+def facts(index: Index) -> Any:
+    """Everything by which users could distinguish two indices."""
+    return [
+        (
+            namespace.number, namespace.tenant, namespace.model, namespace.world_size, namespace.blocks_in_chunk,
+            namespace.chunk_tokens, namespace.group, namespace.reach, [group.number for group in namespace.groups],
+            namespace.is_simple, namespace.trunk is not None and namespace.trunk.number,
+            sorted(
+                (
+                    key, chunk.position, chunk.depth, chunk.children,
+                    chunk.parent is not None and (chunk.parent.namespace.number, chunk.parent.key),
+                    [(rank, shard.extents, shard.size, shard.checksum) for rank, shard in sorted(chunk.shards.items())],
+                )
+                for key, chunk in namespace.chunks.items()
+            ),
+        )
+        for namespace in sorted(index.namespaces.all(), key=lambda each: each.number)
+    ]  # fmt: skip
 
 
 def chain(name: str, chunks: int) -> list[bytes]:
@@ -62,28 +101,6 @@ def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int =
             for namespace in matching.for_lookup(index.namespaces, ("", model, world_size))
         ),
         default=0,
-    )
-
-
-def facts(index: Index) -> Any:
-    """Everything by which users could distinguish two indices."""
-    return sorted(
-        (
-            namespace.number,
-            namespace.tenant,
-            namespace.model,
-            namespace.world_size,
-            namespace.blocks_in_chunk,
-            namespace.layouts,
-            sorted(
-                (key, chunk.position, chunk.depth, chunk.children, rank, shard.extents, shard.size, shard.checksum)
-                for key, chunk in namespace.chunks.items()
-                for rank, shard in chunk.shards.items()
-                if shard.sealed
-            ),
-        )
-        for namespace in index.namespaces.all()
-        if any(s.sealed for c in namespace.chunks.values() for s in c.shards.values())
     )
 
 
@@ -113,42 +130,18 @@ def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
     after.validate()
 
 
-def test_what_was_reserved_is_gone_and_its_space_is_free() -> None:
-    index = make()
-    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
-    keys = chain("a", 3)
-    put(index, namespace, keys[:3])
-    assert reserve(index, namespace, 0, keys[3], keys[2], 3, 5 * PAGE) is not None
-    after, _ = restarted(index)
-    assert matched(after, keys) == 2
-    assert after.allocator.free_bytes == after.allocator.capacity - 2 * PAGE
-    assert (after.reserved, after.held) == (0, 0)
-
-
 def test_a_removed_chunk_does_not_come_back() -> None:
     index = make(pages=4)
     namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     old, new = chain("a", 3), chain("b", 2)
     put(index, namespace, old)
     put(index, namespace, new)  # evicts the tail of the old one
-    after, _ = restarted(index, pages=4)
+    after, _ = restarted(index)
     assert (matched(after, old), matched(after, new)) == (2, 2)
     assert clear(index) == 4
-    after, restored = restarted(index, pages=4)
+    after, restored = restarted(index)
     assert (after.chunks, after.records.used, restored.damaged) == (0, 0, [])
     assert after.namespaces.all() == []
-
-
-def test_a_layout_that_changed_meanwhile_does_not_see_the_old_chunks() -> None:
-    index = make()
-    keys = chain("a", 2)
-    put(index, index.namespaces.find("m", 1, 0, LAYOUT, 4), keys)
-    after, _ = restarted(index)
-    other = after.namespaces.find("m", 1, 0, b"other layout".ljust(32), 4)
-    assert other.chunks == {}
-    assert other.number != 1
-    same = after.namespaces.find("m", 1, 0, LAYOUT, 4)
-    assert len(same.chunks) == 2
 
 
 def test_the_least_recently_stored_goes_first_after_a_restart() -> None:
@@ -157,7 +150,7 @@ def test_the_least_recently_stored_goes_first_after_a_restart() -> None:
     names = ["a", "b", "c"]
     for name in names:
         put(index, namespace, chain(name, 1))
-    after, _ = restarted(index, pages=3)
+    after, _ = restarted(index)
     (namespace,) = after.namespaces.all()
     put(after, namespace, chain("d", 1))
     assert [matched(after, chain(name, 1)) for name in [*names, "d"]] == [0, 1, 1, 1]
@@ -170,7 +163,7 @@ def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> 
     put(index, namespace, keys)
     places = {key: namespace.chunks[key].shards[0].extents[0][0] for key in keys[1:]}
     limit = sorted(places.values())[5]
-    after, restored = restarted(index, pages=8, limit=limit)
+    after, restored = restarted(index, limit=limit)
     lost = [i for i, key in enumerate(keys[1:]) if places[key] >= limit]
     assert len(lost) == len(restored.dropped) == 3
     assert all("cut off" in line for line in restored.dropped)
@@ -289,75 +282,408 @@ def test_a_corrupt_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_ag
 # -- anything, in any order
 
 
+# -- models with several KV cache groups
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("reaches", SHAPES)
+def test_all_groups_come_back_with_the_same_boundaries(reaches: Reaches, world_size: int) -> None:
+    index = make(120)
+    rack = Rack(reaches, world_size=world_size, index=index)
+    for chain in PROMPTS:
+        rack.store_needed(chain)
+        rack.store_needed(chain[:3])
+    before = boundaries(index, world_size)
+    assert before.count(6) == 2 and 3 in before
+    after, restored = restarted(index)
+    assert (restored.dropped, restored.damaged) == ([], [])
+    assert facts(after) == facts(index)
+    assert boundaries(after, world_size) == before
+    assert after.allocator.free_bytes == index.allocator.free_bytes
+    assert after.records.used == index.records.used
+    # The engine that comes back finds them, and what it stores joins them.
+    again = Rack(reaches, world_size=world_size, index=after)
+    assert after.namespaces.all() == again.namespaces
+    longer = [*PROMPTS[0], *keys("d", 2)]
+    again.store_needed(longer)
+    assert again.boundary(longer) == 8
+    assert boundaries(restarted(after)[0], world_size) == boundaries(after, world_size)
+
+
+def test_parts_that_have_gone_from_the_middle_do_not_come_back() -> None:
+    rack = Rack((0, 2), index=make())
+    chain = PROMPTS[0]
+    rack.store_all(chain)
+    rack.lose(1, chain[2])
+    rack.index.mark_corrupt(rack.part(1, chain[5]), 0)
+    after, restored = restarted(rack.index)
+    assert restored.shards == 10
+    assert [boundary(after, chain[:end]) for end in range(7)] == [0, 1, 2, 2, 2, 5, 5]
+
+
+@pytest.mark.parametrize(("reaches", "missing"), [(reaches, g) for reaches in SHAPES for g in range(len(reaches))])
+def test_a_group_without_a_record_is_known_of_and_empty(reaches: Reaches, missing: int) -> None:
+    rack, chain = Rack(reaches, index=make()), PROMPTS[0]
+    for group in range(len(reaches)):
+        if group != missing:
+            rack.store(group, chain)
+    after, _ = restarted(rack.index)
+    assert boundary(after, chain) == 0
+    if len(reaches) == 1:
+        assert after.namespaces.all() == []
+        return
+    assert [(each.group, each.reach, len(each.chunks)) for each in after.namespaces.all()] == [
+        (group, reach, 0 if group == missing else 6) for group, reach in enumerate(reaches)
+    ]
+    known = after.namespaces.all()
+    again = Rack(reaches, index=after)
+    assert again.namespaces == known and len({each.number for each in known}) == len(reaches)
+    again.store(missing, chain)
+    after.validate()
+    assert again.boundary(chain) == 6
+    last, restored = restarted(after)
+    assert boundary(last, chain) == 6 and restored.dropped == []
+    assert Rack(reaches, index=last).namespaces == last.namespaces.all()
+
+
+def test_a_model_with_other_groups_does_not_see_the_old_parts() -> None:
+    rack, chain = Rack((0, 2), index=make()), PROMPTS[0]
+    rack.store_all(chain)
+    after, _ = restarted(rack.index)
+    other = register(after, (0, 3))
+    assert [len(each.chunks) for each in other] == [0, 0]
+    assert matching.match(other[0], b"".join(chain)).matched == 0
+    assert boundary(after, chain) == 0, "lookups are asked of the registered engine's"
+    assert Rack((0, 2), index=after).boundary(chain) == 6
+
+
+def test_a_server_of_another_chunk_size_finds_each_model_under_its_own() -> None:
+    rack, chain = Rack((0, 2), index=make()), PROMPTS[0]
+    rack.store_all(chain)
+    after, _ = restarted(rack.index, chunk_tokens=3 * CHUNK_TOKENS)
+    assert {each.chunk_tokens for each in after.namespaces.all()} == {CHUNK_TOKENS}
+    assert Rack((0, 2), index=after).boundary(chain) == 6
+
+
+# -- records of arena format 2
+
+
+class OldNamespaceRecord(msgspec.Struct, tag=0, array_like=True):
+    """As kvdepot wrote it before models had groups."""
+
+    number: int
+    tenant: str
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    layouts: dict[int, bytes]
+
+
+def test_a_record_of_arena_format_2_is_one_unbounded_group_with_the_servers_chunk_size() -> None:
+    memory = bytearray(40 * SLOT_BYTES)
+    records, chain = Records(memoryview(memory)), PROMPTS[1]
+    old: Any = OldNamespaceRecord(3, "", "m", 2, BLOCKS, {rank: fingerprint(0, rank) for rank in range(2)})
+    assert records.write(old) is not None
+    for number, key in enumerate(chain):
+        for rank in range(2):
+            place = START + (2 * number + rank) * PAGE
+            parent = chain[number - 1] if number else b"root"
+            records.write(ShardRecord(3, rank, key, parent, number + 1, ((place, PAGE),), PAGE, 2 * number + rank, 7))
+    index = make(memory=memory)
+    restored = restore(index)
+    index.validate()
+    assert (restored.shards, restored.chunks, restored.dropped, restored.damaged) == (8, 4, [], [])
+    (namespace,) = index.namespaces.all()
+    assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is namespace
+    assert (namespace.number, namespace.chunk_tokens, namespace.chunks[chain[3]].depth) == (3, CHUNK_TOKENS, 4)
+    assert boundary(index, chain, "m", 2) == 4
+    same = index.namespaces.find("m", 2, 1, fingerprint(0, 1), BLOCKS, size=PAGE, chunk_tokens=CHUNK_TOKENS)
+    assert same is namespace
+    after, _ = restarted(index)
+    assert facts(after) == facts(index)
+
+
+def test_an_old_record_of_some_ranks_is_replaced_by_one_of_all() -> None:
+    memory = bytearray(40 * SLOT_BYTES)
+    old: Any = OldNamespaceRecord(1, "", "m", 2, BLOCKS, {0: fingerprint(0, 0)})
+    records = Records(memoryview(memory))
+    records.write(old)
+    records.write(ShardRecord(1, 0, PROMPTS[1][0], b"root", 1, ((START, PAGE),), PAGE, 1, 7))
+    index = make(memory=memory)
+    restore(index)
+    rack = Rack((0,), world_size=2, index=index)
+    rack.store_all(PROMPTS[1])
+    contents = Records(memoryview(bytearray(memory))).read()
+    (record,) = [each for _, each in contents.records if isinstance(each, NamespaceRecord)]
+    assert (record.chunk_tokens, record.groups, len(record.layouts)) == (CHUNK_TOKENS, [(0, BLOCKS)], 2)
+    assert boundary(restarted(index)[0], PROMPTS[1], "m", 2) == 4
+
+
+# -- damage
+
+
+Content = dict[tuple[str, int, bytes, int], Any]
+"""What is recorded: extents and checksum by model, group, key and rank."""
+
+
+def recorded(index: Index) -> Content:
+    return {
+        (namespace.model, namespace.group, key, rank): (shard.extents, shard.checksum)
+        for namespace in index.namespaces.all()
+        for key, chunk in namespace.chunks.items()
+        for rank, shard in chunk.shards.items()
+        if shard.slot is not None
+    }
+
+
 @pytest.mark.parametrize("seed", range(40))
-def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
-    """The oracle tracks whether each shard is sealed; evictions are read from the index."""
+def test_a_restart_finds_the_boundaries_of_what_was_recorded_and_damage_only_takes_some(seed: int) -> None:
     rng = random.Random(seed)
-    pages = rng.choice([8, 20, 60])
-    index = make(pages, slots=rng.choice([30, 400]))
-    chains = [chain(name, 6) for name in "abc"]
-    reserved: list[tuple[Chunk, int]] = []
-    for _ in range(rng.randrange(20, 200)):
-        keys = rng.choice(chains)
-        model, world = rng.choice([("m", 1), ("n", 2)])
-        rank = rng.randrange(world)
-        namespace = index.namespaces.find(model, world, rank, LAYOUT + bytes([rank]), 4)
-        namespace.live = 1  # an engine is registered
+    index = make(rng.choice([12, 30, 80]), slots=rng.choice([25, 400]))
+    racks = {
+        model: Rack(reaches, world_size=world_size, model=model, index=index)
+        for model, reaches, world_size in [("m", rng.choice([(0,), *SHAPES]), 1), ("n", rng.choice(SHAPES), 2)]
+    }
+    for step in range(rng.randrange(20, 60)):
+        rack, chain = rng.choice(list(racks.values())), rng.choice(PROMPTS)
+        chain = chain[: rng.randint(1, len(chain))]
+        group = rng.randrange(len(rack.reaches))
+        parts = [chunk for each in rack.namespaces for chunk in each.chunks.values()]
         match rng.randrange(8):
-            case 0 | 1 | 2 | 3:
-                i = rng.randrange(6)
-                size = rng.choice([PAGE, PAGE, 3 * PAGE - 100])
-                if matching.is_missing(namespace, rank, keys[i + 1]):
-                    chunk = reserve(index, namespace, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
-                    if chunk is not None:
-                        reserved.append((chunk, rank))
-            case 4 | 5 if reserved:
-                chunk, rank = reserved.pop(rng.randrange(len(reserved)))
-                if rng.random() < 0.7:
-                    index.seal(chunk, rank, rng.randrange(2**64))
-                else:
-                    index.discard(chunk, rank)
-            case 6 if rng.random() < 0.2:
-                clear(index, rng.choice(["", "m"]))
-            case 7:
-                sealed = [
-                    (c, r) for s in index.namespaces.all() for c in s.chunks.values()
-                    for r, shard in c.shards.items() if shard.sealed
-                ]  # fmt: skip
-                if sealed and rng.random() < 0.3:
-                    index.mark_corrupt(*rng.choice(sealed))
+            case 0 if parts:
+                chunk = rng.choice(parts)
+                sealed = [rank for rank, shard in chunk.shards.items() if shard.sealed]
+                if sealed:
+                    index.mark_corrupt(chunk, rng.choice(sealed))
+            case 1 if parts:
+                index.hide(rng.choice(parts))
+            case 2 | 3:
+                _store_some(rng, rack, group, chain, range(rng.randrange(len(chain)), len(chain)), step)
+            case _:
+                for each, reach in enumerate(rack.reaches):
+                    _store_some(
+                        rng, rack, each, chain, range(max(0, len(chain) - reach) if reach else 0, len(chain)), step
+                    )
         index.validate()
-    after, restored = restarted(index, pages)
+    before = recorded(index)
+    after, restored = restarted(index)
     assert restored.dropped == [] and restored.damaged == []
-    before = {
-        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in index.namespaces.all() for key, chunk in namespace.chunks.items()
-        for rank, shard in chunk.shards.items() if shard.slot is not None
-    }  # fmt: skip
-    found = {
-        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in after.namespaces.all()
+    assert recorded(after) == before
+    _check_boundaries(after, racks)
+    data = bytearray(index.records._memory)
+    for _ in range(rng.randrange(1, 6)):
+        data[rng.randrange(index.records.used * SLOT_BYTES)] ^= 1 << rng.randrange(8)
+    damaged, _ = restarted(index, bytes(data))
+    assert recorded(damaged).items() <= before.items()
+    _check_boundaries(damaged, racks)
+    for model, rack in racks.items():
+        again = Rack(rack.reaches, world_size=rack.world_size, model=model, index=damaged)
+        again.store_needed(fresh := keys(f"fresh {model}", 2))
+        assert again.boundary(fresh) == 2
+        damaged.validate()
+
+
+def _store_some(rng: random.Random, rack: Rack, group: int, chain: Sequence[bytes], numbers: range, step: int) -> None:
+    """Store parts, until there is no room; sometimes not on every rank."""
+    for number in numbers:
+        for rank in range(rack.world_size if rng.random() < 0.9 else 1):
+            parent = chain[number - 1] if number else b"root"
+            run = Run(chain[number], PAGE, parent, number + 1)
+            for chunk in rack.index.reserve(rack.namespaces[group], rank, run, 0).chunks:
+                if rng.random() < 0.95:  # others are still being written when the server dies
+                    rack.index.seal(chunk, rank, checksum=1 + step)
+
+
+def _check_boundaries(index: Index, racks: dict[str, Rack]) -> None:
+    """Lookups answer what the records allow, counted by hand."""
+    there = Counter((model, group, key) for model, group, key, _ in recorded(index))
+    for model, rack in racks.items():
+        for chain in PROMPTS:
+            found = boundary(index, chain, model, rack.world_size)
+            assert found == deepest(
+                rack.reaches,
+                chain,
+                lambda group, key: there[model, group, key] == rack.world_size,  # noqa: B023
+            )
+
+
+TWO_LAYOUTS = {rank: fingerprint(0, rank) for rank in range(2)}
+TWO, THREE = [(0, 2), (1, 2)], [(0, 2), (0, 2), (2, 2)]
+
+
+def sound_records() -> list[NamespaceRecord]:
+    """Those of a model with two groups and of one with three; the first group of each may have none."""
+    return [
+        NamespaceRecord(
+            first + group, "", model, 1, 2, {0: fingerprint(0, 0)}, CHUNK_TOKENS, group, first, list(groups)
+        )
+        for model, first, groups in (("m", 1, TWO), ("n", 3, THREE))
+        for group in range(len(groups))
+    ]
+
+
+CHANGES: list[tuple[str, Any]] = [
+    *(("number", number) for number in range(1, 7)),
+    *(("first", number) for number in range(1, 8)),
+    *(("group", number) for number in range(3)),
+    *(("groups", groups) for groups in ([], TWO, THREE, [(0, 2)], [(1, 2)], [(1, 2), (0, 2)], [(0, 2), (1, 3)])),
+    ("model", "m"), ("model", "n"), ("tenant", "t"), ("world_size", 2), ("layouts", TWO_LAYOUTS),
+    ("blocks_in_chunk", 3), ("chunk_tokens", 0), ("chunk_tokens", 48),
+]  # fmt: skip
+"""What can be other than it should be in one record that makes sense by itself."""
+WRONG: list[tuple[str, Any]] = [
+    ("number", -1), ("number", 1 << 62), ("first", -1), ("first", 1 << 62), ("group", -1), ("group", 2),
+    ("groups", [(0, 2), (-1, 2)]), ("groups", [(0, 2), ((1 << 16) + 1, 2)]), ("groups", [(0, 0), (1, 2)]),
+    ("groups", [(0, 2), (1, 3)]), ("groups", [(0, 2)] * 65), ("world_size", 0), ("world_size", (1 << 16) + 1),
+    ("chunk_tokens", -1), ("chunk_tokens", 1 << 62), ("blocks_in_chunk", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: str(value)[:20])
+def test_a_namespace_record_that_makes_no_sense_is_dropped_with_its_parts(name: str, value: Any) -> None:
+    memory, chain = bytearray(100 * SLOT_BYTES), PROMPTS[1][:1]
+    records = Records(memoryview(memory))
+    first, second = sound_records()[:2]
+    records.write(first)
+    second = msgspec.structs.replace(second, **{name: value})
+    records.write(second)
+    records.write(ShardRecord(1, 0, chain[0], b"root", 1, ((START, PAGE),), PAGE, 1, 7))
+    number = second.number if second.number > 0 else 2
+    records.write(ShardRecord(number, 0, chain[0], b"", 0, ((START + PAGE, PAGE),), PAGE, 2, 7))
+    index = make(memory=memory)
+    restored = restore(index)
+    index.validate()
+    assert restored.shards == 1 and len(restored.dropped) == 2 and "namespace" in restored.dropped[0]
+    assert boundary(index, chain) == 0 and len(index.namespaces.all()) == 2
+
+
+def identity(namespace: Namespace) -> tuple[object, ...]:
+    groups = tuple((each.reach, each.blocks_in_chunk) for each in namespace.groups)
+    return namespace.tenant, namespace.model, namespace.world_size, namespace.chunk_tokens, groups
+
+
+def store_everywhere(index: Index, chain: Sequence[bytes]) -> None:
+    """As if engines of all models had come back."""
+    for namespace in index.namespaces.all():
+        for rank in range(namespace.world_size):
+            namespace.layouts.setdefault(rank, fingerprint(0, rank))
+            for number, key in enumerate(chain):
+                parent = chain[number - 1] if number else b"root"
+                for chunk in index.reserve(namespace, rank, Run(key, PAGE, parent, number + 1), 0).chunks:
+                    index.seal(chunk, rank)
+
+
+def owners(index: Index) -> dict[Any, tuple[object, ...]]:
+    """Whose part each extent is: model, group and key."""
+    return {
+        shard.extents: (namespace.groups[0].number, identity(namespace), namespace.group, key, rank)
+        for namespace in index.namespaces.all()
         for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
     }
-    assert found == before
-    assert index.unrecorded or len(found) == sum(
-        shard.sealed for s in index.namespaces.all() for c in s.chunks.values() for shard in c.shards.values()
-    )
-    # Any damage to the table only loses records.
-    data = bytearray(memory_of(index))
-    for _ in range(rng.randrange(1, 6)):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    damaged, _ = restarted(index, pages, bytes(data))
-    left = {
-        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in damaged.namespaces.all() for key, chunk in namespace.chunks.items()
-        for rank, shard in chunk.shards.items()
-    }  # fmt: skip
-    assert left.items() <= before.items()
-    # And the new one works.
-    clear(after)
-    fresh = chain("fresh", 3)
-    put(after, after.namespaces.find("m", 1, 0, LAYOUT + b"\0", 4), fresh)
-    assert matched(after, fresh) == 3
-    after.validate()
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_record_that_contradicts_the_others_loses_boundaries_but_never_mixes_models(number: int) -> None:
+    check_contradiction(set(), [], False)
+    for change in CHANGES:
+        for lost in range(5):
+            check_contradiction({lost} - {number}, [(number, change)], False)
+
+
+@settings(max_examples=100)
+@given(
+    lost=st.sets(st.integers(0, 4), max_size=2),
+    changes=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(CHANGES)), max_size=5),
+    odd_positions=st.booleans(),
+)
+def test_records_that_contradict_each_other_never_mix_models(
+    lost: set[int], changes: list[tuple[int, tuple[str, Any]]], odd_positions: bool
+) -> None:
+    check_contradiction(lost, changes, odd_positions)
+
+
+def check_contradiction(lost: set[int], changes: list[tuple[int, tuple[str, Any]]], odd_positions: bool) -> None:
+    """lost: records that are not there. changes: field and value, by record."""
+    memory = bytearray(400 * SLOT_BYTES)
+    records, chain = Records(memoryview(memory)), PROMPTS[1][:2]
+    namespaces = sound_records()
+    for number, (name, value) in changes:
+        namespaces[number] = msgspec.structs.replace(namespaces[number], **{name: value})
+    namespaces = [record for number, record in enumerate(namespaces) if number not in lost]
+    for record in namespaces:
+        assert records.write(record) is not None
+    place = START
+    for record in {record.number: record for record in namespaces}.values():
+        is_bounded = bool(record.groups) and record.groups[record.group % len(record.groups)][0] != 0
+        for rank in range(2):
+            for i, key in enumerate(chain):
+                position = 0 if is_bounded != odd_positions else i + 1
+                parent = chain[i - 1] if position > 1 else b"root" * position
+                extents = ((place, PAGE),)
+                records.write(ShardRecord(record.number, rank, key, parent, position, extents, PAGE, place, 7))
+                place += PAGE
+    index = make(memory=memory)
+    restore(index)
+    index.validate()
+    numbers = [each.number for each in index.namespaces.all()]
+    assert len(set(numbers)) == len(numbers), "shards of one would be taken for the other's"
+    for first in index.namespaces.all():
+        origins = set()
+        for namespace in first.groups if first.groups[0] is first else ():
+            if not namespace.chunks:
+                continue
+            like = [
+                record
+                for record in namespaces
+                if record.number == namespace.number
+                and (record.tenant, record.model, record.world_size) == identity(first)[:3]
+                and (record.chunk_tokens or CHUNK_TOKENS) == first.chunk_tokens
+                and tuple(record.groups or [(0, record.blocks_in_chunk)]) == identity(first)[4]
+                and record.group == namespace.group
+            ]
+            assert like, "it has shards of another model's record"
+            origins.add(frozenset(record.first for record in like if record.groups))
+        assert len(origins) < 2 or frozenset.intersection(*origins), "groups of several models are joined"
+    # What engines store now comes back as theirs, or not at all.
+    store_everywhere(index, chain)
+    index.validate()
+    before = owners(index)
+    after, _ = restarted(index)
+    for extents, owner in owners(after).items():
+        assert owner[1:] == before[extents][1:]
+    for first in after.namespaces.all():
+        if first.groups[0] is first:
+            pin = matching.match(first, b"".join(chain))
+            models = {before[shard.extents][0] for chunk in pin.chunks for shard in chunk.shards.values()}
+            assert len(models) <= 1, "a boundary of parts of several models"
+
+
+def test_records_of_models_without_parts_are_erased() -> None:
+    memory = bytearray(100 * SLOT_BYTES)
+    records = Records(memoryview(memory))
+    for record in sound_records():
+        records.write(record)
+    place = ((START, PAGE),)
+    records.write(ShardRecord(2, 0, PROMPTS[1][0], b"", 0, place, PAGE, 1, 7))
+    index = make(memory=memory)
+    assert restore(index).shards == 1
+    left = Records(memoryview(bytearray(memory))).read().records
+    assert [record.number for _, record in left if isinstance(record, NamespaceRecord)] == [2]
+    assert [each.model for each in index.namespaces.all()] == ["m", "m"]
+
+
+def test_models_whose_records_contradict_each_other_are_dropped_with_their_parts_and_no_others() -> None:
+    memory, chain = bytearray(100 * SLOT_BYTES), PROMPTS[1][:1]
+    records = Records(memoryview(memory))
+    for number, model in ((1, "m"), (2, "n"), (3, "sound")):  # two name one lost first group
+        first = 5 if model != "sound" else 7
+        layouts = {0: fingerprint(1, 0)}
+        records.write(NamespaceRecord(number, "", model, 1, BLOCKS, layouts, CHUNK_TOKENS, 1, first, [(0, 2), (1, 2)]))
+        records.write(ShardRecord(number, 0, chain[0], b"", 0, ((START + number * PAGE, PAGE),), PAGE, number, 7))
+    index = make(memory=memory)
+    restored = restore(index)
+    index.validate()
+    assert restored.shards == 1 and {each.model for each in index.namespaces.all()} == {"sound"}
+    assert [line.split(":")[0] for line in restored.dropped[:2]] == ["namespace 1", "namespace 2"]
+    assert len(restored.dropped) == 4 and index.records.used == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Find, Load
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
@@ -16,17 +15,6 @@ def urgent_first(host: Host) -> None:
     """Let all tier tasks end in the order in which a tier worker takes them."""
     while host.tier_tasks:
         host.work(next((tier_task for tier_task in host.tier_tasks if isinstance(tier_task, Find | Load)), None))
-
-
-def _salted(chain: ChunkChain, salt: str) -> wire.Store:
-    part = shards(chain)
-    return wire.Store(
-        1, 1,
-        [wire.Shards(
-            part.request, part.model, part.world_size, part.rank, part.parent, part.depth, part.hashes, part.block_ids,
-            0, salt_tag(salt),
-        )],
-    )  # fmt: skip
 
 
 def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tier: MemoryTier) -> None:
@@ -67,20 +55,6 @@ def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: 
     assert host.index.chunks == 0
     assert host.find(b"one", store(chain)) is True
     assert host.find(b"one", look(chain)) == 3
-
-
-def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    asked = there.send(b"one", look(chain))
-    there.work()
-    (load,) = there.tier_tasks
-    forgot = there.send(b"one", wire.Forget())
-    there.work(load)
-    there.rest()
-    assert there.answers[asked] == 0 and there.answers[forgot]["disk:///d"] == 3
-    assert there.index.chunks == 0 and not tier.objects
 
 
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvdepot.core import waiting
+from kvdepot.core.index.matching import coming_part
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
-from tests.core.desk import PER_CHUNK, Desk, group_stores, instance_of, lookup, prompt, retrieve, store
+from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, retrieve, store
+from tests.core.groups import SHAPES, Rack, Reaches, deepest, needed
 from tests.core.host import look, new_host
+from tests.core.shelf import keys
 from tests.tiers.faulty import MemoryTier
 
 HYBRID = (0, 2)
@@ -63,19 +68,6 @@ def test_a_lookup_waits_for_the_store_of_its_prompt_and_pins_what_that_brings(de
     assert_quiet(desk)
 
 
-def test_a_lookup_waits_for_one_store_after_the_other_of_one_prompt(desk: Desk) -> None:
-    chain = prompt("a", 6)
-    for first in (0, 2, 4):
-        begin(desk, store(chain, first=first, end=first + 2))
-    asked = desk.send(b"two", lookup(chain))
-    for _ in range(3):
-        assert unheard(desk, asked)
-        desk.finish(desk.copies()[0])
-    assert desk.answers[asked] == 6
-    assert desk.depot.counters["awaited_chunks"] == 6
-    assert_quiet(desk)
-
-
 def test_a_later_step_of_the_prompt_that_is_not_being_stored_yet_is_not_waited_for(desk: Desk) -> None:
     chain = prompt("a", 6)
     begin(desk, store(chain, end=2))
@@ -84,56 +76,36 @@ def test_a_later_step_of_the_prompt_that_is_not_being_stored_yet_is_not_waited_f
     assert desk.answers[asked] == 2
 
 
-def test_stores_of_all_ranks_are_waited_for() -> None:
-    host = new_host(world_size=2)
-    chain = prompt("a", 3)
-    for rank in range(2):
-        begin(host, store(chain, instance=rank + 1, world_size=2, rank=rank))
-    asked = host.send(b"one", lookup(chain, world_size=2))
-    host.finish(host.copies()[0])
-    assert unheard(host, asked)
-    host.finish(host.copies()[0])
-    assert host.answers[asked] == 3
+ABSENT, COMING, THERE = range(3)
+CHUNKS = 6
 
 
-def test_a_rank_that_lacks_a_chunk_which_nobody_is_storing_is_not_waited_for() -> None:
-    host = new_host(world_size=2)
-    chain = prompt("a", 3)
-    assert host.ask(b"one", store(chain, world_size=2, rank=0)) is True
-    assert host.answers[host.send(b"one", lookup(chain, world_size=2))] == 0
-
-
-@pytest.mark.parametrize("reaches", [(0, 2), (0, 1), (2, 0), (2, 3), (0, 0, 2)])
-def test_the_missing_part_may_be_in_any_group(reaches: tuple[int, ...]) -> None:
-    desk = Desk()
-    desk.register_groups(reaches, client=desk.hello(b"one"))
-    chain = prompt("a", 4)
-    requests = group_stores(reaches, chain)
-    for late in range(len(reaches)):
-        desk.ask(b"one", wire.Forget())
-        for request in requests:
-            if request.instance != instance_of(reaches, late):
-                assert desk.ask(b"one", request) is True
-        for request in requests:
-            if request.instance == instance_of(reaches, late):
-                begin(desk, request)
-        asked = desk.send(b"one", lookup(chain))
-        while desk.copies():
-            assert unheard(desk, asked), f"group {late} is not waited for"
-            desk.finish(desk.copies()[0])
-        assert desk.answers[asked] == 4
-        desk.send(b"one", wire.EndSession("r"))
-
-
-def test_parts_that_no_boundary_needs_are_not_waited_for() -> None:
-    desk = Desk()
-    desk.register_groups(HYBRID, client=desk.hello(b"one"))
-    chain = prompt("a", 6)
-    for request in group_stores(HYBRID, chain, [range(6), [0, 1, 2, 3]]):
-        assert desk.ask(b"one", request) is True
-    begin(desk, group_stores(HYBRID, chain, [[], [5]])[0])  # without 4, nothing resumes there
-    asked = desk.send(b"one", lookup(chain))
-    assert desk.answers[asked] == 4
+@settings(max_examples=300, deadline=None)
+@given(
+    reaches=st.sampled_from([(0,), *SHAPES]),
+    parts=st.lists(st.sampled_from([ABSENT, COMING, THERE, THERE]), min_size=3 * CHUNKS, max_size=3 * CHUNKS),
+    ranks=st.integers(1, 2),
+)
+def test_a_part_is_waited_for_exactly_if_stores_in_progress_make_the_prefix_longer(
+    reaches: Reaches, parts: list[int], ranks: int
+) -> None:
+    rack, chain = Rack(reaches, world_size=ranks, pages=128), keys("a", CHUNKS)
+    state = {(group, key): parts[group * CHUNKS + i] for group in range(len(reaches)) for i, key in enumerate(chain)}
+    for group in range(len(reaches)):
+        for number, key in enumerate(chain):
+            for rank in range(ranks if state[group, key] else 0):
+                chunk = rack.reserve(group, chain, number, rank)
+                assert chunk is not None
+                if state[group, key] == THERE or rank:  # one of two ranks still writes
+                    rack.index.seal(chunk, rank)
+    now = deepest(reaches, chain, lambda group, key: state[group, key] == THERE)
+    then = deepest(reaches, chain, lambda group, key: state[group, key] != ABSENT)
+    assert rack.boundary(chain) == now
+    part = coming_part(rack.namespaces[0], b"".join(chain), now)
+    assert (part is not None) == (then > now)
+    if part is not None:
+        assert state[part.namespace.group, part.key] == COMING
+        assert (part.namespace.group, part.key) in needed(reaches, chain, then)
 
 
 # -- how long
@@ -207,40 +179,6 @@ def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk, monkeypatch: p
 # -- how it ends otherwise
 
 
-def test_a_store_that_fails_ends_the_wait(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    assert desk.ask(b"one", store(chain, end=1)) is True
-    begin(desk, store(chain))
-    asked = desk.send(b"two", lookup(chain))
-    desk.finish(desk.copies()[0], False)
-    assert desk.answers[asked] == 1
-    assert_quiet(desk)
-
-
-def test_the_death_of_the_storing_engine_ends_the_wait_when_its_copy_has_ended(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    begin(desk, store(chain))
-    asked = desk.send(b"two", lookup(chain))
-    desk.die(b"one")
-    assert unheard(desk, asked)
-    desk.settle()
-    assert desk.answers[asked] == 0
-    assert_quiet(desk)
-
-
-def test_who_dies_while_it_waits_gets_no_answer_and_holds_nothing(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    assert desk.ask(b"one", store(chain, end=1)) is True
-    begin(desk, store(chain))
-    asked = desk.send(b"two", lookup(chain))
-    held = desk.index.held
-    desk.die(b"two")
-    assert desk.index.held == held - 1
-    desk.settle()
-    assert asked not in desk.answers
-    assert_quiet(desk)
-
-
 @pytest.mark.parametrize("ends", [wire.EndSession("r"), lookup(prompt("b", 1))])
 def test_the_end_of_its_session_or_another_lookup_of_the_request_is_answered_with_nothing(
     desk: Desk, ends: wire.Request
@@ -250,18 +188,6 @@ def test_the_end_of_its_session_or_another_lookup_of_the_request_is_answered_wit
     asked = desk.send(b"two", lookup(chain))
     desk.send(b"two", ends)
     assert desk.answers[asked] == 0
-    desk.settle()
-    assert_quiet(desk)
-
-
-def test_a_forgotten_prompt_is_not_waited_for_any_more(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    assert desk.ask(b"one", store(chain, end=1)) is True
-    begin(desk, store(chain))
-    asked = desk.send(b"two", lookup(chain))
-    desk.send(b"one", wire.Forget())
-    assert desk.answers[asked] == 0
-    assert desk.answers[desk.send(b"two", lookup(chain, "later"))] == 0
     desk.settle()
     assert_quiet(desk)
 
