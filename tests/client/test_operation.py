@@ -42,7 +42,6 @@ def test_each_operation_is_told_once_with_what_it_did(engine: Engine) -> None:
         ("retrieve", 3, 2, 2048, None),
     ]
     assert all(len(each.requests) == 1 and each.took_s > 0 for each in told)
-    assert [len(each.stored) for each in told] == [0, 64, 0, 0]
 
 
 def test_a_lookup_is_told_once_however_often_its_answer_is_asked_for(engine: Engine) -> None:
@@ -72,5 +71,4 @@ def test_what_fails_is_told_with_its_error(start_depot: StartDepot) -> None:
         ("store", 1, 0, 0),
     ]
     assert all(isinstance(each.error, Unavailable | DeadlineExceeded) for each in told)
-    assert told[1].stored == b""
     engine.close()

@@ -65,12 +65,12 @@ def _look_up(core: Any) -> None:
 
 def _link(core: Any) -> None:
     """Wait until the scheduler and the workers have found a server that came after the engine."""
-    assert _connector(core)._connector_scheduler._settled.wait(120), "no server was found"
+    assert _connector(core)._link._settled.wait(120), "no server was found"
     core.model_executor.collective_rpc(_link_worker)
 
 
 def _link_worker(_worker: Any) -> None:
-    assert _worker_connector()._connector_worker._settled.wait(120), "no server was found"
+    assert _worker_connector()._link._settled.wait(120), "no server was found"
 
 
 def _meet(core: Any) -> None:

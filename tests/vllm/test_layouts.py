@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from kvdepot.devices import share
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.integrations.vllm.paged_kv import describe_kv, mem_pool_context, without_expandable_segments
 from kvdepot.memory.copier import CopyPiece
+from tests.conftest import StartDepot
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import output, prompt, same_as_own
 
 BLOCKS, LAYERS, TOKENS = 6, 3, 32
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -178,3 +182,22 @@ def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
     address = raw.data_ptr()
     view = share(raw.view(BLOCKS, 4096), "layer")
     assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)
+
+
+def test_engines_with_layers_side_by_side_share_and_never_with_others(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extended = {"worker_extension_cls": "tests.vllm.block_major.BlockMajor"}
+    depot, tokens = start_depot(arena_mib=64), prompt(951, 4 * 256 + 17)
+    plain = start_engine(models["gqa"], depot.url, **extended)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    side_by_side = start_engine(models["gqa"], depot.url, **extended).wait_started()
+    computed = side_by_side.run(tokens)
+    same_as_own(side_by_side, tokens, 4 * 256)
+    assert "Using BLHNC KV cache layout" in side_by_side.logged()
+    same = plain.wait_started().run(tokens)
+    assert same["cached"] == 0 and output(same) == output(computed), "other places, the same values"
+    same_as_own(plain, tokens, 4 * 256)
+    assert "Using LBHNC KV cache layout" in plain.logged()
+    assert len(depot.status()["namespaces"]) == 2
+    side_by_side.stop(), plain.stop()

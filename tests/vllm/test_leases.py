@@ -1,14 +1,12 @@
-"""What becomes of requests' hints: the messages that they cause, and what a real engine and a server do then."""
+"""The messages that requests' hints cause; test_telemetry.py has a real engine's."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvdepot.client import admin
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
@@ -18,11 +16,7 @@ from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
-from kvdepot.protocol.leases import LeaseStatus
 from tests.client.answers import Answering
-from tests.conftest import StartDepot, eventually
-from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import prompt
 from tests.vllm.test_hints import request
 
 CHUNK = 128
@@ -172,44 +166,3 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.log, "propagate", True)
     caplog.set_level(logging.WARNING, module.log.name)
     return caplog
-
-
-def test_a_retained_prompt_survives_a_flood_until_its_session_is_released(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=8)  # 32 chunks; leases may hold half
-    engine = start_engine(models["gqa"], depot.url).wait_started()
-    kept, plain, private = (prompt(seed, 4 * 256 + 17) for seed in (1, 2, 3))
-
-    def run(tokens: list[int], salt: str = "", **hints: Any) -> int:
-        options = {"transfer": {"kvdepot": hints}} if hints else {}
-        return int(engine.run_fresh(tokens, salt=salt, **options)["cached"])
-
-    assert run(kept, retain_s=1 << 31, priority=100, session="agent") == 0
-    assert run(plain) == 0
-    before = depot.status()["chunks"]
-    assert before == 8
-    assert run(private, store=False) == 0
-    for seed in range(10, 20):
-        run(prompt(seed, 4 * 256 + 17))
-    assert run(private) == run(plain) == 0
-    assert run(kept) == 1024
-    for hints in ({"release": True}, {"retain_s": 1}):
-        run(prompt(6, 300), salt="mallory", session="agent", store=False, **hints)
-
-    def listed() -> dict[str, LeaseStatus]:
-        with admin.connect(depot.url) as client:
-            return {each.name: each for each in admin.leases(client)}
-
-    lease, another = (each for _, each in sorted(listed().items()))
-    assert (lease.name, lease.kind, lease.chunks) == ("agent", "retain", 4)
-    assert lease.ends_s is not None and lease.ends_s <= 3600 and lease.priority == 50  # as the server's settings say
-    assert another.name.startswith("agent@") and "mallory" not in another.name
-    longer = [*kept[:1024], *prompt(4, 256 + 17)]
-    assert run(longer, release=True, session="agent") == 1024
-    eventually(lambda: "agent" not in listed())
-    assert run(longer, store=False) == run(kept, store=False) == 0
-    refused = run(prompt(5, 300), retain_s="long")
-    assert refused == 0 and "retain_s" in engine.logged()
-    engine.stop()
-    eventually(lambda: depot.status()["holds"] == 0)

@@ -43,11 +43,11 @@ class Worker:
         made._role, made._settings = KVConnectorRole.WORKER, read_settings(told.kv_connector_extra_config)
         made._process = EngineProcess(config, caches, made._settings, rank=0)
         made._kv_caches, made._is_asleep, made._no_room = {}, False, None
-        made._connector_scheduler, made._connector_worker = None, made._link_worker()
+        made._half = WorkerHalf(config, 0, made._process.fails_whole)
+        made._link = made._link_worker()
         self.kv = {name: torch.randint(-99, 99, (BLOCKS, 2, TOKENS, 64)).to(torch.bfloat16) for name in LAYERS}
         made.register_kv_caches(self.kv)
         half = made._worker
-        assert isinstance(half, WorkerHalf)
         self.half, self.depot = half, half._depot
 
     def sleep(self) -> None:

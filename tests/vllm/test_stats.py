@@ -1,4 +1,4 @@
-"""What an engine measures of itself: metrics, the log line of a minute, the speed of prefill."""
+"""What an engine measures of itself: metrics, and the speed of prefill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvdepot.client.transfer import Operation
 from kvdepot.errors import DeadlineExceeded
-from kvdepot.integrations.vllm.stats import KVDepotStats, Minute, Moved, PrefillSpeed
+from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 
 
 def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
@@ -37,55 +37,6 @@ def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() 
     assert one.is_empty()
 
 
-MIB = 1 << 20
-
-
-def test_a_minute_in_which_something_moved_is_told_once_it_is_over() -> None:
-    minute = Minute(chunk_tokens=256, ranks=2)
-    assert minute.line(1000.0) == ""
-    minute.requested()
-    minute.moved(Moved(stored_chunks=30, stored_bytes=45 * MIB, loaded_bytes=96 * MIB))
-    minute.loaded(8192, 3.21)
-    minute.requested()
-    assert minute.line(1059.9) == ""
-    assert minute.line(1060.0) == (
-        "last 60 s: 2 requests; stored (or found stored) 3,840 tokens (45.0 MiB), loaded 8,192 tokens (96.0 MiB), "
-        "saved about 3.2 s of prefill"
-    )
-    assert minute.line(1200.0) == "", "told twice"
-
-
-def test_nothing_is_told_of_a_minute_whose_requests_moved_nothing() -> None:
-    minute = Minute(256, 1)
-    minute.requested()
-    minute.moved(Moved())
-    assert minute.line(0.0) == minute.line(100.0) == ""
-    minute.requested()
-    minute.moved(Moved(stored_chunks=1, stored_bytes=MIB))
-    assert minute.line(110.0) == ""
-    assert minute.line(500.0) == "last 390 s: 1 request; stored (or found stored) 256 tokens (1.0 MiB)", (
-        "an idle engine has no steps"
-    )
-
-
-def test_what_went_wrong_is_told_and_alone_is_enough() -> None:
-    minute = Minute(256, 1)
-    minute.failed()
-    minute.moved(Moved(dropped_stores=2))
-    minute.refused()
-    assert minute.line(0.0) == ""
-    assert minute.line(60.0) == "last 60 s: 0 requests; 1 load failed, 2 stores dropped, 1 request not cached"
-
-
-def test_a_load_of_unknown_worth_is_logged_and_the_end_of_an_engine_does_not_wait() -> None:
-    minute = Minute(256, 1)
-    minute.loaded(512, 0.0)
-    minute.moved(Moved(loaded_bytes=MIB // 2))
-    assert minute.line(0.0) == ""
-    assert minute.last_line(7.0) == "last 7 s: 0 requests; loaded 512 tokens (0.5 MiB)"
-    assert minute.last_line(8.0) == ""
-
-
 def warmed_up() -> PrefillSpeed:
     """The speed of an engine whose first step is over."""
     prefill = PrefillSpeed()
@@ -107,29 +58,26 @@ def test_the_first_step_of_an_engine_does_not_price_what_it_loads() -> None:
     assert 4096 / prefill.speed == pytest.approx(16.0)
 
 
-def test_a_first_step_whose_output_never_came_is_not_measured_either() -> None:
-    prefill = PrefillSpeed()
-    prefill.built([2048], 0.0)
-    prefill.output(prefill.built([2048], 10.0), 11.0)
-    assert prefill.speed == 2048
-
-
-def test_a_step_lasts_until_its_output_not_until_the_next_is_built() -> None:
-    prefill = warmed_up()
-    first = prefill.built([8192], 10.0)
-    second = prefill.built([4096, 1], 10.003)  # ahead, while the first still runs
-    assert prefill.speed == 0.0
-    prefill.output(first, 10.8)
-    assert prefill.speed == pytest.approx(8192 / 0.8)
-    prefill.output(second, 11.2)  # it began when the first had ended
-    assert prefill.speed == pytest.approx(4097 / 0.4)
-
-
-def test_a_step_after_a_pause_does_not_last_since_the_output_before_it() -> None:
-    prefill = warmed_up()
-    prefill.output(prefill.built([1000], 0.0), 1.0)
-    prefill.output(prefill.built([1000], 60.0), 61.0)
-    assert prefill.speed == 1000
+@pytest.mark.parametrize(
+    ("calls", "speed"),
+    [
+        # built: tokens and time; output: the number of a built step, or another, and time
+        ([("built", 8192, 10.0), ("built", 4097, 10.003), ("output", 1, 10.8)], 8192 / 0.8),  # the second is ahead
+        ([("built", 8192, 10.0), ("built", 4097, 10.003), ("output", 1, 10.8), ("output", 2, 11.2)], 4097 / 0.4),
+        ([("built", 1000, 0.0), ("output", 1, 1.0), ("built", 1000, 60.0), ("output", 2, 61.0)], 1000),  # a pause
+        ([("built", 512, 0.0), ("built", 1000, 10.0), ("output", 0, 10.5), ("output", 2, 12.5)], 500),  # 1 never came
+        ([("built", 1000, 0.0), ("output", 1, 2.0), ("output", 1, 2.1), ("output", 99, 2.2)], 500),  # twice; no step's
+        ([("built", 1000, 0.0), ("output", 1, 2.0), ("built", 700, 20.0), ("output", 2, 20.0)], 500),  # no time at all
+    ],
+)  # fmt: skip
+def test_a_step_lasts_from_its_build_or_the_output_before_to_its_own_output(calls: list[Any], speed: float) -> None:
+    prefill, steps = warmed_up(), [0]
+    for call, what, at in calls:
+        if call == "built":
+            steps.append(prefill.built([what], at))
+        else:
+            prefill.output(steps[what] if what < len(steps) else what, at)
+    assert prefill.speed == pytest.approx(speed)
 
 
 def test_steps_that_only_decode_or_are_small_are_not_measured() -> None:
@@ -139,21 +87,6 @@ def test_steps_that_only_decode_or_are_small_are_not_measured() -> None:
         assert step == 0
         prefill.output(step, 2.0)
     assert prefill.speed == 0.0
-
-
-def test_outputs_that_never_come_or_say_no_step_shift_no_other() -> None:
-    prefill = warmed_up()
-    prefill.built([512], 0.0)  # its output never comes
-    second = prefill.built([1000], 10.0)
-    prefill.output(0, 10.5)  # of a step without tokens
-    prefill.output(second, 12.5)
-    assert prefill.speed == 500
-    prefill.output(second, 12.6)  # twice
-    prefill.output(99, 12.7)  # of nobody
-    assert prefill.speed == 500
-    third = prefill.built([700], 20.0)
-    prefill.output(third, 20.0)  # no time at all
-    assert prefill.speed == 500
 
 
 def test_steps_whose_output_never_comes_are_forgotten() -> None:

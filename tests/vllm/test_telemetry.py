@@ -1,108 +1,84 @@
-"""Telemetry of a real engine's connector and a depot: vLLM's metrics and KV events."""
+"""What a real engine and its depot say of what they do: metrics, log, KV events and leases.
+
+One engine and one server for all tests of this file, which compare what was counted before and after.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import KVEventBatch
 
-from kvdepot.client import MessageQueueClient
-from kvdepot.protocol import wire
-from tests.conftest import StartDepot, eventually
-from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import prompt
+from kvdepot.client import admin
+from kvdepot.protocol.leases import LeaseStatus
+from tests.conftest import Depot, eventually
+from tests.kv_events.desk import Follower
+from tests.kv_events.router import BLOCK
+from tests.vllm.engines import Engine, nothing_is_held, prompt
 
-
-class Events:
-    """A subscriber that reads with vLLM's own decoder."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.socket = self.context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.connect(endpoint)
-        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self.events: list[Any] = []
-        self.batches = 0
-
-    def hear(self) -> list[Any]:
-        """All events so far."""
-        while self.socket.poll(0):
-            _, _, payload = self.socket.recv_multipart()
-            self.events += self.decoder.decode(payload).events
-            self.batches += 1
-        return self.events
-
-    def of(self, kind: str, since: int = 0) -> list[Any]:
-        return [event for event in self.hear()[since:] if type(event).__name__ == kind]
-
-    def tokens_of(self, medium: str, since: int = 0) -> int:
-        """Number of tokens that the events say are cached now."""
-        return sum(len(event.token_ids) for event in self.of("BlockStored", since) if event.medium == medium)
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
+STORED = ("tag", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+"""The fields of an event of a stored chunk, as vLLM wrote its own before 0.32 and routers read them in all versions."""
 
 
-@pytest.fixture
-def subscribe() -> Iterator[Callable[[str], Events]]:
-    """Subscribers that end with the test."""
-    with contextlib.ExitStack() as ending:
+class Site(NamedTuple):
+    """A depot, its engine, and a router that follows the depot's events."""
 
-        def start(endpoint: str) -> Events:
-            return ending.enter_context(contextlib.closing(Events(endpoint)))
-
-        yield start
+    depot: Depot
+    engine: Engine
+    follower: Follower
 
 
-def test_metrics_and_events_of_an_engine_say_what_it_did(
-    start_depot: StartDepot,
-    models: dict[str, Path],
-    start_engine: StartEngine,
-    subscribe: Callable[[str], Events],
-    tmp_path: Path,
-) -> None:
-    server = start_depot("--log-level", "debug", "--log-format", "json", arena_mib=256)
-    engine = start_engine(
-        models["gqa"], server.url,
-        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/engine"},
-    )  # fmt: skip
-    engines = subscribe(f"ipc://{tmp_path}/engine")
-    engine.wait_started()
+@pytest.fixture(scope="module")
+def site(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/depot"
+    # 64 chunks, of which leases may hold half
+    depot = Depot("--log-level", "debug", "--log-format", "json", "--kv-events", endpoint, arena_mib=16)
+    extra = {"kvdepot.events_topic": "kv@10.0.0.1:8000@llama"}
+    engine = Engine(models["gqa"], depot.wait_ready().url, extra=extra)
+    try:
+        follower = Follower(endpoint)
+        yield Site(depot, engine.wait_started(), follower)
+        engine.stop()
+        follower.wait(lambda router: router.score(prompt(1, 600), "llama") == {})  # its blocks have left with it
+        follower.close()
+        eventually(lambda: nothing_is_held(depot.status()))
+    finally:
+        engine.close()
+        depot.close()
+
+
+def test_metrics_and_log_of_an_engine_say_what_it_did(site: Site) -> None:
+    depot, engine = site.depot, site.engine
     tokens = prompt(1, 2 * 256 + 9)
+    before, counted, logged = depot.status(), engine.tell("metrics"), len(depot.logged())
+    began = time.monotonic()
     assert engine.run(tokens)["cached"] == 0
+    computed_s = time.monotonic() - began
     assert engine.run_fresh(tokens)["cached"] == 512
 
-    # metrics: as asked, and as the server counts
-    # (The end of a session is told without an answer.)
-    status = eventually(lambda: (now := server.status())["saved"]["tokens"] and now)
-    metrics = engine.tell("metrics")
+    # metrics: as asked, and as the server counts (the end of a session is told without an answer)
+    status = eventually(lambda: (now := depot.status())["saved"]["tokens"] > before["saved"]["tokens"] and now)
+    moved = {name: status[name] - before[name] for name in ("stored_bytes", "retrieved_bytes")}
+    metrics = {name: value - counted[name] for name, value in engine.tell("metrics").items()}
     assert metrics == {f"vllm:kvdepot_{name}": value for name, value in {
         "lookup_chunks": 4, "hit_chunks": 2, "lookup_errors": 0, "lookup_seconds": 2,
-        "stored_shards": 2, "stored_bytes": status["stored_bytes"], "store_failed_shards": 0,
+        "stored_shards": 2, "stored_bytes": moved["stored_bytes"], "store_failed_shards": 0,
         "store_seconds": metrics["vllm:kvdepot_store_seconds"],
-        "retrieved_shards": 2, "retrieved_bytes": status["retrieved_bytes"], "retrieve_failed_shards": 0,
+        "retrieved_shards": 2, "retrieved_bytes": moved["retrieved_bytes"], "retrieve_failed_shards": 0,
         "retrieve_seconds": 1, "uncached_requests": 0, "refused_hints": 0, "lease_errors": 0,
     }.items()}  # fmt: skip
-    assert status["stored_bytes"] == status["retrieved_bytes"] > 0
+    assert moved["stored_bytes"] == moved["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2
-
-    # what the load saved; not in time yet, for the engine's first step does not say how fast it is
-    assert status["saved"] == {"tokens": 512, "prefill_s": 0.0}
 
     # the server's log: each request by the id that vLLM gave it
     def by_request() -> list[list[str]]:
         said: dict[str, list[str]] = {}
-        for line in map(json.loads, server.logged().splitlines()):
+        for line in map(json.loads, depot.logged()[logged:].splitlines()):
             if "request" in line:
                 said.setdefault(line["request"], []).append(line["message"])
         return list(said.values())
@@ -113,61 +89,91 @@ def test_metrics_and_events_of_an_engine_say_what_it_did(
     assert first[1:] in (["stored 2 of 2 new chunks"], ["stored 1 of 1 new chunks"] * 2)  # in one step, or two
     assert second == ["found 2 of 2 chunks", "retrieved 2 of 2 chunks"]
 
-    # the connector's, among the engine's: blocks by the engine's own hashes, with their tokens
-    eventually(lambda: engines.tokens_of("CPU") >= 512)
-    own = {tuple(e.block_hashes): e for e in engines.of("BlockStored") if e.medium == "GPU"}
-    chunks = [event for event in engines.of("BlockStored") if event.medium == "CPU"]
-    assert [token for event in chunks for token in event.token_ids] == tokens[:512]
-    blocks = [each for event in chunks for each in event.block_hashes]
-    assert set(blocks) <= {each for hashes in own for each in hashes}
-    assert chunks[0].parent_block_hash is None and chunks[1].parent_block_hash == chunks[0].block_hashes[-1]
-    assert chunks[0].block_size * len(chunks[0].block_hashes) == 256
-    assert not [event for event in engines.of("BlockRemoved") if event.medium == "CPU"]
-
-    # what the depot has forgotten is believed until a lookup misses it
-    client = MessageQueueClient(server.url, server.context)
-    client.ask(wire.Forget("", b"")).result(10.0)
-    client.close()
-    eventually(lambda: not server.status()["chunks"])
-    since = len(engines.hear())
-    began = time.monotonic()
-    assert engine.run_fresh(tokens)["cached"] == 0
-    again_s = time.monotonic() - began
-    eventually(lambda: engines.tokens_of("CPU", since) >= 512)  # these come after what was removed
-    removed = [event for event in engines.of("BlockRemoved", since) if event.medium == "CPU"]
-    assert [each for event in removed for each in event.block_hashes] == blocks
-    again = [event for event in engines.of("BlockStored", since) if event.medium == "CPU"]
-    assert [each for event in again for each in event.block_hashes] == blocks
-
-    # what a load saves by the speed of the step that computed the prompt again, which its output ended
+    # what a load saves by the speed of a step that computed as much, which its output ended
+    assert engine.run_fresh(tokens, salt="computed again")["cached"] == 0
+    before = depot.status()["saved"]
     assert engine.run_fresh(tokens)["cached"] == 512
-    saved = eventually(lambda: (now := server.status()["saved"])["tokens"] == 1024 and now)
-    assert 0 < saved["prefill_s"] < again_s
-    engine.stop()
+    saved = eventually(lambda: (now := depot.status()["saved"])["tokens"] == before["tokens"] + 512 and now)
+    assert 0 < saved["prefill_s"] - before["prefill_s"] < max(computed_s, 1.0)
 
 
-def test_the_reused_share_is_vllms_own_external_hit_rate(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    server = start_depot(arena_mib=256)
-    engine = start_engine(models["gqa"], server.url)
-    engine.wait_started()
-    shared = prompt(1, 3 * 256)
-    engine.run(shared + prompt(2, 300))
-    assert server.status()["tokens"]["bound"] == 0
-    engine.run(shared + prompt(3, 77))  # what they share is in vLLM's own cache
-    engine.run(prompt(4, 100))  # less than a chunk
-    engine.run_fresh(shared + prompt(3, 77))
-    engine.run(prompt(5, 700))
-    engine.run(shared + prompt(2, 300) + prompt(6, 400))  # partly in vLLM's cache, partly in the depot
-    several = [engine.request(prompt(5, 700) + prompt(7 + i, 200 * i)) for i in range(3)]
+def test_the_reused_share_is_vllms_own_external_hit_rate(site: Site) -> None:
+    depot, engine = site.depot, site.engine
+
+    def counted() -> dict[str, int]:
+        """As vLLM and as the depot counts; the depot's figures once they have all that vLLM's have."""
+        queries, hits = engine.tell("external")
+        eventually(lambda: depot.status()["tokens"]["asked"] >= queries)
+        (usage,) = depot.status()["usage"]
+        return {"queries": queries, "hits": hits} | depot.status()["tokens"] | usage
+
+    before = counted()
+    shared = prompt(1001, 3 * 256)
+    engine.run(shared + prompt(1002, 300))
+    engine.run(shared + prompt(1003, 77))  # what they share is in vLLM's own cache
+    engine.run(prompt(1004, 100))  # less than a chunk
+    engine.run_fresh(shared + prompt(1003, 77))
+    engine.run(prompt(1005, 700))
+    engine.run(shared + prompt(1002, 300) + prompt(1006, 400))  # partly in vLLM's cache, partly in the depot
+    several = [engine.request(prompt(1005, 700) + prompt(1007 + i, 200 * i)) for i in range(3)]
     engine.tell("reset")
     engine.tell("run", requests=several)
-    queries, hits = engine.tell("external")
-    assert 0.2 < hits / queries < 0.8, "requests that tell nothing"
-    tokens = eventually(lambda: (now := server.status()["tokens"])["asked"] >= queries and now)
-    assert (tokens["asked"], tokens["reused"]) == (queries, hits)
-    assert tokens["reused"] <= tokens["found"] == tokens["bound"], "nothing was evicted: an infinite cache has no more"
-    (usage,) = server.status()["usage"]
-    assert (usage["asked_tokens"], usage["reused_tokens"]) == (queries, hits)
-    engine.stop()
+    after = counted()
+    new = {name: value - before[name] for name, value in after.items() if isinstance(value, int)}
+    assert 0.2 < new["hits"] / new["queries"] < 0.8, "requests that tell nothing"
+    assert (new["asked"], new["reused"]) == (new["queries"], new["hits"])
+    assert new["reused"] <= new["found"] == new["bound"], "nothing was evicted: an infinite cache has no more"
+    assert (new["asked_tokens"], new["reused_tokens"]) == (new["queries"], new["hits"])
+
+
+def test_an_engine_is_credited_with_what_it_stored_and_with_what_it_finds(site: Site) -> None:
+    engine, follower, tokens = site.engine, site.follower, prompt(2001, 2 * 256 + 9)
+    engine.tell("reset")
+    follower.read()
+    before = len(follower.payloads)
+    assert engine.run(tokens)["cached"] == 0
+    credit = {"10.0.0.1:8000": 2 * 256 // BLOCK}
+    follower.wait(lambda router: router.blocks(tokens, "llama") == credit)
+    assert engine.run_fresh(tokens)["cached"] == 512
+    longer = tokens + prompt(2002, 256)
+    engine.run(longer)
+    follower.wait(lambda router: router.blocks(longer, "llama") == {"10.0.0.1:8000": 3 * 256 // BLOCK})
+    assert not follower.router.twice and not follower.router.passed_over
+    events = [event for payload in follower.payloads[before:] for event in msgspec.msgpack.decode(payload)[1]]
+    stored = [dict(zip(STORED, event, strict=False)) for event in events if event[0] == "BlockStored"]
+    assert {(event["medium"], event["block_size"]) for event in stored} == {("CPU", 256)}
+    assert [token for event in stored for token in event["token_ids"]] == longer[: 3 * 256]
+
+
+def test_a_retained_prompt_survives_a_flood_until_its_session_is_released(site: Site) -> None:
+    depot, engine = site.depot, site.engine
+    kept, plain, private = (prompt(seed, 4 * 256 + 17) for seed in (3001, 3002, 3003))
+
+    def run(tokens: list[int], salt: str = "", **hints: Any) -> int:
+        options = {"transfer": {"kvdepot": hints}} if hints else {}
+        return int(engine.run_fresh(tokens, salt=salt, **options)["cached"])
+
+    assert run(kept, retain_s=1 << 31, priority=100, session="agent") == 0
+    assert run(plain) == 0
+    assert run(private, store=False) == 0
+    for seed in range(3010, 3030):
+        run(prompt(seed, 4 * 256 + 17))
+    assert run(private) == run(plain) == 0
+    assert run(kept) == 1024
+    for hints in ({"release": True}, {"retain_s": 1}):
+        run(prompt(3006, 300), salt="mallory", session="agent", store=False, **hints)
+
+    def listed() -> dict[str, LeaseStatus]:
+        with admin.connect(depot.url) as client:
+            return {each.name: each for each in admin.leases(client)}
+
+    lease, another = (each for _, each in sorted(listed().items()))
+    assert (lease.name, lease.kind, lease.chunks) == ("agent", "retain", 4)
+    assert lease.ends_s is not None and lease.ends_s <= 3600 and lease.priority == 50  # as the server's settings say
+    assert another.name.startswith("agent@") and "mallory" not in another.name
+    longer = [*kept[:1024], *prompt(3004, 256 + 17)]
+    assert run(longer, release=True, session="agent") == 1024
+    eventually(lambda: "agent" not in listed())
+    assert run(longer, store=False) == run(kept, store=False) == 0
+    refused = run(prompt(3005, 300), retain_s="long")
+    assert refused == 0 and "retain_s" in engine.logged()

@@ -14,7 +14,7 @@ from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders
 from kvdepot.integrations.vllm.settings import ServerPlace, read_settings
-from kvdepot.integrations.vllm.unconnected import UnconnectedWorker
+from kvdepot.integrations.vllm.worker import WorkerHalf
 from kvdepot.keys import derive_root
 from tests.conftest import HANG_S, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
@@ -38,7 +38,7 @@ def test_a_worker_without_a_server_fails_loads_and_ends_stores_at_once(
     fails_whole: bool,
 ) -> None:
     quiet: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
-    worker = UnconnectedWorker(quiet, 1, fails_whole)
+    worker = WorkerHalf(quiet, 1, fails_whole)
 
     def step(told: Any) -> tuple[Any, ...]:
         worker.give_up_preempted(told)
@@ -71,8 +71,7 @@ def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice
         assert (before.loads, before.stores, before.step) == ({}, [], 0)
         assert before.model == connector._process.model  # or a connected worker would say that the two differ
         start_depot(url=url)
-        link = connector._connector_scheduler
-        assert link is not None and link._settled.wait(HANG_S)
+        assert connector._link._settled.wait(HANG_S)
         after = steps.build()  # now the connected half
         assert after.step == 1
         steps.back(before), steps.back(after)
@@ -97,8 +96,7 @@ def test_a_reset_without_a_server_counts_when_one_comes(
     try:
         assert connector.reset_cache() is True  # vLLM stays paused where it is not, and nothing was stored yet
         start_depot(url=url)
-        link = connector._connector_scheduler
-        assert link is not None and link._settled.wait(HANG_S)
+        assert connector._link._settled.wait(HANG_S)
         one = request(list(range(512)))
         connector.on_new_request(one)
         assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
@@ -143,7 +141,7 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
     [
         ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
         ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
-        ({"kvdepot.layout": "BLNHC"}, "kvdepot.layout is 'BLNHC', not one of engine, blocks"),
+        ({"kvdepot.layout": "blocks"}, "kvdepot.layout was removed: set vLLM's variable VLLM_KV_CACHE_LAYOUT"),
         ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not of type bool"),
         ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
         ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),
@@ -163,14 +161,13 @@ def test_an_address_that_cannot_be_connected_to_is_a_server_that_is_away(require
     def make(client: Any) -> Any:
         raise AssertionError("there is no server")
 
-    without: Any = SimpleNamespace(hand_over=make)
-    link: Any = ServerLink(ServerPlace(f"ipc://{tmp_path}/{'x' * 108}", required=required), without)
+    half: Any = SimpleNamespace(connect=make, shutdown=make)
+    link: Any = ServerLink(ServerPlace(f"ipc://{tmp_path}/{'x' * 108}", required=required), half)
     try:
         if required:
             with pytest.raises(Unavailable, match="at most 107 bytes"):
                 link.begin(make)
         else:
             link.begin(make)
-            assert link.half is without
     finally:
         link.close()

@@ -182,7 +182,7 @@ class Operation(NamedTuple):
     kind: lookup, store or retrieve. requests: ids; several where one step stores or retrieves for several. took_s:
     seconds until the engine asked for the outcome. chunks: asked for. done: found, stored or retrieved; 0 for a store
     that was not complete. size_bytes: of the shards that are done. error: why the lookup was not answered, or nothing
-    was copied. stored: hashes of the chunks of a complete store, 32 bytes each.
+    was copied.
     """
 
     kind: str
@@ -192,7 +192,6 @@ class Operation(NamedTuple):
     done: int
     size_bytes: int = 0
     error: KVDepotError | None = None
-    stored: bytes = b""
 
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:

@@ -268,9 +268,8 @@ class WorkerClient:
         if not is_whole:
             self._store_failed(submitted, outcome if isinstance(outcome, KVDepotError) else None)
         stored = submitted.transfers if is_whole else []
-        keys = b"".join(transfer.hashes for transfer in stored if not transfer.group)
         size = sum(transfer.blocks * self._bytes_of(transfer) for transfer in stored)
-        self._report("store", submitted, sum(transfer.chunks for transfer in stored), size, keys)
+        self._report("store", submitted, sum(transfer.chunks for transfer in stored), size)
 
     def _store_failed(self, submitted: Submitted[bool], error: KVDepotError | None) -> None:
         """Keep and log why a store has failed; error: None if the server had no space, or could not copy."""
@@ -316,13 +315,13 @@ class WorkerClient:
         """Bytes of one block of the transfer's KV cache group."""
         return self._block_bytes[transfer.group] if self._block_bytes else 0
 
-    def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int, stored: bytes = b"") -> None:
+    def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int) -> None:
         """Report an operation. done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
         outcome, took_s = submitted.outcome(), time.monotonic() - submitted.began_s
         error = outcome if isinstance(outcome, KVDepotError) else None
-        self.watch(Operation(kind, submitted.request_ids, took_s, submitted.chunks, done, size_bytes, error, stored))
+        self.watch(Operation(kind, submitted.request_ids, took_s, submitted.chunks, done, size_bytes, error))
 
     def take_failed_requests(self) -> set[str]:
         """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must

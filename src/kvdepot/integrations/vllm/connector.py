@@ -16,17 +16,15 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
                                                       loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Until there is a server, other halves of the same methods take their place (unconnected.py, link.py). settings.py has
-the connector's settings.
+Until there is a server (link.py), the halves cache nothing. settings.py has the connector's settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,17 +45,15 @@ from kvdepot.devices.cpu import enter_pages
 from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.paged_kv import check_layout, check_room, mem_pool_context, required_layout
+from kvdepot.integrations.vllm.paged_kv import check_room, mem_pool_context
 from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.settings import find_place, read_settings
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
-from kvdepot.integrations.vllm.unconnected import UnconnectedScheduler, UnconnectedWorker
 from kvdepot.integrations.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -76,9 +72,6 @@ __all__ = ["KVDepotConnector"]
 
 log = init_logger(__name__)
 
-SchedulerLink: TypeAlias = "ServerLink[SchedulerHalf, UnconnectedScheduler]"
-WorkerLink: TypeAlias = "ServerLink[WorkerHalf, UnconnectedWorker]"
-
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores prompts' KV in a kvdepot server and loads it instead of recomputing it.
@@ -93,8 +86,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._block_tokens = vllm_config.cache_config.block_size  # as fitted to the KV cache groups
-        self._connector_scheduler: SchedulerLink | None = None
-        self._connector_worker: WorkerLink | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._is_asleep = False  # the KV has no memory
         self._no_room: ArenaError | None = None  # why it cannot be shared
@@ -102,44 +93,38 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank=None)
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            check_layout(self._settings, vllm_config)
             place = find_place(self._settings, self._process.engine_id)
             place.is_logged = not self._settings.is_embedded
-            self._connector_scheduler = ServerLink(place, UnconnectedScheduler(vllm_config, self._process.model))
-            self._connector_scheduler.begin(self._process.connect_scheduler)
+            self._half: SchedulerHalf | WorkerHalf = SchedulerHalf(vllm_config, self._process.model, self._settings)
+            self._link = ServerLink(place, self._half)
+            self._link.begin(self._process.connect_scheduler)
         else:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             rank = get_pp_group().rank_in_group * ranks + get_tp_group().rank_in_group
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank)
-            self._connector_worker = self._link_worker()
+            self._half = WorkerHalf(vllm_config, self._process.rank, self._process.fails_whole)
+            self._link = self._link_worker()
 
-    def _link_worker(self) -> WorkerLink:
+    def _link_worker(self) -> ServerLink:
         process = self._process
         place = find_place(self._settings, process.engine_id)
         place.is_logged = self._settings.is_embedded
         if self._settings.is_embedded and process.rank == 0:
             place.start_own()
-        return ServerLink(place, UnconnectedWorker(self._vllm_config, process.rank, process.fails_whole))
+        return ServerLink(place, self._half)
 
     @property
-    def _scheduler(self) -> SchedulerHalf | UnconnectedScheduler:
-        link = self._connector_scheduler
-        assert link is not None, "this connector was made for a worker"
-        link.advance()  # at any time: each half takes requests as they come
-        return link.half
+    def _scheduler(self) -> SchedulerHalf:
+        assert isinstance(self._half, SchedulerHalf), "this connector was made for a worker"
+        self._link.advance()  # at any time: requests are taken as they come
+        return self._half
 
     @property
-    def _worker(self) -> WorkerHalf | UnconnectedWorker:
-        assert self._connector_worker is not None, "this connector was made for the scheduler"
-        return self._connector_worker.half
+    def _worker(self) -> WorkerHalf:
+        assert isinstance(self._half, WorkerHalf), "this connector was made for the scheduler"
+        return self._half
 
     # -- both halves
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout to ask vLLM for; None: it chooses. Raises ConfigError for settings that make no sense."""
-        assert vllm_config.kv_transfer_config is not None
-        return required_layout(read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config), vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -148,8 +133,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Operations that ended since the last step; None if none did."""
-        half = self._scheduler if self._connector_scheduler is not None else self._worker
-        return half.stats.take()
+        return self._half.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -170,9 +154,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Close the connection, and end the engine's own server. Safe twice and without a server; blocks some seconds
         at most."""
-        for link in (self._connector_scheduler, self._connector_worker):
-            if link is not None:
-                link.close()
+        self._link.close()
 
     # -- the scheduler's half
 
@@ -226,10 +208,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return self._scheduler.reset_cache()
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Events of the depot's chunks that the scheduler has learned of since the last step."""
-        return self._scheduler.take_events()
-
     # -- the worker's half
 
     @property
@@ -250,8 +228,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Share the paged KV, and connect to the server, if it is there; waits 5 s for it at most."""
-        assert self._connector_worker is not None
         self._kv_caches = kv_caches
+        self._worker.use_tensors(kv_caches)
         try:
             if self._no_room is not None:
                 raise self._no_room
@@ -259,16 +237,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except ArenaError as exc:
             self._run_uncached(exc)
             return
-        self._connector_worker.begin(partial(self._process.connect_worker, layouts, kv_caches))
+        self._link.begin(partial(self._process.connect_worker, layouts, kv_caches))
         enter_pages(kv_caches.values())  # last, as the engine's own threads are needed before
 
     def _run_uncached(self, why: ArenaError) -> None:
         """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
         if self._settings.required:
             raise why
-        half = self._worker
-        assert isinstance(half, UnconnectedWorker)
-        half.shares_none = True
+        self._worker.shares_none = True
         log.warning(
             "kvdepot: this engine runs without a cache: %s. On CPUs, an engine's whole KV is in shared memory: enlarge "
             "/dev/shm (docker: --shm-size; Kubernetes: an emptyDir with medium Memory) or lower VLLM_CPU_KVCACHE_SPACE",
@@ -285,13 +261,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_asleep or not self._kv_caches:
             return
         self._is_asleep = True
-        assert self._connector_worker is not None
-        self._connector_worker.advance()
-        half = self._worker
-        if isinstance(half, WorkerHalf):
-            half.unregister()
+        self._link.advance()
+        if self._worker.is_connected:
+            self._worker.unregister()
         else:
-            self._connector_worker.close()  # or it would register what has no memory
+            self._link.close()  # or it would register what has no memory
 
     def restore_kv_caches(self) -> None:
         """vLLM 0.33, once there is memory again behind the KV's addresses. Safe twice; blocks 30 s at most.
@@ -301,13 +275,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._is_asleep:
             return
         self._is_asleep = False
-        half = self._worker
         try:
-            if isinstance(half, WorkerHalf):
-                half.register(self._process.share_kv(self._kv_caches), self._kv_caches)
+            if self._worker.is_connected:
+                self._worker.register(self._process.share_kv(self._kv_caches), self._kv_caches)
             else:
                 self._settings = replace(self._settings, required=False)  # or its link would not go on trying
-                self._connector_worker = self._link_worker()
+                self._link = self._link_worker()
                 self.register_kv_caches(self._kv_caches)
         except (Unavailable, DeadlineExceeded) as exc:
             log.warning("woke up without a server; the KV is registered once one is available: %s", exc)
@@ -317,9 +290,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before each step computes, with or without preemptions."""
         assert isinstance(kv_connector_metadata, Orders)
-        assert self._connector_worker is not None
-        self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
-        if kv_connector_metadata.model != self._process.model and isinstance(self._worker, WorkerHalf):
+        self._link.advance()  # here alone: what begins in a step ends connected, or not, as it began
+        if kv_connector_metadata.model != self._process.model and self._worker.is_connected:
             self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
         self._worker.store(kv_connector_metadata)
@@ -329,8 +301,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
         This worker stays registered, so the server sees an engine whose processes name two models (core/report.py).
         """
-        assert self._connector_worker is not None
-        self._connector_worker.set_aside()
+        self._worker.is_connected = False
         log.error(
             "kvdepot: this engine's scheduler and this worker (rank %d) disagree on the identity of its KV (%s, %s), "
             "so the worker stores and loads nothing. Report it with the log of VLLM_LOGGING_LEVEL=DEBUG, which has "

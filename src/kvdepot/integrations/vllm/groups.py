@@ -33,7 +33,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
     iter_layer_specs,
 )
 
@@ -46,9 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheGroup",
-    "EventGroup",
     "describe_groups",
-    "event_group",
     "find_groups",
     "fit_groups",
     "hit_alignment",
@@ -66,7 +63,7 @@ class CacheGroup(NamedTuple):
 
     number: its place in vLLM's list, and in vLLM's block ids. window: the tokens before a boundary that resuming there
     needs; 0: all. local_chunk: of chunked local attention, in tokens; otherwise 0. is_state: it is one state, in one
-    block. sliding_window: as vLLM's events say it.
+    block.
     """
 
     number: int
@@ -76,7 +73,6 @@ class CacheGroup(NamedTuple):
     window: int = 0
     local_chunk: int = 0
     is_state: bool = False
-    sliding_window: int | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -107,19 +103,6 @@ class CacheGroup(NamedTuple):
         return self.number, self.kind, len(self.layers), needs
 
 
-class EventGroup(NamedTuple):
-    """A KV cache group as vLLM's events name it.
-
-    block_tokens: of the engine's block hashes. window: of a sliding window, in tokens. reach: as in wire.Group.
-    """
-
-    block_tokens: int
-    number: int | None = None
-    kind: str | None = None
-    window: int | None = None
-    reach: int = 0
-
-
 def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[CacheGroup]:
     """The groups that vLLM caches by prefix, those of which all tokens are needed first.
 
@@ -145,9 +128,8 @@ def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> CacheGroup:
         raise _refused(number, group, "its layers need different parts of a prompt")
     needs = made.pop()
     kind = get_kv_cache_spec_kind(specs[0]).value
-    shown = get_kv_cache_spec_sliding_window(specs[0])
     block_tokens = _block_tokens(group.kv_cache_spec, dcp_size)
-    return CacheGroup(number, kind, block_tokens, tuple(group.layer_names), *needs, shown)
+    return CacheGroup(number, kind, block_tokens, tuple(group.layer_names), *needs)
 
 
 def _block_tokens(spec: KVCacheSpec, dcp_size: int) -> int:
@@ -246,15 +228,3 @@ def make_plan(groups: Sequence[CacheGroup], spec: ShardSpec, rules: PlanRules) -
         for group, each in zip(groups, fitted, strict=True)
     ]
     return GroupPlan(blocks, spec.chunk_tokens, rules)
-
-
-def event_group(groups: Sequence[CacheGroup], spec: ShardSpec, block_tokens: int | None) -> EventGroup:
-    """The first group as KV events name it; a model with one group, all of which is needed, names none.
-
-    block_tokens: of the engine's block hashes; None: those of its blocks.
-    """
-    first = groups[0]
-    block_tokens = block_tokens or first.block_tokens
-    if not spec.groups:
-        return EventGroup(block_tokens)
-    return EventGroup(block_tokens, first.number, first.kind, first.sliding_window, spec.groups[0].reach)

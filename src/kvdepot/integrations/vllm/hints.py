@@ -136,9 +136,7 @@ def read_hints(request: Request, limits: Limits) -> tuple[Hints, str]:
         if envelope is not None:
             hints = _with_actions(hints, envelope.actions, request)
         if not limits.seconds and (hints.leases or hints.releases):
-            raise BadRequest(
-                "requests may neither keep nor remove chunks here (max_hint_s is 0, of the server or of the connector)"
-            )
+            raise BadRequest("requests may neither keep nor remove chunks here (the server's max_hint_s is 0)")
     except BadRequest as exc:
         is_private = isinstance(given, dict) and given.get("store", True) is not True
         return Hints(stores=not is_private), str(exc)

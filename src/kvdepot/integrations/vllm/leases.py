@@ -39,7 +39,7 @@ class RequestLeases:
     """The leases of one engine's requests."""
 
     def __init__(self, depot: SchedulerClient, stats: OperationStats, settings: ConnectorSettings) -> None:
-        """settings: of which `save_decode` and `max_hint_s` matter here."""
+        """settings: of which `save_decode` matters here."""
         self._depot = depot
         self._stats = stats
         self._settings = settings
@@ -52,8 +52,7 @@ class RequestLeases:
 
     def read(self, request: Request) -> Hints:
         """The request's hints. Refused ones are logged and counted."""
-        most_s, priority = self._depot.client.hint_limits
-        hints, reason = read_hints(request, Limits(min(most_s, self._settings.max_hint_s), priority))
+        hints, reason = read_hints(request, Limits(*self._depot.client.hint_limits))
         if reason:
             self._stats.count("refused_hints")
             rest = "" if hints.stores else ", but it is not stored"

@@ -1,11 +1,11 @@
 """Connects an engine to its server, however late that comes. Owned by connector.py.
 
-A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered.
-(On the engine's own calls, a handshake would take several of them, and registering would stall all requests.) The
-engine's thread takes the half over with `advance`. From then on the thread only watches the connection: it reads the
-client's socket now and then, because an idle engine does not, so that the client (client/connection.py) finds a server
-that has come back; and it starts a server again that engines start and that has crashed. Invariants: a half belongs to
-one thread at a time; after the start, nothing here waits on the engine's thread or raises into it.
+A thread of its own waits for the server, learns its chunk size, and makes what the half needs, a worker's with its KV
+registered. (On the engine's own calls, a handshake would take several of them, and registering would stall all
+requests.) The engine's thread connects the half with `advance`. From then on the thread only watches the connection: it
+reads the client's socket now and then, because an idle engine does not, so that the client (client/connection.py) finds
+a server that has come back; and it starts a server again that engines start and that has crashed. Invariants: a half
+belongs to the engine's thread; after the start, nothing here waits on that thread or raises into it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import zmq
 from vllm.logger import init_logger
@@ -43,35 +43,26 @@ _END_S = 5.0
 
 
 class _Half(Protocol):
+    def connect(self, made: Any) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
-Half = TypeVar("Half", bound=_Half)
+class ServerLink:
+    """The connection of the half of one role."""
 
-
-class _Without(Protocol):
-    def hand_over(self, half: Any) -> None: ...
-
-
-Without = TypeVar("Without", bound=_Without)
-
-
-class ServerLink(Generic[Half, Without]):
-    """The half of one role: the one without a server, and from some time on the connected one."""
-
-    def __init__(self, place: ServerPlace, without: Without) -> None:
+    def __init__(self, place: ServerPlace, half: _Half) -> None:
         """Raises ConfigError for a key file that cannot be used.
 
         An address that cannot be connected to, such as another user's socket, is that of a server that is away.
         """
-        self.half: Half | Without = without
+        self._half = half
         self._place = place
-        self._without = without
         self._context: zmq.Context[Any] = zmq.Context()
         self._client: Client | None = None
-        self._make: Callable[[Client], Half] | None = None
-        self._made: Half | None = None  # by the thread, which does not touch it any more
-        self._connected: Half | None = None
+        self._make: Callable[[Client], object] | None = None
+        self._made: object = None  # by the thread, which does not touch it any more
+        self._is_connected = False
         self._error: KVDepotError | None = None  # of the last attempt
         self._refusal: KVDepotError | None = None  # an error that is not passing
         self._logged: set[str] = set()
@@ -84,7 +75,7 @@ class ServerLink(Generic[Half, Without]):
             self._error = exc
 
     def __repr__(self) -> str:
-        return f"<ServerLink to {self._place.url}, {self.half!r}>"
+        return f"<ServerLink to {self._place.url}, {self._half!r}>"
 
     def _open(self) -> Client:
         place = self._place
@@ -92,9 +83,10 @@ class ServerLink(Generic[Half, Without]):
 
     # -- on the engine's thread
 
-    def begin(self, make: Callable[[Client], Half]) -> None:
-        """Connect, and make the half with the client. Waits for a server that is there or being started, 5 s at most.
+    def begin(self, make: Callable[[Client], object]) -> None:
+        """Connect, and make what the half needs with the client.
 
+        Waits 5 s at most for a server that is there or being started.
         Raises what a server refuses this engine for, and Unavailable without one if `kvdepot.required` is set.
         """
         self._make = make
@@ -103,7 +95,7 @@ class ServerLink(Generic[Half, Without]):
         while not self._settled.wait(_LOOK_S) and self._is_worth_waiting(time.monotonic() - began):
             pass
         self.advance()
-        if self._connected is not None:
+        if self._is_connected:
             return
         if self._refusal is not None or self._place.required:
             refusal = self._refusal or Unavailable(self._why())
@@ -135,16 +127,11 @@ class ServerLink(Generic[Half, Without]):
         return f"the server at {self._place.url} has not answered yet"
 
     def advance(self) -> None:
-        """Use the connected half from now on, if there is one. A worker calls it between two steps."""
+        """Connect the half, if there is a server now. A worker calls it between two steps."""
         if self._made is not None:
             made, self._made = self._made, None
-            self._without.hand_over(made)
-            self.half = self._connected = made
-
-    def set_aside(self) -> None:
-        """Do without the connected half, which stays registered until the link is closed. Call it between two steps,
-        before anything is begun on that half."""
-        self.half = self._without
+            self._half.connect(made)
+            self._is_connected = True
 
     def close(self) -> None:
         """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
@@ -154,8 +141,8 @@ class ServerLink(Generic[Half, Without]):
         if self._thread.ident is not None:
             self._thread.join(_END_S)
         self.advance()
-        if self._connected is not None:
-            self._connected.shutdown()
+        if self._is_connected:
+            self._half.shutdown()
         if self._client is not None:
             self._client.close()
         self._context.term()
@@ -175,7 +162,7 @@ class ServerLink(Generic[Half, Without]):
             )
 
     def _connect(self) -> bool:
-        """Whether the half could be made."""
+        """Whether the half can be connected."""
         assert self._make is not None
         try:
             self._client = self._client or self._open()

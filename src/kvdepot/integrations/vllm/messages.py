@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvdepot.client.transfer import Transfer
-from kvdepot.integrations.vllm.stats import Moved
-from kvdepot.protocol.keys import HASH_BYTES
 
 __all__ = ["Orders", "WorkerReport"]
 
@@ -43,32 +41,20 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Chunks that workers have stored, and stores that have ended, reported with a step's output."""
+    """The stores that have ended on workers, reported with a step's output."""
 
-    keys: dict[bytes, set[int]] = field(default_factory=dict)
-    """Chunks stored since the last step, each with the ranks that stored it."""
     ended: dict[int, set[int]] = field(default_factory=dict)
     """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
-    moved: Moved = field(default_factory=Moved)
-    """Counts of what was stored and loaded since the last step."""
     step: int = 0
     measured: int = 0
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 
-    def add(self, keys: bytes, rank: int) -> None:
-        """A rank has stored these chunks. keys: 32 bytes each."""
-        for i in range(0, len(keys), HASH_BYTES):
-            self.keys.setdefault(keys[i : i + HASH_BYTES], set()).add(rank)
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's report into this one."""
         assert isinstance(other, WorkerReport)
-        for key, ranks in other.keys.items():
-            self.keys.setdefault(key, set()).update(ranks)
         for step, ranks in other.ended.items():
             self.ended.setdefault(step, set()).update(ranks)
-        self.moved += other.moved
         self.step = max(self.step, other.step)
         self.measured = max(self.measured, other.measured)
         self.shares_none |= other.shares_none

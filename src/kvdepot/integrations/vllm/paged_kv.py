@@ -1,9 +1,7 @@
-"""A worker's paged KV: which layout vLLM is asked for, where it allocates, and how blocks are shared and described.
+"""A worker's paged KV: where vLLM allocates it, and how its blocks are shared and described.
 
 connector.py calls it. Every release that is served (versions.py) settles the layout in the engine core, once, for all
-workers and KV cache groups: a layout in VLLM_KV_CACHE_LAYOUT has precedence, what a connector asks for comes next, and
-if an attention backend does not declare it, vLLM logs a warning and takes another. The layout that results is part of
-the namespace (identity.py).
+workers and KV cache groups; it is part of the namespace (identity.py).
 
 Shapes do not say who writes a block, and on a CPU what is written where: vLLM's CPU attention packs keys and values for
 an instruction set, and which one it takes, and how, is up to its code, under one name and with the same shapes (0.31
@@ -29,7 +27,6 @@ from kvdepot.devices import share
 from kvdepot.devices.cpu import zeros_in_shared_memory
 from kvdepot.errors import ArenaError, ConfigError
 from kvdepot.integrations.vllm.groups import CacheGroup
-from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.versions import alloc_conf, installed_release
 from kvdepot.memory.room import free_shm
 from kvdepot.memory.shm import SHM
@@ -39,45 +36,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["check_layout", "check_room", "mem_pool_context", "required_layout", "share_kv"]
+__all__ = ["check_room", "mem_pool_context", "share_kv"]
 
 log = init_logger(__name__)
 
 _SPARE_BLOCKS = 2
 _LARGEST = 128
 """Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
-
-
-def required_layout(settings: ConnectorSettings, vllm_config: VllmConfig) -> str | None:
-    """vLLM's name for the layout of `kvdepot.layout`; None: the engine chooses.
-
-    Tokens come before heads within a layer's block, as in vLLM's default, except where kernels read heads first: on
-    CPUs, FlashInfer on GPUs with compute capability 10, b12x on 12. MLA on CPUs declares no layouts, and fails at its
-    first step if a layer's blocks are apart.
-    """
-    if settings.layout != "blocks":
-        return None
-    if current_platform.is_cpu():
-        return None if vllm_config.model_config.use_mla else "BLHNC"
-    capability = current_platform.get_device_capability()
-    return "BLHNC" if capability is not None and capability.major in (10, 12) else "BLNHC"
-
-
-def check_layout(settings: ConnectorSettings, vllm_config: VllmConfig) -> None:
-    """Warn if the layers of a block do not lie side by side although `kvdepot.layout` asks for it."""
-    if settings.layout != "blocks":
-        return
-    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    if not layout.is_block_outermost:
-        log.warning(
-            "kvdepot: kvdepot.layout is blocks, but this engine's KV has the layout %s: VLLM_KV_CACHE_LAYOUT is set, "
-            "or its attention backend supports none with all layers of a block side by side. Blocks are copied in "
-            "several pieces, as without the setting",
-            layout.name,
-        )
-
-
-# -- allocated and shared
 
 
 def check_room(kv_cache_config: KVCacheConfig) -> None:

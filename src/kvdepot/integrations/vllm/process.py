@@ -1,6 +1,6 @@
 """One process of an engine as the depot knows it: its namespace, its rank and its KV cache groups.
 
-connector.py makes one in the scheduler and one in each worker; from it, the thread of link.py makes the connected half
+connector.py makes one in the scheduler and one in each worker; with it, the thread of link.py makes what the half needs
 once there is a server.
 """
 
@@ -16,15 +16,15 @@ from kvdepot.client.socket import Client
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
-from kvdepot.integrations.vllm.events import ChunkEvents, Descriptions, KnownChunks
-from kvdepot.integrations.vllm.groups import event_group, find_groups, fit_groups, hit_alignment, make_plan
+from kvdepot.integrations.vllm.events import Descriptions
+from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
 from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
-from kvdepot.integrations.vllm.scheduler import SchedulerHalf
+from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
-from kvdepot.integrations.vllm.versions import hash_block_tokens, lookahead_tokens, tensor_replicas
-from kvdepot.integrations.vllm.worker import WorkerHalf
+from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
+from kvdepot.integrations.vllm.worker import register
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class EngineProcess:
         """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
         return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
 
-    def connect_scheduler(self, client: Client) -> SchedulerHalf:
-        """The connected half of the scheduler. Raises KVDepotError."""
+    def connect_scheduler(self, client: Client) -> ConnectedParts:
+        """What the scheduler's half needs. Raises KVDepotError."""
         rules = PlanRules(
             spacing=self._settings.boundary_chunks,
             lookahead=lookahead_tokens(self._vllm_config),
@@ -76,24 +76,23 @@ class EngineProcess:
             holds_all=self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing,
         )
         spec = self._fit(client)
-        depot, plan = SchedulerClient(client, spec, reports=True), make_plan(self._groups, spec, rules)
-        return SchedulerHalf(self._vllm_config, depot, plan, self._settings, self._make_events(depot))
+        depot = SchedulerClient(client, spec, reports=True)
+        return ConnectedParts(depot, make_plan(self._groups, spec, rules), self._make_events(depot))
 
     def connect_worker(
         self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client
-    ) -> WorkerHalf:
-        """The connected half of a worker, with its KV registered. Blocks 30 s at most; raises KVDepotError."""
+    ) -> WorkerClient:
+        """A worker's client, with its KV registered. Blocks 30 s at most; raises KVDepotError."""
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
         # An engine that loads nothing is credited with nothing.
         topic = self._settings.events_topic if self._is_consumer else ""
         worker = WorkerClient(client, self._fit(client), unpins=False, topic=topic)
-        half = WorkerHalf(self._vllm_config, worker, self.rank, self.fails_whole)
         try:
-            half.register(layouts, kv_caches)
+            register(worker, layouts, kv_caches)
         except KVDepotError:
-            worker.cancel_registration()  # the next attempt is another half's
+            worker.cancel_registration()  # the next attempt is another client's
             raise
-        return half
+        return worker
 
     def _fit(self, client: Client) -> ShardSpec:
         """The shards that this process stores and loads, with the server's chunk size. Raises BadRequest."""
@@ -109,17 +108,14 @@ class EngineProcess:
             log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
         return spec
 
-    def _make_events(self, depot: SchedulerClient) -> ChunkEvents:
-        """The server publishes what this engine can load, or the engine does: with both, routers would get it twice."""
-        if self._settings.events_topic:
-            if depot.client.wants_tokens:
-                return Descriptions(depot)
-            log.warning(
-                "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
-                depot.client.server_url,
-            )
-        events = self._vllm_config.kv_events_config
-        if events is None or not events.enable_kv_cache_events:
-            return ChunkEvents()
-        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config)
-        return KnownChunks(self._ranks, depot.spec.chunk_tokens, event_group(self._groups, depot.spec, hashed))
+    def _make_events(self, depot: SchedulerClient) -> Descriptions | None:
+        """The descriptions by which the server publishes what this engine can load; None without a topic."""
+        if not self._settings.events_topic:
+            return None
+        if depot.client.wants_tokens:
+            return Descriptions(depot)
+        log.warning(
+            "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
+            depot.client.server_url,
+        )
+        return None

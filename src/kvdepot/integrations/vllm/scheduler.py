@@ -1,8 +1,9 @@
 """The connector's half in vLLM's scheduler: it decides what is looked up, loaded and stored.
 
 It hashes a request's tokens, looks its prefix up when it arrives, and orders loads and stores with each step.
-connector.py says when vLLM calls each method. Invariants: no byte is stored that may be garbage; vLLM is promised only
-tokens that the depot has answered to have.
+connector.py says when vLLM calls each method. Until it is connected, nothing is cached, stored or waits; the workers
+connect by themselves, so they may be connected already. Invariants: no byte is stored that may be garbage; vLLM is
+promised only tokens that the depot has answered to have.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
-from kvdepot.integrations.vllm.events import ChunkEvents
+from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupPlan, StateBlock
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, RequestLoad, Tracked, names_are_contents
 from kvdepot.integrations.vllm.settings import ConnectorSettings
-from kvdepot.integrations.vllm.stats import Minute, OperationStats, PrefillSpeed
+from kvdepot.integrations.vllm.stats import OperationStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.versions import lookahead_tokens
 from kvdepot.protocol import wire
@@ -32,14 +34,13 @@ from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["SchedulerHalf"]
+__all__ = ["ConnectedParts", "SchedulerHalf"]
 
 log = init_logger(__name__)
 
@@ -48,30 +49,35 @@ _ANSWER_S = 0.0005
 "Lookups wait for stores in progress"), and the requests that run must not."""
 
 
+class ConnectedParts(NamedTuple):
+    """The parts that depend on the server. plan: of the model's KV cache groups. events: None: none are published."""
+
+    client: SchedulerClient
+    plan: GroupPlan
+    events: Descriptions | None
+
+
 class SchedulerHalf:
     """The scheduler's half: its requests, and the orders that follow from them."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        client: SchedulerClient,
-        plan: GroupPlan,
-        settings: ConnectorSettings,
-        events: ChunkEvents,
-    ) -> None:
-        """plan: of the model's KV cache groups. events: what is published of chunks."""
+    _depot: SchedulerClient
+    _plan: GroupPlan
+    _events: Descriptions | None
+    _chunk_tokens: int
+    _rules: ChunkRules
+    _leases: RequestLeases
+
+    def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings) -> None:
+        """model: the engine's namespace."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.stats = OperationStats()
-        self._depot = client
-        self._depot.watch = self.stats
-        self._plan = plan
-        self._chunk_tokens = client.spec.chunk_tokens
+        self._model = model
+        self._vllm_config = vllm_config
+        self._is_connected = False
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # that load each chunk
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         self._settings = replace(settings, save_decode=settings.save_decode and self._may_store)
-        self._rules = ChunkRules(self._chunk_tokens, names_are_contents(vllm_config), lookahead_tokens(vllm_config))
-        self._events = events
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -82,32 +88,33 @@ class SchedulerHalf:
         self._waited_s = 0.0  # for lookups, since the last step was built
         self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
-        self._leases = RequestLeases(client, self.stats, self._settings)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
-        self._minute = Minute(self._chunk_tokens, self._ranks)
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
         self._closing: set[str] = set()  # finished requests that workers have yet to report
 
     def __repr__(self) -> str:
-        return f"<SchedulerHalf {len(self._tracked)} requests, step {self._step}>"
+        return f"<SchedulerHalf of {self._model}, {len(self._tracked)} requests, step {self._step}>"
+
+    def connect(self, made: ConnectedParts) -> None:
+        """Cache from now on: also the requests that have come before, but were not scheduled."""
+        config = self._vllm_config
+        self._depot, self._plan, self._events = made
+        self._depot.watch = self.stats
+        self._chunk_tokens = self._depot.spec.chunk_tokens
+        self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
+        self._leases = RequestLeases(self._depot, self.stats, self._settings)
+        self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._holds.bind(pool)
-
-    def use_roots(self, roots: Roots) -> None:
-        """Go on with what was learned of requests before there was a server."""
-        self._roots = roots
 
     def has_pending_block_frees(self) -> bool:
         return self._holds.will_end_soon()
 
     def holds_blocks(self) -> bool:
         return self._holds.is_any_held
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._events.take()
 
     # -- what is cached
 
@@ -116,6 +123,10 @@ class SchedulerHalf:
         request_id = request.request_id
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # token ids do not identify embeddings: neither looked up nor stored
+        if not self._is_connected:
+            with suppress(Exception):  # it is not cached anyway, and no error of one request may end the engine
+                self._roots.root(request)  # note its adapter: vLLM's own prefix cache keeps what it computes
+            return
         if self._shares_none:
             self._uncached.add(request_id)
             return
@@ -127,7 +138,6 @@ class SchedulerHalf:
                 return
             prompt = RequestChunks(request, parent, self._rules)
             tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
-            self._minute.requested()
             self._submit_lookup(tracked)
             self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
@@ -142,7 +152,6 @@ class SchedulerHalf:
         if request_id not in self._tracked:
             self._uncached.add(request_id)
         self.stats.count("uncached_requests")
-        self._minute.refused()
         reason = type(exc).__name__
         if reason not in self._logged:
             self._logged.add(reason)
@@ -191,8 +200,8 @@ class SchedulerHalf:
             return None, False
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
-        if isinstance(outcome, Cached):
-            self._events.found(request, tracked.prompt.chain, tracked.saved_chunks, most)
+        if self._events is not None:
+            self._events.found(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
@@ -226,25 +235,21 @@ class SchedulerHalf:
         """
         tracked.load = None
         if not load.has_failed:
-            saved_s = load.tokens / self._prefill.speed if self._prefill.speed else 0.0
-            self._minute.loaded(load.tokens, saved_s)
             tracked.saved_tokens += load.tokens
-            tracked.saved_s += saved_s
+            tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
             return
-        self._minute.failed()
         request_id = tracked.request.request_id
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
-        self._events.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
         self._depot.forget_lookup(request_id)
 
     # -- a step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        if not self._is_connected:
+            return Orders(model=self._model)
         self._compare_incarnations()
         self._leases.check_answers()
-        now = time.monotonic()
-        self._log(self._minute.line(now))
         self._step += 1
         self._waited_s = 0.0
         preempted = set(scheduler_output.preempted_req_ids or ())
@@ -254,13 +259,13 @@ class SchedulerHalf:
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
-        orders.model = self._depot.spec.model
+        orders.model = self._model
         orders.stores = self._waiting.take(self._step)
         orders.holds = self._plan.holds and bool(orders.stores)
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step
-        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), now)
+        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic())
         state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -275,10 +280,6 @@ class SchedulerHalf:
             if tracked.has_pins and request_id not in going:
                 self._end_pins(tracked)
         return orders
-
-    def _log(self, line: str) -> None:
-        if line:
-            log.info("kvdepot: %s", line)
 
     def _end_pins(self, tracked: Tracked) -> None:
         """Release the pins of a request once its prompt is stored: a chunk with another behind it is not evicted, and
@@ -295,7 +296,8 @@ class SchedulerHalf:
         client.pump()
         if client.incarnation != self._incarnation:
             self._incarnation = client.incarnation
-            self._events.restarted()
+            if self._events is not None:
+                self._events.restarted()
             for tracked in self._tracked.values():
                 tracked.saved_chunks = 0
 
@@ -332,7 +334,8 @@ class SchedulerHalf:
             return
         blocks = block_ids[:read], block_ids[read:]
         self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held))
-        self._events.ordered(request, tracked.prompt.chain, chunks, stores)
+        if self._events is not None:
+            self._events.ordered(request, tracked.prompt.chain, chunks)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -340,12 +343,12 @@ class SchedulerHalf:
 
         vLLM calls it for each step that computed something, and for others if a worker has something to report.
         """
+        if not self._is_connected:
+            return
         failed = connector_output.invalid_block_ids or set()
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else WorkerReport()
         self._prefill.output(report.measured, time.monotonic())
-        self._minute.moved(report.moved)
-        self._events.stored(report)
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
@@ -378,7 +381,7 @@ class SchedulerHalf:
         self._next.ended |= done
         if 0 < self._forget_after <= step:
             self._forget_after = 0
-            self._depot.client.ask(wire.Forget(self._depot.spec.model))
+            self._depot.client.ask(wire.Forget(self._model))
 
     def _loads(self, request_ids: Iterable[str]) -> Iterator[tuple[Tracked, RequestLoad]]:
         """The loads of these requests that have not ended."""
@@ -407,22 +410,19 @@ class SchedulerHalf:
         return True
 
     def reset_cache(self) -> bool:
-        is_forgotten = admin.reset(self._depot.client, self._depot.spec.model)
-        self.share_with_none()
+        # The weights may differ from those on disk: from here on this engine's KV is its own.
+        self._roots.epoch = secrets.token_hex(16)
+        log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
+        if not self._is_connected:
+            return True  # it has stored nothing yet
+        is_forgotten = admin.reset(self._depot.client, self._model)
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
         if self._tracked or self._closing or self._ended_step < self._step:
             # Stores under way may still arrive: void them, and forget once more.
             self._next.void, self._forget_after = True, self._step + 1
-        self._events.clear()
         return is_forgotten
 
-    def share_with_none(self) -> None:
-        """The weights may differ from those on disk: from here on this engine's KV is its own."""
-        self._roots.epoch = secrets.token_hex(16)
-        log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
-
     def shutdown(self) -> None:
-        self._log(self._minute.last_line(time.monotonic()))
         self._depot.close()

@@ -37,16 +37,19 @@ from kvdepot.errors import (
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
 
-__all__ = ["LAYOUTS", "PASSING", "REQUIRED_S", "ConnectorSettings", "ServerPlace", "find_place", "read_settings"]
+__all__ = ["PASSING", "REQUIRED_S", "ConnectorSettings", "ServerPlace", "find_place", "read_settings"]
 
 log = logging.getLogger(__name__)
 
-LAYOUTS = ("engine", "blocks")
-"""Whatever the engine chooses; or all layers of a block side by side, so that a block is one piece of a copy."""
 _PREFIX = "kvdepot."
 _EMBEDDED = "embedded"
 """The value in place of a URL with which the engine has a server of its own."""
 _STARTS = ("auto", "never")
+_REMOVED = {
+    "layout": "set vLLM's variable VLLM_KV_CACHE_LAYOUT (docs/gpus.md)",
+    "max_hint_s": "set max_hint_s of the server",
+}
+"""Settings of earlier versions, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,6 @@ class ConnectorSettings:
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
       chunks; 0: the default
     - events_topic: the name under which routers know this engine (events.py); empty: none
-    - max_hint_s: the longest time for which a request's hints keep its chunks; 0: they do not, and remove none
-    - layout: how the layers of a block lie, one of `LAYOUTS`
     """
 
     url: str = ""
@@ -72,8 +73,6 @@ class ConnectorSettings:
     weights_revision: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
-    max_hint_s: int = 1 << 31
-    layout: str = "engine"
 
     @property
     def is_embedded(self) -> bool:
@@ -93,6 +92,8 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         prefix, dot, name = key.partition(".")
         if dot and prefix.lower() != "kvdepot":
             continue
+        if prefix + dot == _PREFIX and name in _REMOVED:
+            raise ConfigError(f"{key} was removed: {_REMOVED[name]}")
         if prefix + dot != _PREFIX or name not in known:
             raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
         if type(value) is not known[name]:  # True is an int
@@ -100,16 +101,13 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         given[name] = value
     if given.get("boundary_chunks", 0) < 0:
         raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
-    if given.get("max_hint_s", 0) < 0:
-        raise ConfigError(f"{_PREFIX}max_hint_s is {given['max_hint_s']}: a number of seconds, or 0")
     settings = ConnectorSettings(**given)
     if len(settings.events_topic.encode()) > MAX_TOPIC:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    for name, value, values in (("start", settings.start, _STARTS), ("layout", settings.layout, LAYOUTS)):
-        if value not in values:
-            raise ConfigError(f"{_PREFIX}{name} is {value!r}, not one of {', '.join(values)}")
+    if settings.start not in _STARTS:
+        raise ConfigError(f"{_PREFIX}start is {settings.start!r}, not one of {', '.join(_STARTS)}")
     return settings
 
 

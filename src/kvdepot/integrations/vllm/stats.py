@@ -1,16 +1,12 @@
-"""The measurements of an engine: metrics in vLLM, a log line a minute, and the speed of its prefill.
+"""The measurements of an engine: metrics in vLLM, and the speed of its prefill.
 
 - `KVDepotStats` and `KVDepotMetrics` are the connector's metrics in vLLM's log, and as `vllm:kvdepot_*` among its
   Prometheus metrics. The scheduler and each rank's worker report the operations that ended since the last step; vLLM
   adds them up over ranks. So a shard is one rank's part of a chunk, bytes are those of all ranks, a time is one rank's.
-- `Minute` makes a line of what was stored, loaded and saved in each minute in which something was. The scheduler asks
-  for it in every step; an engine without steps logs the last of it with its next step or its end.
 - `PrefillSpeed` turns a load into the seconds that it saves. With vLLM's async scheduling the next step is built while
   the first still runs, so a step's time is counted from when it was built, or from the previous output if that came
   later, to its own output. Steps whose output cannot be attributed are not measured, nor is an engine's first, which
   pays for the first touch of memory and for kernels being compiled.
-
-`Minute` and `PrefillSpeed` read no clock: each call is given the time.
 """
 
 from __future__ import annotations
@@ -25,11 +21,9 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvdepot.client.transfer import Operation
-from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.metrics import BOUNDS_S
-from kvdepot.values import plural
 
-__all__ = ["KVDepotMetrics", "KVDepotStats", "Minute", "Moved", "OperationStats", "PrefillSpeed", "moved_by"]
+__all__ = ["KVDepotMetrics", "KVDepotStats", "OperationStats", "PrefillSpeed"]
 
 _COUNTED: Mapping[str, str] = {
     "lookup_chunks": "Chunks looked up in the depot.",
@@ -145,110 +139,6 @@ class KVDepotMetrics(KVConnectorPromMetrics):
                     metrics[name].observe(took_s)
             elif name in _COUNTED:
                 metrics[name].inc(value)
-
-
-# -- the log line of a minute
-
-_MINUTE_S = 60.0
-_MIB = 1 << 20
-
-
-class Moved(NamedTuple):
-    """Counts of what ranks have stored and loaded. Each stores its shard of a chunk, so chunks count once per rank."""
-
-    stored_chunks: int = 0
-    stored_bytes: int = 0
-    """Stored, or in the depot already."""
-    loaded_bytes: int = 0
-    dropped_stores: int = 0
-
-    def __add__(self, other: tuple[object, ...]) -> Moved:
-        """The sums of both, by field."""
-        assert isinstance(other, Moved)
-        return Moved(*(one + two for one, two in zip(self, other, strict=True)))
-
-
-def moved_by(operation: Operation) -> Moved:
-    """The counts of a rank's store or retrieve. Its bytes are those of all KV cache groups."""
-    if operation.kind == "retrieve":
-        return Moved(loaded_bytes=operation.size_bytes)
-    is_dropped = operation.done < operation.chunks
-    return Moved(len(operation.stored) // HASH_BYTES, operation.size_bytes, dropped_stores=int(is_dropped))
-
-
-class Minute:
-    """The counts since the last line. ranks: all that store each chunk."""
-
-    def __init__(self, chunk_tokens: int, ranks: int) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._ranks = ranks
-        self._begin()
-
-    def _begin(self) -> None:
-        self._since: float | None = None  # when counting began: the first step after the last line
-        self._requests = self._loaded_tokens = self._failed = self._refused = 0
-        self._saved_s = 0.0
-        self._moved = Moved()
-
-    def __repr__(self) -> str:
-        return f"<Minute {self._requests} requests, {self._moved}>"
-
-    def requested(self) -> None:
-        """A request has arrived."""
-        self._requests += 1
-
-    def moved(self, what: Moved) -> None:
-        """Ranks have stored and loaded this."""
-        self._moved += what
-
-    def loaded(self, tokens: int, saved_s: float) -> None:
-        """A request's load has ended. saved_s: the time that computing the tokens would have taken; 0.0: unknown."""
-        self._loaded_tokens += tokens
-        self._saved_s += saved_s
-
-    def failed(self) -> None:
-        """A load has failed."""
-        self._failed += 1
-
-    def refused(self) -> None:
-        """A request is not cached, because of an error."""
-        self._refused += 1
-
-    def line(self, now: float) -> str:
-        """The line, if something was stored, loaded or refused and a minute has passed since; else empty."""
-        if self._since is None:
-            self._since = now
-        return self.last_line(now) if now >= self._since + _MINUTE_S else ""
-
-    def last_line(self, now: float) -> str:
-        """The line of what was counted since the last one, without waiting for the minute; empty if nothing was."""
-        parts = self._moved_parts() + self._lost_parts()
-        since = now if self._since is None else self._since
-        line = f"last {now - since:,.0f} s: {plural(self._requests, 'request')}; {', '.join(parts)}"
-        self._begin()
-        return line if parts else ""
-
-    def _moved_parts(self) -> list[str]:
-        parts = []
-        moved = self._moved
-        if moved.stored_chunks:
-            tokens = moved.stored_chunks // self._ranks * self._chunk_tokens
-            parts.append(f"stored (or found stored) {tokens:,} tokens ({moved.stored_bytes / _MIB:,.1f} MiB)")
-        if self._loaded_tokens:
-            parts.append(f"loaded {self._loaded_tokens:,} tokens ({moved.loaded_bytes / _MIB:,.1f} MiB)")
-        if self._saved_s:
-            parts.append(f"saved about {self._saved_s:,.1f} s of prefill")
-        return parts
-
-    def _lost_parts(self) -> list[str]:
-        parts = []
-        if self._failed:
-            parts.append(f"{plural(self._failed, 'load')} failed")
-        if self._moved.dropped_stores:
-            parts.append(f"{plural(self._moved.dropped_stores, 'store')} dropped")
-        if self._refused:
-            parts.append(f"{plural(self._refused, 'request')} not cached")
-        return parts
 
 
 # -- the speed of prefill

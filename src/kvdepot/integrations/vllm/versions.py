@@ -4,7 +4,6 @@
 |---|---|---|
 | `unregister_kv_caches`, `restore_kv_caches`: notices of sleep | 0.33 | none, so sleep mode is refused |
 | `CacheHitSource`: external hits have a source | 0.32 | none |
-| `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
 | `VllmConfig.num_prefill_lookahead_tokens`: tokens after a position that a drafter reads | 0.31 | computed here |
 | `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
@@ -35,7 +34,6 @@ __all__ = [
     "METHODS_SINCE",
     "alloc_conf",
     "corrections",
-    "hash_block_tokens",
     "installed_release",
     "lookahead_tokens",
     "notifies_of_sleep",
@@ -130,13 +128,3 @@ def lookahead_tokens(vllm_config: VllmConfig) -> int:
     if speculative is None or not speculative.use_eagle():
         return 0
     return int(speculative.num_speculative_tokens if speculative.use_multi_module_mtp() else 1)
-
-
-def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int | None:
-    """Tokens of the blocks that vLLM's scheduler hashes; None if it does not say. For the scheduler only."""
-    if hasattr(kv_cache_config, "hash_block_size"):
-        tokens: int | None = kv_cache_config.hash_block_size
-        return tokens
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
-    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])

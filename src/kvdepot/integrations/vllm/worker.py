@@ -1,6 +1,7 @@
 """The connector's half in a worker of vLLM: it shares the rank's KV with the server, and loads and stores as ordered.
 
-connector.py says when vLLM calls each method.
+connector.py says when vLLM calls each method. Invariant: a worker that is not connected reports every load that it is
+ordered as failed and every store as ended, in the same step and once, as a connected one does that has lost its server.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from kvdepot.client.transfer import Operation
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.stats import OperationStats, moved_by
+from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHalf", "register"]
 
 log = init_logger(__name__)
 
@@ -34,39 +34,42 @@ _IDLE_S = 0.002
 
 
 class WorkerHalf:
-    """The worker's half, of one rank."""
+    """The worker's half, of one rank; until it is connected, nothing is loaded or stored."""
 
-    def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int, fails_whole: bool) -> None:
+    _depot: WorkerClient
+
+    def __init__(self, vllm_config: VllmConfig, rank: int, fails_whole: bool) -> None:
         """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
-        events = vllm_config.kv_events_config
         self.stats = OperationStats()
-        self._depot = client
-        self._depot.watch = self._operation_ended
+        self.is_connected = False
+        """Whether it loads and stores; may be set to False between two steps."""
+        self.shares_none = False
+        """Whether this worker's KV cannot be shared, so that it will never be connected."""
         self._fails_whole = fails_whole
         self._rank = rank
-        self._reports_keys = events is not None and events.enable_kv_cache_events
-        self._report = WorkerReport()  # of what was stored since the last step
+        self._failed = Orders()  # whose loads have failed for want of a connection
         self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
         self._gpu: torch.device | None = None  # that holds the KV, if one does
 
     def __repr__(self) -> str:
-        return f"<WorkerHalf of rank {self._rank}>"
-
-    def _operation_ended(self, operation: Operation) -> None:
-        self.stats(operation)
-        self._report.moved += moved_by(operation)
-        if self._reports_keys:
-            self._report.add(operation.stored, self._rank)
+        return f"<WorkerHalf of rank {self._rank}{'' if self.is_connected else ', not connected'}>"
 
     # -- its tensors
 
+    def connect(self, made: WorkerClient) -> None:
+        """Load and store from the next step on. made: a client that has registered the KV."""
+        self._depot = made
+        self._depot.watch = self.stats
+        self.is_connected = True
+
+    def use_tensors(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """These tensors have the paged KV."""
+        device = next(iter(kv_caches.values())).device
+        self._gpu = None if device.type == "cpu" else device
+
     def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
-        """Have the server map the paged KV that `share_kv` has shared. Blocks 30 s at most; raises KVDepotError."""
-        if self._depot.spec.groups:
-            self._depot.register_groups(layouts, kv_caches)
-        else:
-            self._depot.register_layout(layouts[0], kv_caches)
-        self._gpu = next(cache.device for cache in kv_caches.values()) if layouts[0].device else None
+        """Have the server map the KV again. Blocks 30 s at most; raises KVDepotError."""
+        register(self._depot, layouts, kv_caches)
 
     def unregister(self) -> None:
         """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
@@ -86,6 +89,8 @@ class WorkerHalf:
 
         After a reset, void all stores.
         """
+        if not self.is_connected:
+            return
         if orders.void:
             self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
         if orders.preempted:
@@ -93,6 +98,9 @@ class WorkerHalf:
 
     def start_loads(self, orders: Orders) -> None:
         """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
+        if not self.is_connected:
+            self._failed = orders
+            return
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
             self._depot.submit_retrieve([request_id], transfers, event)
@@ -102,7 +110,7 @@ class WorkerHalf:
 
         Before this step computes: another engine may be waiting for these chunks, and a step takes long.
         """
-        if orders.stores:
+        if orders.stores and self.is_connected:
             requests = list(dict.fromkeys(store.request_id for store in orders.stores))
             submitted = self._depot.submit_store(requests, orders.stores, self._queued())
             if orders.holds:
@@ -121,6 +129,8 @@ class WorkerHalf:
 
     def get_finished(self, orders: Orders) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose last store has ended, of those that vLLM waits for; and requests whose load has ended."""
+        if not self.is_connected:
+            return set(orders.ended) or None, set(orders.loads) or None
         if orders.idle:
             self._depot.wait_any(_IDLE_S)
         # Not vLLM's ids: stores of a finished request may be ordered a step later, and vLLM asserts that it waits for
@@ -135,16 +145,28 @@ class WorkerHalf:
         vLLM takes ids of failed blocks only from models with one group. And of a bounded group it would take the blocks
         before the failed one for good, which were not loaded, as nothing but the window is.
         """
-        return self._depot.take_failed_requests() if self._fails_whole else set()
+        if not self._fails_whole:
+            return set()
+        return self._depot.take_failed_requests() if self.is_connected else set(self._failed.loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks that vLLM must recompute: where a load may fail in part."""
-        return set() if self._fails_whole else self._depot.take_failed_blocks()
+        if self._fails_whole:
+            return set()
+        if self.is_connected:
+            return self._depot.take_failed_blocks()
+        return {
+            block
+            for transfers in self._failed.loads.values()
+            for transfer in transfers
+            for block in memoryview(transfer.block_ids[4 * transfer.skip_blocks :]).cast("I")
+        }
 
     def take_report(self, orders: Orders) -> WorkerReport:
-        """The chunks stored since the last step, and the number of this step."""
-        report, self._report = self._report, WorkerReport()
-        report.step, report.measured = orders.step, orders.measured
+        """The stores that have ended since the last step, and the number of this step."""
+        report = WorkerReport(step=orders.step, measured=orders.measured, shares_none=self.shares_none)
+        if orders.holds and not self.is_connected:
+            report.ended[orders.step] = {self._rank}
         for step in [step for step, stores in self._storing.items() if stores.done()]:
             del self._storing[step]
             report.ended[step] = {self._rank}
@@ -153,3 +175,11 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self._depot.close()
+
+
+def register(client: WorkerClient, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
+    """Have the server map the paged KV that `share_kv` has shared. Blocks 30 s at most; raises KVDepotError."""
+    if client.spec.groups:
+        client.register_groups(layouts, kv_caches)
+    else:
+        client.register_layout(layouts[0], kv_caches)
