@@ -11,11 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvdepot.devices.cuda.driver import DriverError
+from kvdepot.errors import DeviceError, LayoutError
 from tests.conftest import eventually
-from tests.devices.peers import MIB, Peer, Raised
+from tests.devices.worker import WorkerProcess
 from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
+
+MIB = 1 << 20
+StartProcess = Callable[..., WorkerProcess]
 
 
 @pytest.fixture
@@ -28,33 +33,29 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def start_peer(machine: Machine) -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
+def start_process(machine: Machine) -> Iterator[StartProcess]:
+    started: list[WorkerProcess] = []
 
-    def start(**environment: str) -> Peer:
-        peers.append(Peer(machine, **environment))
-        return peers[-1]
+    def start(**environment: str) -> WorkerProcess:
+        started.append(WorkerProcess({"PYTHONWARNINGS": "error", **machine.environment(), **environment}))
+        return started[-1]
 
     yield start
-    logs = []
-    for peer in peers:
-        if peer.process.poll() is None:
-            _, log = peer.process.communicate("", timeout=120)
-            logs.append(log)
-    assert not any(logs), "".join(logs)
+    for process in started:
+        process.close()
 
 
 @pytest.fixture
-def worker(start_peer: Callable[..., Peer]) -> Peer:
-    return start_peer()
+def worker(start_process: StartProcess) -> WorkerProcess:
+    return start_process()
 
 
 @pytest.fixture
-def server(start_peer: Callable[..., Peer]) -> Peer:
-    return start_peer()
+def server(start_process: StartProcess) -> WorkerProcess:
+    return start_process()
 
 
-def held(machine: Machine, peer: Peer) -> dict[str, int]:
+def held(machine: Machine, peer: WorkerProcess) -> dict[str, int]:
     """What a process holds of the driver's, contexts and memory included."""
     ledger = machine.held_by(peer.pid)
     return {**ledger["held"], "memory": len(ledger["memory"]), "contexts": len(ledger["contexts"])}
@@ -66,108 +67,90 @@ NOTHING = {"memory": 0, "contexts": 0}
 # -- plain allocations
 
 
-def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_peer: Callable[..., Peer]) -> None:
-    worker, server = start_peer(CUDA_VISIBLE_DEVICES="1"), start_peer(CUDA_VISIBLE_DEVICES="1,0")
-    other = start_peer(CUDA_VISIBLE_DEVICES="0")
-    view = worker.ask("tensor", "a", MIB)
-    assert view["device"].startswith("GPU-") and len(view["device"]) == 40
-    worker.ask("fill", "a", 3)
-    number = server.ask("open", view)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("close", number)
-    with pytest.raises(Raised, match="is not visible to this process") as refused:
-        other.ask("open", view)
-    assert refused.value.kind == "DeviceError"
+def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_process: StartProcess) -> None:
+    worker, server = start_process(CUDA_VISIBLE_DEVICES="1"), start_process(CUDA_VISIBLE_DEVICES="1,0")
+    other = start_process(CUDA_VISIBLE_DEVICES="0")
+    view = worker.call("tensor", "a", MIB)
+    assert view.device.startswith("GPU-") and len(view.device) == 40
+    worker.call("fill", "a", 3)
+    number = server.call("attach", view)
+    assert server.call("sum", number) == worker.call("sum", "a")
+    server.call("detach", number)
+    with pytest.raises(DeviceError, match="is not visible to this process"):
+        other.call("attach", view)
 
 
 def test_a_handle_is_open_once_in_the_driver_however_often_it_is_registered(
-    machine: Machine, worker: Peer, server: Peer
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess
 ) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    numbers = [server.ask("open", view) for _ in range(3)]
+    view = worker.call("tensor", "a", MIB)
+    numbers = [server.call("attach", view) for _ in range(3)]
     assert machine.counts(server.pid)["cuIpcOpenMemHandle"] == 1
     for number in numbers:
-        server.ask("close", number)
+        server.call("detach", number)
     assert machine.counts(server.pid)["cuIpcCloseMemHandle"] == 1
-    number = server.ask("open", view)
-    server.ask("close", number)
+    number = server.call("attach", view)
+    server.call("detach", number)
     assert machine.counts(server.pid)["cuIpcOpenMemHandle"] == 2
 
 
 @pytest.mark.parametrize("kind", ["tensor", "virtual"])
-def test_many_threads_open_and_close_the_same_memory(machine: Machine, worker: Peer, server: Peer, kind: str) -> None:
-    view = worker.ask(kind, "a", 2 * MIB)
-    worker.ask("fill", "a", 11)
-    assert server.ask("open_from_threads", view, 8, 20) == [worker.ask("sum", "a")] * 160
-    server.ask("leave")
+def test_many_threads_open_and_close_the_same_memory(
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess, kind: str
+) -> None:
+    view = worker.call(kind, "a", 2 * MIB)
+    worker.call("fill", "a", 11)
+    assert server.call("attach_from_threads", view, 8, 20) == [worker.call("sum", "a")] * 160
+    server.call("leave")
     assert held(machine, server) == NOTHING
 
 
-def test_a_thread_without_a_context_can_share(machine: Machine, worker: Peer, server: Peer) -> None:
-    worker.ask("allocate", "a", MIB)
-    view = worker.ask("view_from_thread", "a")
-    worker.ask("fill", "a", 5)
-    number = server.ask("open", view)
-    assert server.ask("sum", number) == worker.ask("sum", "a")
-    server.ask("close", number)
+def test_a_thread_without_a_context_can_share(machine: Machine, worker: WorkerProcess, server: WorkerProcess) -> None:
+    worker.call("reserve", "a", 2 * MIB)
+    view = worker.call("part_from_thread", "a", 0, 2 * MIB)
+    worker.call("fill", "a", 5)
+    number = server.call("attach", view)
+    assert server.call("sum", number) == worker.call("sum", "a")
+    server.call("detach", number)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "virtual"])
 def test_sharing_takes_no_more_of_the_engines_context_than_it_gives_back(
-    machine: Machine, worker: Peer, kind: str
+    machine: Machine, worker: WorkerProcess, kind: str
 ) -> None:
-    worker.ask(kind, "a", 2 * MIB)
-    assert not machine.counts(worker.pid)["cuDevicePrimaryCtxSetFlags"]
+    before = machine.counts(worker.pid)["cuDevicePrimaryCtxSetFlags"]
+    worker.call(kind, "a", 2 * MIB)
+    assert machine.counts(worker.pid)["cuDevicePrimaryCtxSetFlags"] == before
     assert machine.contexts(0) == {worker.pid}
-    worker.ask("leave")  # the engine's own hold was the last
+    worker.call("leave")  # the engine's own hold was the last
     assert machine.contexts(0) == set()
 
 
 # -- virtual memory
 
 
-def test_a_thousand_pieces_are_mapped_and_given_back(machine: Machine, start_peer: Callable[..., Peer]) -> None:
-    machine.close()
-    large = Machine(gpus=1, total_mib=4096)
-    try:
-        worker, server = Peer(large), Peer(large)
-        view = worker.ask("virtual", "a", 2000 * MIB, 2 * MIB)
-        number = server.ask("open", view)
-        worker.ask("poke", "a", 1999 * MIB + 5, 77)
-        assert server.ask("peek", number, 1999 * MIB + 5) == 77
-        files = server.ask("files")
-        server.ask("close", number)
-        assert server.ask("files") <= files
-        server.ask("leave")
-        assert held(large, server) == NOTHING
-        assert not large.failures()
-        for peer in (worker, server):
-            _, log = peer.process.communicate("", timeout=120)
-            assert not log
-    finally:
-        large.close()
-
-
-def test_the_worker_keeps_no_descriptor_and_no_hold_on_its_memory(machine: Machine, worker: Peer, server: Peer) -> None:
-    worker.ask("virtual", "warm", 2 * MIB)
-    before = worker.ask("files"), machine.held_by(worker.pid)["held"].get("generic", 0)
-    view = worker.ask("virtual", "a", 20 * MIB, 2 * MIB)
-    number = server.ask("open", view)
-    after = worker.ask("files"), machine.held_by(worker.pid)["held"].get("generic", 0)
-    server.ask("close", number)
-    assert after[1] - before[1] == 10  # the engine's own ten
-    assert eventually(lambda: worker.ask("files") - before[0] <= 10)  # the fake driver has a file open for each piece
+def test_the_worker_keeps_no_descriptor_and_no_hold_on_its_memory(
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess
+) -> None:
+    worker.call("virtual", "warm", 2 * MIB)
+    before = worker.call("footprint")["fds"], machine.held_by(worker.pid)["held"].get("generic", 0)
+    view = worker.call("virtual", "a", 20 * MIB, 2 * MIB)
+    number = server.call("attach", view)
+    after = worker.call("footprint")["fds"], machine.held_by(worker.pid)["held"].get("generic", 0)
+    server.call("detach", number)
+    assert after[1] == before[1]
+    eventually(lambda: worker.call("footprint")["fds"] - before[0] <= 10)  # the fake driver has a file for each piece
 
 
 def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
-    machine: Machine, worker: Peer, server: Peer
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess
 ) -> None:
-    view = worker.ask("virtual", "a", 8 * MIB)
-    number = server.ask("open", view)
+    view = worker.call("virtual", "a", 8 * MIB)
+    number = server.call("attach", view)
     contexts = machine.used_bytes(0) - 8 * MIB
-    worker.ask("free_virtual", "a")
+    worker.call("unmap", "a")
     assert machine.used_bytes(0) - contexts == 8 * MIB
-    server.ask("close", number)
+    server.call("detach", number)
     assert machine.used_bytes(0) == contexts
 
 
@@ -177,52 +160,42 @@ def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
 )
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_driver_that_refuses_half_way_leaves_nothing_mapped(
-    machine: Machine, worker: Peer, server: Peer, function: str, nth: int
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess, function: str, nth: int
 ) -> None:
-    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
-    server.ask("enter")
-    files = server.ask("files")
+    view = worker.call("virtual", "a", 8 * MIB, 2 * MIB)
+    files = server.call("footprint")["fds"]
     nth = 1 if function in ("cuMemAddressReserve", "cuMemSetAccess") else nth
     machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", nth=nth, pid=server.pid)
-    with pytest.raises(Raised, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
-        server.ask("open", view)
+    with pytest.raises(DriverError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
+        server.call("attach", view)
     machine.heal()
-    assert server.ask("files") == files
+    assert server.call("footprint")["fds"] == files
     assert {kind: count for kind, count in held(machine, server).items() if count} == {"contexts": 1}
-    number = server.ask("open", view)
-    server.ask("close", number)
+    number = server.call("attach", view)
+    server.call("detach", number)
 
 
-def test_unmapping_goes_on_where_one_piece_cannot_be_unmapped(machine: Machine, worker: Peer, server: Peer) -> None:
-    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
-    number = server.ask("open", view)
+def test_unmapping_goes_on_where_one_piece_cannot_be_unmapped(
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess
+) -> None:
+    view = worker.call("virtual", "a", 8 * MIB, 2 * MIB)
+    number = server.call("attach", view)
     machine.fail("cuMemUnmap", "CUDA_ERROR_UNKNOWN", pid=server.pid)
-    with pytest.raises(Raised, match="cuMem"):
-        server.ask("close", number)
+    with pytest.raises(DriverError, match="cuMem"):
+        server.call("detach", number)
     machine.heal()
     assert machine.held_by(server.pid)["held"]["virtual"] == 1  # that piece
-    server.ask("close", number)
+    server.call("detach", number)
 
 
 # -- what cannot be shared
 
 
-@pytest.mark.parametrize(
-    ("reserved", "advice"), [(8 * MIB, "--enable-sleep-mode"), (64 * MIB, "expandable_segments:True")]
-)
-def test_memory_that_is_not_exportable_is_refused_with_what_to_set(worker: Peer, reserved: int, advice: str) -> None:
-    with pytest.raises(Raised) as refused:
-        worker.ask("reserve", "a", reserved, 8 * MIB, 2 * MIB, 0)
-    assert refused.value.kind == "DeviceError" and "layer 0" in str(refused.value)
-    assert {"--enable-sleep-mode", "expandable_segments:True"} & set(str(refused.value).split()) == {advice}
-
-
-def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: Peer) -> None:
-    worker.ask("allocate_virtual", "a", 2 * MIB)
+def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: WorkerProcess) -> None:
+    worker.call("reserve", "a", 2 * MIB)
     machine.fail("cuMemRetainAllocationHandle", "CUDA_ERROR_INVALID_VALUE", pid=worker.pid)
-    with pytest.raises(Raised, match="cudaMallocAsync") as refused:
-        worker.ask("part", "a", 0, 2 * MIB)
-    assert refused.value.kind == "DeviceError"
+    with pytest.raises(DeviceError, match="cudaMallocAsync"):
+        worker.call("part", "a", 0, 2 * MIB)
     machine.heal()
 
 
@@ -230,20 +203,20 @@ def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: 
 
 
 def test_memory_of_a_killed_worker_stays_until_the_server_closes_it(
-    machine: Machine, worker: Peer, server: Peer
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess
 ) -> None:
-    views = [worker.ask("tensor", "a", 2 * MIB), worker.ask("virtual", "b", 4 * MIB)]
+    views = [worker.call("tensor", "a", 2 * MIB), worker.call("virtual", "b", 4 * MIB)]
     for name in "ab":
-        worker.ask("fill", name, 9)
-    numbers = [server.ask("open", view) for view in views]
-    sums = [server.ask("sum", number) for number in numbers]
-    path = Path("/dev/shm") / msgspec.msgpack.decode(bytes.fromhex(views[1]["handle"])[1:])[0]
+        worker.call("fill", name, 9)
+    numbers = [server.call("attach", view) for view in views]
+    sums = [server.call("sum", number) for number in numbers]
+    path = Path("/dev/shm") / msgspec.msgpack.decode(views[1].handle[1:])[0]
     worker.kill()
-    assert [server.ask("sum", number) for number in numbers] == sums
+    assert [server.call("sum", number) for number in numbers] == sums
     for number in numbers:
-        server.ask("close", number)
+        server.call("detach", number)
     assert not path.exists()  # the dead worker's socket goes with the last of its memory
-    server.ask("leave")
+    server.call("leave")
     assert held(machine, server) == NOTHING
     assert machine.used_bytes(0) == 0
 
@@ -258,27 +231,25 @@ def test_memory_of_a_killed_worker_stays_until_the_server_closes_it(
      b"\2" + msgspec.msgpack.encode(["kvdepot-fds-0123456789abcdef", bytes(16), 0, 1])],
 )  # fmt: skip
 def test_a_handle_that_is_none_is_a_layout_error_and_nothing_is_kept(
-    machine: Machine, worker: Peer, server: Peer, handle: bytes
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess, handle: bytes
 ) -> None:
-    view = worker.ask("tensor", "a", MIB)
-    with pytest.raises(Raised) as refused:
-        server.ask("open", {**view, "handle": handle.hex(), "mapping_bytes": 2 * MIB})
-    assert refused.value.kind == "LayoutError"
-    server.ask("leave")
+    view = worker.call("tensor", "a", MIB)
+    with pytest.raises(LayoutError):
+        server.call("attach", view._replace(handle=handle, mapping_bytes=2 * MIB))
+    server.call("leave")
     assert held(machine, server) == NOTHING
 
 
 @pytest.mark.parametrize(
     ("size", "kind"),
-    [(0, "LayoutError"), (-1, "LayoutError"), (6 << 20, "LayoutError"), (2 << 20, "LayoutError"),
-     (1 << 62, "DriverError"), ((4 << 20) - 1, "DriverError")],
+    [(0, LayoutError), (-1, LayoutError), (6 << 20, LayoutError), (2 << 20, LayoutError), (1 << 62, DriverError),
+     ((4 << 20) - 1, DriverError)],
 )  # fmt: skip
 def test_a_size_that_is_not_that_of_the_pieces_is_refused(
-    machine: Machine, worker: Peer, server: Peer, size: int, kind: str
+    machine: Machine, worker: WorkerProcess, server: WorkerProcess, size: int, kind: type[Exception]
 ) -> None:
-    view = worker.ask("virtual", "a", 4 * MIB, 2 * MIB)
-    with pytest.raises(Raised) as refused:
-        server.ask("open", {**view, "mapping_bytes": size})
-    assert refused.value.kind == kind
-    server.ask("leave")
+    view = worker.call("virtual", "a", 4 * MIB, 2 * MIB)
+    with pytest.raises(kind):
+        server.call("attach", view._replace(mapping_bytes=size))
+    server.call("leave")
     assert held(machine, server) == NOTHING

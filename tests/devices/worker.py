@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.protocol.layout import TensorView
+from tests.devices.footprints import descriptors_and_maps
 from tests.devices.tensors import DTYPES, Bytes, Model, Placed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,7 +90,7 @@ class GpuMemory:
         for size in sizes:
             places.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        base = self._allocate(end) if self.how == "one" else self._map(end, self.how == "virtual")
+        base = self._allocate(end) if self.how == "one" else self._map(end, self.how == "virtual", self._undo)
         self.addresses = [base + place for place in places]
 
     def _allocate(self, size: int) -> int:
@@ -111,9 +114,12 @@ class GpuMemory:
         flat = self.storages[layer.storage].view(getattr(torch, layer.dtype))
         return flat.as_strided(layer.shape, [stride // item for stride in layer.strides], layer.offset // item)
 
-    def _map(self, size: int, exportable: bool) -> int:
+    def _map(
+        self, size: int, exportable: bool, undo: contextlib.ExitStack, piece: int = GRANULE, reserved: int = 0
+    ) -> int:
+        """Pieces mapped side by side, as torch's expandable segments do. reserved: addresses, if more than memory."""
         cu, call = self.driver.cu, self.driver.call
-        size = -(-size // GRANULE) * GRANULE
+        size = -(-size // piece) * piece
         prop = cu.CUmemAllocationProp()
         prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -123,13 +129,13 @@ class GpuMemory:
         access = cu.CUmemAccessDesc()
         access.location = prop.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        base = int(call("cuMemAddressReserve", size, 0, 0, 0))
-        self._undo.callback(call, "cuMemAddressFree", base, size)
-        for address in range(base, base + size, GRANULE):
-            handle = call("cuMemCreate", GRANULE, prop, 0)
-            call("cuMemMap", address, GRANULE, 0, handle, 0)
+        base = int(call("cuMemAddressReserve", reserved or size, 0, 0, 0))
+        undo.callback(call, "cuMemAddressFree", base, reserved or size)
+        for address in range(base, base + size, piece):
+            handle = call("cuMemCreate", piece, prop, 0)
+            call("cuMemMap", address, piece, 0, handle, 0)
             call("cuMemRelease", handle)
-            self._undo.callback(call, "cuMemUnmap", address, GRANULE)
+            undo.callback(call, "cuMemUnmap", address, piece)
         call("cuMemSetAccess", base, size, [access], 1)
         return base
 
@@ -172,7 +178,139 @@ class GpuMemory:
         return int(free), int(total)
 
 
-class Engine(GpuMemory):
+class Sharer(GpuMemory):
+    """Memory by name, which is shared as a worker's, and what was opened of another process, as a server does."""
+
+    def __init__(self, gpu: int, how: str) -> None:
+        super().__init__(gpu, how)
+        self.named: dict[str, tuple[int, int]] = {}
+        self._unmap: dict[str, contextlib.ExitStack] = {}
+        self._opened: list[Any] = []
+
+    # -- a worker
+
+    def reserve(self, name: str, size: int, piece: int = 0, reserved: int = 0, exportable: bool = True) -> None:
+        """Virtual memory that is not shared yet."""
+        undo = self._unmap[name] = contextlib.ExitStack()
+        self.named[name] = self._map(size, exportable, undo, piece or size, reserved), size
+
+    def virtual(self, name: str, size: int, piece: int = 0) -> TensorView:
+        self.reserve(name, size, piece)
+        return self.part(name, 0, size)
+
+    def unmap(self, name: str) -> None:
+        del self.named[name]
+        self._unmap.pop(name).close()
+
+    def tensor(self, name: str, size: int) -> TensorView:
+        self.named[name] = self._allocate(size), size
+        return self.part(name, 0, size)
+
+    def torch_tensor(self, name: str, size: int) -> TensorView:
+        """A tensor from torch's own allocator, however the environment sets that up."""
+        from kvdepot.devices import share
+
+        address = self._of_torch(size)
+        view = share(self.storages[-1], name)
+        self.named[name] = address - view.offset, view.mapping_bytes
+        return view
+
+    def part(self, name: str, offset: int, size: int) -> TensorView:
+        """Share a tensor whose storage is a part of what is mapped."""
+        from kvdepot.devices import share
+
+        placed = Placed("layer 0", 0, 0, (size,), (1,), "float8_e4m3fn")
+        tensor: Any = DriverTensor(self.gpu, self.named[name][0] + offset, size, placed)
+        return share(tensor, "layer 0")
+
+    def part_from_thread(self, name: str, offset: int, size: int) -> TensorView:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.part, name, offset, size).result(HANG_S)
+
+    def lie(self, kind: str) -> TensorView:
+        """A handle of one piece that has 2 MiB, not 4, or that is no memory of a GPU at all."""
+        from kvdepot.devices.cuda import descriptors
+
+        view, cu = self.virtual("lie", GRANULE), self.driver.cu
+        posix = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+        def export(first: int, end: int) -> Iterator[int]:
+            memory = self.driver.call("cuMemRetainAllocationHandle", self.named["lie"][0])
+            larger = self.driver.call("cuMemExportToShareableHandle", memory, posix, 0)
+            yield larger if kind == "larger" else os.memfd_create("anything")
+
+        handle = b"\2" + descriptors.offer("lie", [2 * GRANULE], export)
+        return view._replace(mapping_bytes=2 * GRANULE, handle=handle)
+
+    def fill(self, name: str, seed: int) -> None:
+        self._fill(*self.named[name], seed)
+
+    # -- a server
+
+    def _open(self, view: TensorView) -> Any:
+        from kvdepot.devices.cuda import sharing
+        from kvdepot.protocol.layout import Mapping as Mapped
+
+        mapping = Mapped(view.mapping, view.mapping_bytes, view.device, view.handle)
+        self.driver.device(mapping.device)
+        return sharing.open_allocation(self.driver, mapping)
+
+    def attach(self, view: TensorView) -> int:
+        self._opened.append(self._open(view))
+        return len(self._opened) - 1
+
+    def attach_from_threads(self, view: TensorView, threads: int, times: int) -> list[int]:
+        """Open, read and close it this many times on each of several threads; the checksums."""
+
+        def run(_: int) -> list[int]:
+            sums = []
+            with self.driver.current(self.context):
+                for _ in range(times):
+                    opened = self._open(view)
+                    sums.append(self._sum(opened.address, opened.size))
+                    opened.close()
+            return sums
+
+        with ThreadPoolExecutor(threads) as pool:
+            return [each for sums in pool.map(run, range(threads)) for each in sums]
+
+    def detach(self, number: int) -> None:
+        self._opened[number].close()
+
+    def overwrite(self, number: int, seed: int) -> None:
+        self._fill(self._opened[number].address, self._opened[number].size, seed)
+
+    # -- both
+
+    def _fill(self, address: int, size: int, seed: int) -> None:
+        data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        self.driver.call("cuMemcpyHtoD", address, data.ctypes.data, size)
+
+    def _sum(self, address: int, size: int) -> int:
+        data = np.empty(size, np.uint8)
+        self.driver.call("cuMemcpyDtoH", data.ctypes.data, address, size)
+        return zlib.crc32(data)
+
+    def sum(self, which: str | int, offset: int = 0, size: int = 0) -> int:
+        """A checksum of memory."""
+        if isinstance(which, str):
+            address, length = self.named[which]
+        else:
+            address, length = self._opened[which].address, self._opened[which].size
+        return self._sum(address + offset, size or length)
+
+    def footprint(self) -> dict[str, int]:
+        """What must not grow: memory in use on the GPU, and this process's descriptors and mappings."""
+        free, total = self.info()
+        return {"gpu": total - free, **descriptors_and_maps()}
+
+    def leave(self) -> None:
+        """Give up the context."""
+        self.driver.call("cuCtxPopCurrent")
+        self.driver.release(self.gpu)
+
+
+class Engine(Sharer):
     """A worker as an engine has it: its tensors are registered with a server through the adapter."""
 
     def connect(self, url: str, name: str, model: Model, block_tokens: int) -> int:
@@ -259,6 +397,10 @@ class WorkerProcess:
         if kind == "error":
             raise value
         return value
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
