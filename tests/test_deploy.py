@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -118,6 +119,13 @@ def test_an_sdist_installs_into_an_empty_environment(tmp_path: Path) -> None:
         env=clean, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert Path(found.stdout).is_relative_to(place)
+
+
+def test_the_package_contains_uplot_as_it_was_committed_with_its_hash() -> None:
+    vendor = ROOT / "src/kvdepot/web/page/vendor"
+    hashes = dict(reversed(line.split()) for line in (vendor / "SHA256SUMS").read_text().splitlines())
+    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in vendor.iterdir()}
+    assert found.pop("SHA256SUMS") and found == hashes
 
 
 # -- images

@@ -26,7 +26,6 @@ from kvdepot.web.history import measure
 from kvdepot.web.live import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
-VENDOR = PAGE / "vendor"
 CSP = dict(_HEADERS)[b"content-security-policy"].decode()
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 GIB = 2**30
@@ -41,10 +40,7 @@ class Site:
         self.ticks = True  # whether time passes, and there is a new status again and again
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
-        self.lag = ""  # what is wrong although there is one
-        self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
-        self.cut_off = ""  # the next request for this path gets no answer
         self.asked: list[str] = []
         self.events = 0  # sent, on all streams
         self.prefixes: list[dict[str, Any]] = []
@@ -84,11 +80,11 @@ class Site:
         since = time.time() - self._began if self.ticks else 0.0
         facts = msgspec.structs.asdict(self.status)
         facts |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        health = judge(self.status, self.lag)
+        health = judge(self.status)
         point = measure(None, self.status, facts["wall_s"])
         flag = "--kv-transfer-config '{}'"
         return StatusNow(
-            **facts, turn=turn, point=point, trouble=self.lag, health=health, losses=losses(self.status),
+            **facts, turn=turn, point=point, trouble="", health=health, losses=losses(self.status),
             engine_flag=flag,
         )  # fmt: skip
 
@@ -97,8 +93,8 @@ class Site:
         self._head(request, HTTPStatus.OK, "text/event-stream")
         turn, sent, sent_at = 0, (), 0.0
         while not self._closing.wait(0.02):
-            state = id(self.status), self.trouble, self.lag, self.gibberish, self.token
-            if sent and (self.gibberish, self.token) != sent[3:]:
+            state = id(self.status), self.trouble, self.token
+            if sent and self.token != sent[2]:
                 return
             if state != sent or (self.ticks and time.monotonic() - sent_at > 0.25):
                 turn, sent, sent_at, self._kept = turn + 1, state, time.monotonic(), self.status
@@ -110,16 +106,10 @@ class Site:
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path = request.path.partition("?")[0]
         self.asked.append(path)
-        if path == self.cut_off:
-            self.cut_off = ""
-            request.close_connection = True
-            return
         status, kind, body = HTTPStatus.OK, "application/json", b""
         if path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
-            elif self.gibberish:
-                kind, body = "text/html", b"<h1>Welcome</h1>"
             elif path == "/v1/stream":
                 self._stream(request)
                 return

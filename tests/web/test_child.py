@@ -7,10 +7,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,19 +19,11 @@ from kvdepot.install import advice
 from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
-from tests.ports import free_port
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.server.process import run_serve
 from tests.web.conftest import NEEDED, StartWeb, Web, children, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address(start_web: StartWeb) -> None:
@@ -69,44 +57,6 @@ def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
     assert works(web.depot)
 
 
-def test_a_web_process_that_was_stopped_goes_on_and_is_not_taken_for_one_that_hangs(start_web: StartWeb) -> None:
-    web = start_web()
-    child = web.child()
-    suspend(child)
-    try:
-        time.sleep(11.0)  # longer than its loop may hang
-    finally:
-        os.kill(child, signal.SIGCONT)
-    number = len(web.get("/v1/history").value["times_s"])
-    eventually(lambda: len(web.get("/v1/history").value["times_s"]) >= number + 3)  # some seconds on
-    assert web.child() == child
-    assert "hangs" not in web.depot.logged()
-
-
-def test_a_server_without_standard_error_has_its_web_process_all_the_same(
-    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need(*NEEDED)
-    closing = (
-        "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, '-m', 'kvdepot.cli', *sys.argv[1:]])"
-    )
-    monkeypatch.setattr(Depot, "command", [sys.executable, "-c", closing])
-    port = free_port()
-    depot = start_depot("--http", f"127.0.0.1:{port}")
-
-    def answers() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=HANG_S) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    eventually(answers)
-    child = Web.child_of(depot)
-    eventually(lambda: depot.status()["uptime_s"] > 4)  # its loop has come by several times
-    assert answers() and Web.child_of(depot) == child != 0
-
-
 def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) -> None:
     web = start_web()
     child = web.child()
@@ -115,14 +65,6 @@ def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) 
     eventually(lambda: not lives(child))
     with pytest.raises(OSError):
         web.get("/healthz")
-
-
-def test_the_web_process_is_gone_when_its_server_has_stopped(start_web: StartWeb) -> None:
-    web = start_web()
-    child = web.child()
-    assert web.depot.stop() == 0
-    assert not lives(child)
-    assert "the web process ended" not in web.depot.logged()
 
 
 def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartWeb) -> None:
@@ -202,17 +144,6 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
         assert client.ask(wire.Noop()).result(HANG_S) == "ok"
     finally:
         client.close()
-
-
-def test_a_server_at_a_tcp_port_is_found_and_its_token_lies_where_its_user_looks(
-    start_web: StartWeb, short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    url = f"tcp://127.0.0.1:{free_port()}"
-    web = start_web(url=url)
-    config = load(flags={"url": url, "arena_name": web.depot.name}, environ={})
-    assert token_path(config).parent.parent == short_path
-    assert web.ask("POST", "/v1/forget", {"all": True}, read_token(config)).value == {"memory": 0}
 
 
 def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
@@ -333,19 +264,3 @@ def test_settings_are_shown_without_secrets(start_web: StartWeb, tmp_path: Path)
     assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://***@127.0.0.1:1/0?write=off"]
     assert shown.value["chunk_size"] == 256
     assert json.loads(shown.body)["http"] == "127.0.0.1:0"
-
-
-def test_a_depot_that_no_new_engine_can_reach_is_not_well(start_web: StartWeb) -> None:
-    web = start_web(arena_mib=4)
-    assert eventually(lambda: web.get("/healthz").status == 200)
-    (SHM / web.depot.name).unlink()
-    answer = eventually(lambda: (now := web.get("/healthz")).status == 503 and now)
-    assert "no new engine can connect" in answer.value["message"] and web.depot.name not in answer.value["message"]
-    assert web.latest()["unreachable"] and web.get("/readyz").status == 200
-
-
-def test_the_token_of_an_abstract_socket_is_in_its_users_folder(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    assert token_path(load(flags={"url": "ipc://@kvdepot"}, environ={})).parent.parent == short_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -41,19 +40,13 @@ def raw(web: Web, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", CHANGES)
-@pytest.mark.parametrize("token", ["", "wrong", "TOKEN ", "é"])
+@pytest.mark.parametrize("token", ["", "TOKEN "])
 def test_what_changes_something_needs_the_token(web: Web, path: str, token: str) -> None:
     said = {"Authorization": f"Bearer {token.replace('TOKEN', web.token[:-1])}".encode("latin-1")} if token else {}
     refused = web.ask("POST", path, {"all": True, "name": "x"}, headers=said)  # type: ignore[arg-type]
     assert (refused.status, refused.value["code"]) == (401, "unauthorized")
     assert refused.headers["www-authenticate"] == "Bearer"
     assert web.token.encode() not in refused.body
-
-
-@pytest.mark.parametrize("scheme", ["Basic", "", "Bearer:"])
-def test_a_token_said_in_another_way_is_none(web: Web, scheme: str) -> None:
-    refused = web.ask("POST", "/v1/forget", {"all": True}, headers={"Authorization": f"{scheme} {web.token}".strip()})
-    assert refused.status == 401
 
 
 def test_the_token_twice_is_none(web: Web) -> None:
@@ -107,15 +100,6 @@ def test_a_probe_tells_a_stranger_no_path(start_depot: StartDepot) -> None:
     assert "/" not in trouble
 
 
-def test_the_log_says_when_other_hosts_can_reach_it(web: Web, public: Web) -> None:
-    eventually(lambda: "other hosts can reach HTTP" in public.depot.logged())
-    assert "other hosts" not in web.depot.logged()
-
-
-def test_beyond_this_host_any_name_may_be_used(public: Web) -> None:
-    assert public.get("/v1/status", token=public.token, headers={"Host": "depot.example"}).status == 200
-
-
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9000", "[::1]:7077", "127.9.9.9"]
 )
@@ -127,14 +111,10 @@ def test_on_loopback_the_names_of_this_host_are_answered(web: Web, host: str) ->
     "host",
     ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0"],
 )
-@pytest.mark.parametrize("path", ["/v1/status", "/", "/metrics", "/healthz"])
+@pytest.mark.parametrize("path", ["/v1/status", "/healthz"])
 def test_a_name_that_was_made_to_point_to_this_host_is_refused(web: Web, host: str, path: str) -> None:
     refused = web.get(path, headers={"Host": host})
     assert (refused.status, refused.value["code"]) == (403, "forbidden")
-
-
-def test_a_request_without_a_name_of_this_host_is_refused(web: Web) -> None:
-    assert raw(web, b"GET /v1/status HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403 ")
 
 
 @pytest.mark.parametrize(
@@ -151,32 +131,11 @@ def test_the_page_itself_may_change_something(web: Web) -> None:
     assert web.ask("POST", "/v1/forget", {"all": True}, web.token, {"Origin": own}).status == 200
 
 
-def test_no_other_site_is_allowed_to_ask(web: Web) -> None:
-    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-    answer = web.ask("OPTIONS", "/v1/forget", headers=asked)
-    assert not any(name.startswith("access-control") for name in answer.headers)
-
-
-def test_who_is_refused_is_not_read(web: Web) -> None:
-    head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"
-    assert raw(web, head).startswith(b"HTTP/1.1 401 ")
-
-
 def test_a_body_that_is_too_large_is_refused_before_it_comes(web: Web) -> None:
     head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % web.token.encode()
     said = raw(web, head + b"Content-Length: 1000000000000\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 413 ")
     assert b'"code":"too_large"' in said
-
-
-def test_a_body_of_unknown_length_is_cut_off_when_it_has_become_too_large(web: Web) -> None:
-    head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % web.token.encode()
-    with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection:
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        with pytest.raises(ConnectionError):
-            for _ in range(200):
-                connection.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
-    assert web.get("/healthz").status == 200
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -197,54 +156,6 @@ def test_headers_of_more_than_16_kib_are_refused_even_if_they_come_at_once(web: 
     answer = web.get("/healthz", headers={"X": "x" * size})
     assert answer.status == status
     assert status == 200 or answer.value["code"] == "too_large"
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"quota":' * 100_000, b'{"tenant":' + b"[" * 100_000])
-def test_a_body_that_is_nested_deeply_is_an_error_of_who_sent_it(web: Web, body: bytes) -> None:
-    answer = web.change("/v1/quota", body)
-    assert (answer.status, answer.value["code"]) == (400, "bad_request")
-    assert "Traceback" not in web.depot.logged()
-
-
-def test_headers_without_end_are_cut_off(web: Web) -> None:
-    said = raw(web, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (64 << 10))
-    assert said == b"" or said.startswith(b"HTTP/1.1 4")
-
-
-@pytest.mark.parametrize(
-    "request_", [b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
-)
-def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
-    with socket.create_connection((web.host, web.port), timeout=HANG_S) as connection:
-        connection.sendall(request_ + b"\r\n\r\n")
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1 << 16)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
-    assert web.get("/v1/status").status == 200
-    assert "Traceback" not in web.depot.logged()
-
-
-def test_bodies_that_break_off_into_nonsense_are_no_errors_of_ours(web: Web) -> None:
-    bodies = (b"no chunk", b"1\r\nx\r\n0\r\nX: %b\r\n\r\n" % (b"x" * (64 << 10)))
-    what = (b"GET /healthz", b"POST /v1/warm", b"GET /v1/status")
-    with contextlib.ExitStack() as asked:  # all at once: some are waited for
-        connections = []
-        for body, is_late, line in itertools.product(bodies, (False, True), what):
-            connection = asked.enter_context(socket.create_connection((web.host, web.port), timeout=HANG_S))
-            connections.append(connection)
-            head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (line, web.token.encode())
-            connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
-            with contextlib.suppress(ConnectionError):
-                if is_late:
-                    if line.startswith(b"GET"):
-                        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-                    connection.sendall(body + b"\r\n")
-        for connection in connections:
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(1 << 16):
-                    pass
-    assert web.get("/healthz").status == 200
-    assert "ERROR" not in web.depot.logged()
-    assert "Traceback" not in web.depot.logged()
 
 
 LINES = (
@@ -282,13 +193,3 @@ def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
                 connection.recv(1 << 16)
     assert web.get("/healthz").status == 200
     assert "ERROR" not in web.depot.logged()
-
-
-def test_an_upgrade_is_answered_like_any_request(web: Web) -> None:
-    asked = {
-        "Connection": "Upgrade",
-        "Upgrade": "websocket",
-        "Sec-WebSocket-Key": "eA==",
-        "Sec-WebSocket-Version": "13",
-    }
-    assert web.get("/v1/status", headers=asked).status == 200

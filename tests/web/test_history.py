@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvdepot.metrics import BOUNDS_S, Latency, percentile
+from kvdepot.metrics import BOUNDS_S, Latency
 from kvdepot.protocol.status import Histogram, TokenCounts
 from kvdepot.status import Saved, Status, TierStatus
 from kvdepot.web.history import History, measure
@@ -25,15 +24,6 @@ def buckets(*times_s: float) -> list[int]:
     for time_s in times_s:
         made[next((i for i, bound in enumerate(BOUNDS_S) if time_s <= bound), len(BOUNDS_S))] += 1
     return made
-
-
-def test_a_percentile_lies_in_the_bucket_that_holds_it() -> None:
-    quick = buckets(*[0.0004] * 99, 0.4)
-    assert 0.00025 <= percentile(quick, 0.5) <= 0.0005
-    assert 0.00025 <= percentile(quick, 0.99) <= 0.0005
-    assert 0.25 <= percentile(quick, 0.995) <= 0.5
-    assert percentile(buckets(99.0), 0.5) == BOUNDS_S[-1]
-    assert math.isnan(percentile(buckets(), 0.5))
 
 
 def test_a_point_has_counters_and_the_percentiles_since_the_one_before() -> None:
@@ -91,13 +81,3 @@ def test_a_quarter_of_an_hour_is_kept_by_the_second_and_hours_by_ten_seconds(cou
     assert {b - a for a, b in pairwise(times[-900:])} == {1.0}
     assert {b - a for a, b in pairwise(times[:1900])} == {10.0}
     assert series.series["asked_tokens"] == [count + time_s for time_s in times], "exact, however large"
-
-
-def test_unknown_values_are_null_and_new_series_begin_late() -> None:
-    history = History()
-    history.add(1.0, status())
-    tier = TierStatus("x", "through", "up", 1, 3, None, 0, 0, {})
-    history.add(2.0, status(latencies=[Latency("Lookup", 1, 0, 0.1, buckets(0.1))], tiers=[tier]))
-    series = history.series().series
-    assert series["tier_bytes.x"] == [None, 3] and series["lookup_p50_s"][0] is None
-    assert "bound_tokens" not in series

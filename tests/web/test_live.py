@@ -14,14 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from kvdepot.config import default_url
 from kvdepot.web.live import engine_flag
-from tests.conftest import HANG_S, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, eventually, suspend
 from tests.web.conftest import NEEDED, StartWeb, Web, need
 from tests.web.sockets import connect, open_connections
 
@@ -94,18 +93,6 @@ def test_a_stream_has_each_turn_once_and_what_the_status_has(web: Web) -> None:
     assert web.ask("HEAD", "/v1/stream").body == b""
 
 
-def test_all_streams_have_the_same_bytes(web: Web) -> None:
-    def second(_: int) -> tuple[int, str]:
-        with stream(web) as events:
-            next(events)
-            status = next(events)[1]
-        return status["turn"], json.dumps(status)
-
-    with ThreadPoolExecutor(10) as readers:
-        seen = set(readers.map(second, range(10)))
-    assert len({turn for turn, _ in seen}) == len(seen), "one text for each turn"
-
-
 def test_the_flag_for_engines_names_this_server_unless_it_is_the_default_one(web: Web) -> None:
     option, given = shlex.split(web.latest()["engine_flag"])
     assert option == "--kv-transfer-config"
@@ -144,28 +131,6 @@ def test_a_stream_reports_a_status_that_grows_too_old_before_its_turn_ends() -> 
     assert b"the server has not answered for" in asyncio.run(problem())
 
 
-def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> None:
-    web = start_web()
-    done = threading.Event()
-
-    def hold_up() -> None:
-        while not done.is_set():
-            with stopped(web.depot.process.pid):
-                done.wait(1.6)
-            done.wait(0.05)
-
-    slow = threading.Thread(target=hold_up)
-    slow.start()
-    try:
-        said = eventually(lambda: (now := web.get("/v1/status")).status == 200 and now.value["trouble"])
-        assert "the server lags" in said
-        assert web.get("/readyz").status == 200
-    finally:
-        done.set()
-        slow.join()
-    eventually(lambda: web.latest()["trouble"] == "" and web.is_well())
-
-
 def test_128_streams_are_served_and_a_probe_takes_the_place_of_one(web: Web) -> None:
     with contextlib.ExitStack() as crowd:
         readers = [crowd.enter_context(connect(web)) for _ in range(128)]
@@ -189,26 +154,6 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
         eventually(lambda: open_connections(web) == 10)
         assert web.depot.stop() == 0
     assert not re.search("Traceback|Cancel|ERROR|WARNING", web.depot.logged())
-
-
-def test_readers_that_go_leave_nothing_behind(start_depot: StartDepot) -> None:
-    """In this process, where the test can see the server's connections and tasks."""
-    need(*NEEDED)
-    from kvdepot.web.app import make_app
-    from kvdepot.web.live import LiveStatus
-    from kvdepot.web.poll import Poll
-
-    poll = Poll(start_depot("--http", "off").url, None)
-    live = LiveStatus(poll)
-    try:
-        with serving(make_app(poll, live, {"keys": ""}, "127.0.0.1:1", "token"), live.end) as (server, address):
-            for _ in range(20):
-                with socket.create_connection(address, 10.0) as reader:
-                    reader.sendall(STREAM)
-                    assert reader.recv(1 << 16)
-            eventually(lambda: not server.server_state.connections and not server.server_state.tasks)
-    finally:
-        poll.close()
 
 
 def test_a_stream_that_is_not_read_is_given_up() -> None:

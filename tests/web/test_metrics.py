@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvdepot.client import MessageQueueClient, admin
-from kvdepot.errors import BadRequest, Busy
+from kvdepot.errors import Busy
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
-from tests.conftest import HANG_S, SHM, eventually
+from tests.conftest import HANG_S, eventually
 from tests.devices.engines import Engine as GpuEngine
 from tests.devices.engines import tokens_of
 from tests.fakecuda.machine import VARIABLES, Machine
@@ -48,124 +45,34 @@ def prompt(number: int, chunks: int = 2) -> list[int]:
     return [number] * (chunks * CHUNK)
 
 
-@pytest.fixture
-def holders() -> Iterator[list[MessageQueueClient]]:
-    """Clients that hold pins until they are closed, at the end of the test at the latest."""
-    made: list[MessageQueueClient] = []
-    yield made
-    for each in made:
-        each.close()
-
-
-def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
-    start_web: StartWeb, holders: list[MessageQueueClient]
-) -> None:
-    web = start_web("--verify", "always", "--max-sessions", "2", arena_mib=2)
-    depot = web.depot
-    engine = Engine(depot, BLOCK_BYTES)
-    person = MessageQueueClient(depot.url, depot.context)
+def test_what_is_dropped_missed_and_refused_is_counted_by_its_metric(start_web: StartWeb) -> None:
+    web = start_web("--max-sessions", "2", arena_mib=2)
+    engine = Engine(web.depot, BLOCK_BYTES)
+    person = MessageQueueClient(web.depot.url, web.depot.context)
     try:
-        # As much as there is room for, pinned by name and by requests: what comes then is dropped.
-        kept = 0
-        while depot.status()["counters"].get("dropped_chunks", 0) == 0:
-            engine.store(prompt(kept, 1), BLOCKS[:PER_CHUNK])
-            if depot.status()["chunks"] == kept + 1:
-                pinned = admin.make_prompt(person, prompt(kept, 1), b"", engine.model, "")
-                if kept < 2:
-                    assert admin.lease(person, f"pin {kept}", pinned) == 1
-                else:
-                    asked = wire.Lookup(engine.model, 1, 0, f"held {kept}", 1, pinned.hashes, True)
-                    holder = MessageQueueClient(depot.url, depot.context)
-                    holders.append(holder)
-                    assert holder.ask(asked).result(HANG_S) == 1
-                kept += 1
-        told = fresh(web)
-        assert told["chunks"] == told["pins"] == told["stored_shards_total"] == kept > 3
-        assert (told["dropped_shards_total"], told["evicted_chunks_total"], told["failed_shards_total"]) == (1, 0, 0)
-        assert (told["leases"], told["leased_bytes"], told["sessions"]) == (2, 2 * CHUNK_BYTES, kept - 2)
-        assert told["memory_used_bytes"] == kept * CHUNK_BYTES == told["stored_bytes_total"]
-        assert (told["instances"], told["engine_processes"]) == (1, 1 + len(holders))
-        assert told["clients"] >= 2 + len(holders) + 2  # the engine's two, the person, the web process
-        assert told["record_slots_used"] == kept + 1  # the namespace has one, too
-        assert told["reserved_shards"] == told["operations"] == told["unrecorded_shards"] == 0
-
-        # Room again: one goes for what comes.
-        for holder in holders:
-            holder.close()
-        eventually(lambda: depot.status()["sessions"] == 0)
-        engine.store(prompt(100, 1), BLOCKS[:PER_CHUNK])
-        told = fresh(web)
-        assert (told["evicted_chunks_total"], told["chunks"]) == (1, kept)
-
-        # A store that its engine gave up, chunks that are not there, and one that changed in memory.
+        for number in range(8):
+            engine.store(prompt(number, 1), BLOCKS[:PER_CHUNK])
         assert engine.retrieve(prompt(200), BLOCKS) == set(BLOCKS)
-        with (SHM / depot.name).open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
-            at = arena.find(engine.cache[0].numpy().tobytes())
-            while at >= 0:  # every copy: the last stored is one of them
-                arena[at] ^= 0xFF
-                at = arena.find(engine.cache[0].numpy().tobytes(), at + 1)
-        assert engine.retrieve(prompt(100, 1), BLOCKS[PER_CHUNK:])
-        engine.worker.mq_client.liveness.raise_fence(1 << 60)
-        engine.store(prompt(300, 1), BLOCKS[:PER_CHUNK])
-        told = fresh(web)
-        assert told["retrieve_misses_total"] == 2
-        assert told["corrupt_shards_total"] == 1
-        assert told["failed_shards_total"] == 1
-        assert told["retrieved_shards_total"] == told["retrieved_bytes_total"] == 0
-
-        # What is asked wrongly, too often, or not at all in our words.
-        with pytest.raises(BadRequest):
-            person.ask(wire.EndSession("r", -1)).result(HANG_S)
-        there = admin.make_prompt(person, prompt(0, 1), b"", engine.model, "").hashes
+        there = admin.make_prompt(person, prompt(7, 1), b"", engine.model, "").hashes
         for number in range(2):
             assert person.ask(wire.Lookup(engine.model, 1, 0, f"r{number}", 1, there, True)).result(HANG_S) == 1
         with pytest.raises(Busy):
             person.ask(wire.Lookup(engine.model, 1, 0, "r2", 1, there, True)).result(HANG_S)
-        stranger = depot.context.socket(zmq.DEALER)
-        try:
-            stranger.connect(depot.url)
-            stranger.send(b"no message of ours")
-            assert stranger.poll(1000 * HANG_S)
-            stranger.recv()
-        finally:
-            stranger.close(linger=0)
         told = fresh(web)
-        assert (told["errors_total"], told["bad_messages_total"]) == (2, 1)
-        refused = labelled(web, "refused_total")
-        assert refused["lookups",] == 1 == sum(refused.values())
-        errors = labelled(web, "request_errors_total")
-        assert (errors["EndSession",], errors["Lookup",]) == (1, 1)
-        assert sum(errors.values()) == 2
+        assert told["chunks"] + told["evicted_chunks_total"] == told["stored_shards_total"] == 8
+        assert (told["retrieve_misses_total"], told["errors_total"], told["sessions"]) == (2, 1, 2)
+        assert labelled(web, "refused_total")["lookups",] == 1 == labelled(web, "request_errors_total")["Lookup",]
         assert labelled(web, "namespace_bytes")[str(PER_CHUNK), engine.model, "", "1"] == told["memory_used_bytes"]
         assert labelled(web, "namespace_workers")[str(PER_CHUNK), engine.model, "", "1"] == 1
-
-        # And what people and clients remove.
         for number in range(2):
             person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(HANG_S)
-            admin.end_lease(person, f"pin {number}")
-        before = fresh(web)
-        assert (before["reused_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
         admin.forget(person, engine.model, "")
-        engine.worker.mq_client.liveness.close()
-        other = Engine(depot, BLOCK_BYTES)
-        other.store(prompt(1), BLOCKS)
-        person.ask(wire.Clear(other.model)).result(HANG_S)
-        other.close()
-        told = fresh(web)
-        assert told["forgotten_chunks_total"] == before["chunks"] - 1 > 0  # the damaged one was nobody's any more
-        assert told["cleared_chunks_total"] == 2
-        assert told["chunks"] == told["pins"] == told["leases"] == told["memory_used_bytes"] == 0
+        after = fresh(web)
+        assert (after["reused_tokens_total"], after["saved_prefill_seconds_total"]) == (512, 1.0)
+        assert after["forgotten_chunks_total"] == told["chunks"] and after["chunks"] == after["pins"] == 0
     finally:
         person.close()
         engine.close()
-
-
-def test_chunks_that_are_too_old_are_counted(start_web: StartWeb) -> None:
-    web = start_web("--ttl-s", "1")
-    engine = Engine(web.depot)
-    engine.store(prompt(1), BLOCKS)
-    engine.close()
-    eventually(lambda: read(web)["kvdepot_chunks"] == 0 and read(web)["kvdepot_expired_chunks_total"] == 2)
 
 
 def test_what_a_tier_saves_and_gives_back_is_told_until_it_is_left_alone(start_web: StartWeb, tmp_path: Path) -> None:

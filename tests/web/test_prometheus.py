@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-import msgspec
 from msgspec.structs import replace
 
-from kvdepot.protocol import wire
-from kvdepot.protocol.counters import SERVER, TIER, refusal
-from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, INTERNAL, Latency
+from kvdepot.protocol.counters import SERVER, refusal
+from kvdepot.protocol.metrics import ENGINES
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.web.conftest import need
 from tests.web.site import empty_status
@@ -35,13 +33,6 @@ def by_salt(status: Status, name: str) -> dict[tuple[str, str], float]:
     families = importlib.import_module("kvdepot.web.prometheus").families(status)
     samples = [sample for family in families for sample in family.samples if sample.name == f"kvdepot_{name}"]
     return {(sample.labels["tenant"], sample.labels["salt"]): sample.value for sample in samples}
-
-
-def test_the_layouts_of_a_model_are_one_series() -> None:
-    layouts = [NamespaceStatus("", "twice", 1, 4, 1, 5000, 1), NamespaceStatus("", "twice", 1, 4, 2, 7, 1)]
-    status = replace(empty_status(), namespaces=layouts)
-    assert values(status, "namespace_bytes") == {"twice": 5007}
-    assert values(status, "namespace_chunks") == {"twice": 3}
 
 
 def test_models_beyond_the_fifty_largest_are_one_sum() -> None:
@@ -92,41 +83,6 @@ def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family(
     assert made["kvdepot_tier_loads"] == {("kvdepot_tier_loads", "near"): 2, ("kvdepot_tier_loads", "far"): 2}
 
 
-def test_a_family_has_one_unit_and_what_is_counted_in_shards_is_called_so() -> None:
-    families = list(importlib.import_module("kvdepot.web.prometheus").families(empty_status()))
-    names = [family.name for family in families]
-    assert len(set(names)) == len(names)
-    for prefix, table in (("kvdepot_", SERVER), ("kvdepot_tier_", TIER)):
-        for counted in table:
-            if refusal(counted):
-                continue
-            assert prefix + counted.series in names
-            assert (counted.unit == "shards") == counted.series.endswith(("_shards", "retrieve_misses")), counted
-            assert (counted.unit == "chunks") == counted.series.endswith("_chunks"), counted
-
-
-def test_what_only_a_store_of_another_make_counts_has_a_series_too() -> None:
-    tier = TierStatus("odd", "through", "up", None, None, None, 0, 0, {"saved_chunks": 2, "hops": 3})
-    status = replace(empty_status(), tiers=[tier])
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    (events,) = (family for family in families if family.name == "kvdepot_tier_events")
-    assert [(sample.labels, sample.value) for sample in events.samples] == [({"tier": "odd", "event": "hops"}, 3)]
-
-
-def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None:
-    tenants = [
-        TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
-        TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6),
-    ]
-    status = replace(empty_status(), tenants=tenants)
-    assert values(status, "tenant_used_bytes") == {"": 5, "blue": 7}
-    assert values(status, "tenant_floor_bytes") == {"": 0, "blue": 3}
-    assert values(status, "tenant_cap_bytes") == {"": 0, "blue": 9}
-    assert values(status, "tenant_evicted_chunks_total") == {"": 2, "blue": 4}
-    assert values(status, "tenant_capped_shards_total") == {"": 0, "blue": 6}
-    assert values(empty_status(), "tenant_used_bytes") == {} == values(status, "tenant_disk_bytes")
-
-
 def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
     tenants = [
         TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
@@ -159,16 +115,3 @@ def by_request(status: Status, name: str) -> dict[str, float]:
 def test_requests_of_engines_have_series_before_the_first_one() -> None:
     for name in ("duration_seconds_bucket", "duration_seconds_sum", "duration_seconds_count", "errors_total"):
         assert by_request(empty_status(), f"request_{name}") == dict.fromkeys(ENGINES, 0.0), name
-
-
-def test_requests_that_were_answered_are_counted_beside_those_that_were_not() -> None:
-    first = [2] + [0] * len(BOUNDS_S)
-    status = replace(empty_status(), latencies=[Latency("Forget", 2, 0, 0.1, first), Latency("Lookup", 2, 1, 0, first)])
-    none = dict.fromkeys(ENGINES, 0.0)
-    assert by_request(status, "request_duration_seconds_count") == none | {"Forget": 2, "Lookup": 2}
-    assert by_request(status, "request_errors_total") == none | {"Forget": 0, "Lookup": 1}
-
-
-def test_kinds_of_engines_requests_are_messages_that_have_latencies() -> None:
-    assert all(issubclass(getattr(wire, kind), msgspec.Struct) for kind in ENGINES)
-    assert not INTERNAL.intersection(ENGINES)

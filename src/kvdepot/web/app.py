@@ -133,14 +133,6 @@ class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quota: QuotaLimits | None = None
 
 
-class QuotaSet(msgspec.Struct, frozen=True):
-    """A quota that was set. salt: as the status shows it; empty: the tenant's own."""
-
-    tenant: str
-    salt: str
-    quota: QuotaLimits | None
-
-
 class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The chunks to forget: of models whose name begins with `model`, of requests with `salt`, of both, or all."""
 
@@ -159,7 +151,7 @@ class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # -- reading
 
 
-@get("/healthz", 503)
+@get("/healthz")
 async def healthz(state: ApiState) -> Well:
     """Health: whether the server answers, with its loop lag within bounds."""
     if trouble := state.poll.trouble():
@@ -167,40 +159,40 @@ async def healthz(state: ApiState) -> Well:
     return Well("ok", state.poll.latest().lag_s)
 
 
-@get("/readyz", 503)
+@get("/readyz")
 async def readyz(state: ApiState) -> Well:
     """Readiness: whether the server has answered recently."""
     return Well("ok", state.poll.latest().lag_s)
 
 
 @get("/metrics")
-async def metrics(state: ApiState, scope: Scope) -> Encoded[bytes]:
+async def metrics(state: ApiState, scope: Scope) -> Encoded:
     """Metrics for Prometheus."""
     accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
     encode, media_type = choose_encoder(accepted.decode("latin-1"))
     return Encoded(encode(state.registry), media_type)
 
 
-@get("/v1/status", 401, 503)
-async def status(state: ApiState) -> Encoded[StatusNow]:
+@get("/v1/status", StatusNow)
+async def status(state: ApiState) -> Encoded:
     """The server's latest status, at most a few seconds old; `/v1/stream` sends each one as an event."""
     return Encoded(state.live.encoded())
 
 
-@get("/v1/stream", 401)
+@get("/v1/stream")
 async def stream(state: ApiState) -> AsyncIterator[bytes]:
     """The latest status and each next one, about one a second; why there is none, as an event `problem`."""
     async for event in state.live.events():
         yield event
 
 
-@get("/v1/history", 401, 503)
+@get("/v1/history")
 async def history(state: ApiState) -> TimeSeries:
     """Time series for charts: a point per second, and older ones every ten seconds."""
     return state.poll.history.series()
 
 
-@get("/v1/leases", 401, 429, 500, 503, 504)
+@get("/v1/leases")
 def leases(state: ApiState) -> list[LeaseStatus]:
     """Leases: what they hold and until when; at most two seconds old."""
     return state.leases.get(None, lambda: admin.leases(state.poll.client))
@@ -219,13 +211,13 @@ class PrefixQuery(msgspec.Struct, frozen=True):
     ] = "hits"
 
 
-@get("/v1/prefixes", 400, 401, 429, 500, 503, 504)
+@get("/v1/prefixes")
 def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
     """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
     return state.prefixes.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
 
 
-@get("/v1/config", 401)
+@get("/v1/config")
 async def config(state: ApiState) -> dict[str, Any]:
     """The server's settings; secrets are masked."""
     return state.settings
@@ -313,23 +305,23 @@ def forget(state: ApiState, data: ForgetBody) -> dict[str, int]:
 
 
 @post("/v1/quota")
-def quota(state: ApiState, data: QuotaBody) -> QuotaSet:
-    """Give a tenant, or one cache salt of it, a quota until the server ends, or none; returns it."""
+def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
+    """Give a tenant, or one cache salt of it, a quota until the server ends, or none; the answer has the salt's tag."""
     if not (data.tenant or data.salt):
         raise BadRequest("give `tenant`, `salt` or both")
     limits = data.quota
     with _change(state):
         asked = None if limits is None else Quota(**msgspec.structs.asdict(limits))
         admin.set_quota(state.poll.client, data.tenant, asked, data.salt)
-        return QuotaSet(data.tenant, shown_tag(salt_tag(data.salt)), limits)
+        return QuotaBody(data.tenant, shown_tag(salt_tag(data.salt)), limits)
 
 
 # -- the page
 
 
-def _read_page() -> dict[str, Encoded[bytes]]:
+def _read_page() -> dict[str, Encoded]:
     """Read all files of the page, which are few and small. Returns them by path."""
-    found: dict[str, Encoded[bytes]] = {}
+    found: dict[str, Encoded] = {}
     todo = [("/", resources.files("kvdepot.web") / "page")]
     while todo:
         path, folder = todo.pop()
@@ -357,7 +349,7 @@ def make_app(poll: Poll, live: LiveStatus, settings: dict[str, Any], address: st
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
-    document: Encoded[bytes] = Encoded(describe(_ENDPOINTS, __version__))
+    document = Encoded(describe(_ENDPOINTS, __version__))
     app = Dispatch(_ENDPOINTS, {**pages, "/schema/openapi.json": document}, ApiState(poll, live, settings, registry))
     is_local = is_loopback(f"tcp://{address}")
     return Guard(app, token, is_local, is_local and not settings["keys"], pages)

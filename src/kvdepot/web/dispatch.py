@@ -14,8 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -47,8 +46,6 @@ HTTP_STATUS = {
     "device": 500,
 }
 """HTTP status by code of errors.py."""
-_CHANGE = (400, 401, 404, 413, 429, 500, 502, 503, 504)
-"""HTTP statuses of errors that every operation that changes something may return."""
 _REMOVED = {
     "/v1/pin": "/v1/lease",
     "/v1/unpin": '/v1/release with `"drops": false`',
@@ -60,12 +57,10 @@ _REMOVED = {
 _THREADS = 40
 _JSON = "application/json"
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class Encoded(Generic[T]):
-    """An answer that is encoded already, of type T."""
+class Encoded:
+    """An answer that is encoded already."""
 
     body: bytes
     media_type: str = _JSON
@@ -88,16 +83,15 @@ class _Gone(Exception):
 class Endpoint:
     """One method of one path.
 
-    errors: HTTP statuses of its errors. given: the struct of its query parameters or its body, None if it takes none.
-    reply: the type of its answer; None if that is not JSON.
+    given: the struct of its query parameters or its body, None if it takes none. reply: the type of its answer; None if
+    that is not JSON.
     """
 
-    def __init__(self, method: str, path: str, run: Callable[..., Any], errors: tuple[int, ...]) -> None:
-        self.method, self.path, self.run, self.errors = method, path, run, errors
+    def __init__(self, method: str, path: str, run: Callable[..., Any], reply: Any = None) -> None:
+        self.method, self.path, self.run = method, path, run
         hints = get_type_hints(run, include_extras=True)
         answer = hints.pop("return")
-        reply = get_args(answer)[0] if get_origin(answer) is Encoded else answer
-        self.reply = None if reply is bytes or inspect.isasyncgenfunction(run) else reply
+        self.reply = reply if answer is Encoded or inspect.isasyncgenfunction(run) else answer
         self.takes_scope = hints.pop("scope", None) is not None
         del hints["state"]
         self.given: Any = next(iter(hints.values()), None)
@@ -140,20 +134,20 @@ class Endpoint:
             raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc)}") from exc
 
 
-def get(path: str, *errors: int) -> Callable[[Callable[..., Any]], Endpoint]:
-    """Make a function the operation that answers GET."""
-    return lambda run: Endpoint("GET", path, run, errors)
+def get(path: str, reply: Any = None) -> Callable[[Callable[..., Any]], Endpoint]:
+    """Make a function the operation that answers GET. reply: the type of an answer that it encodes itself."""
+    return lambda run: Endpoint("GET", path, run, reply)
 
 
 def post(path: str) -> Callable[[Callable[..., Any]], Endpoint]:
     """Make a function the operation that answers POST, with a body in JSON."""
-    return lambda run: Endpoint("POST", path, run, _CHANGE)
+    return lambda run: Endpoint("POST", path, run)
 
 
 class Dispatch:
     """Answers each request by the endpoint of its method and path, or by a file."""
 
-    def __init__(self, endpoints: Iterable[Endpoint], files: Mapping[str, Encoded[bytes]], state: object) -> None:
+    def __init__(self, endpoints: Iterable[Endpoint], files: Mapping[str, Encoded], state: object) -> None:
         """files: by path. state: passed to each endpoint."""
         self._endpoints: dict[str, dict[str, Endpoint]] = {}
         for endpoint in endpoints:
@@ -244,35 +238,37 @@ def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
 
 
 def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
-    """The OpenAPI document of all endpoints that answer JSON."""
+    """The OpenAPI document of all endpoints that answer JSON; what they take and answer follows from their types."""
     shown = [endpoint for endpoint in endpoints if endpoint.reply is not None]
-    bodies = [endpoint.given for endpoint in shown if endpoint.method == "POST"]
-    types = [*bodies, *(endpoint.reply for endpoint in shown), Problem]
+    given = [endpoint.given for endpoint in shown if endpoint.given]
+    types = [*given, *(endpoint.reply for endpoint in shown), Problem]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    body, reply = iter(schemas), iter(schemas[len(bodies) :])
+    inputs, replies = iter(schemas), iter(schemas[len(given) :])
+    problem = {"description": "An error.", "content": _content(schemas[-1])}
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in shown:
-        name = endpoint.run.__name__
-        described: dict[str, Any] = {"operationId": name, "summary": name, "description": inspect.getdoc(endpoint.run)}
-        if endpoint.method == "POST":
-            described |= {
-                "security": [{"token": []}],
-                "requestBody": {"required": True, "content": _content(next(body))},
-            }
-        elif endpoint.given:
-            described["parameters"] = _parameters(endpoint.given)
-        described["responses"] = {"200": {"description": "Done, or found.", "content": _content(next(reply))}}
-        for status in (403, *endpoint.errors):
-            described["responses"][str(status)] = {
-                "description": HTTPStatus(status).phrase,
-                "content": _content(schemas[-1]),
-            }
+        described: dict[str, Any] = {
+            "operationId": endpoint.run.__name__,
+            "description": inspect.getdoc(endpoint.run),
+            "responses": {"200": {"description": "Done.", "content": _content(next(replies))}, "default": problem},
+        }
+        if endpoint.given:
+            schema = next(inputs)
+            if endpoint.method == "POST":
+                described |= {
+                    "security": [{"token": []}],
+                    "requestBody": {"required": True, "content": _content(schema)},
+                }
+            else:
+                fields = components[endpoint.given.__name__]["properties"]
+                described["parameters"] = [
+                    {"name": name, "in": "query", "schema": field} for name, field in fields.items()
+                ]
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = described
-    description = "Status, metrics and manual operations of a kvdepot server."
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "kvdepot", "version": version, "description": description},
+            "info": {"title": "kvdepot", "version": version},
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         }
@@ -281,12 +277,3 @@ def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
 
 def _content(schema: dict[str, Any]) -> dict[str, Any]:
     return {_JSON: {"schema": schema}}
-
-
-def _parameters(given: type) -> list[dict[str, Any]]:
-    """The parameters in the query that a struct has as fields."""
-    _, components = msgspec.json.schema_components([given])
-    return [
-        {"name": name, "in": "query", "description": schema.pop("description", ""), "schema": schema}
-        for name, schema in components[given.__name__]["properties"].items()
-    ]
