@@ -55,7 +55,7 @@ class Behind:
         is_known = all(len(group.layouts) == len(group.sizes) == group.world_size for group in groups)
         is_one = len({id(group.groups) for group in groups}) == 1
         is_calm = not (server.depot.operations or server.depot.removals or server.depot.tiering.forgettings)
-        are_well = all(tier.breaker.usable for tier in server.depot.tiering._tiers)
+        are_well = all(tier.is_searchable for tier in server.depot.tiering._tiers)
         if not (server.host.stores and is_known and is_one and is_calm and are_well):
             return
         keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]

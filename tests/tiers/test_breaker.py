@@ -1,31 +1,28 @@
-"""A tier's circuit breaker."""
+"""Circuit breakers of a tier, and of one kind of its calls."""
 
 from __future__ import annotations
 
-import pytest
-
-from kvdepot.tiers.breaker import FAILURES, FIRST_WAIT_S, LONGEST_WAIT_S, PROBES, Breaker
-
-
-def test_a_kind_of_call_that_fails_while_others_succeed_opens_it_ever_longer() -> None:
-    breaker, now = Breaker(), 0.0
-    for opens in [False] * (FAILURES - 1) + [True]:
-        breaker.succeeded(now, "lookups")
-        assert breaker.failed(now, "reads") == opens
-    assert not breaker.failed(now, "reads"), "it was called before"
-    for number in range(1, 8):
-        wait_s = breaker.probe_at - now
-        assert wait_s == min(FIRST_WAIT_S * 2 ** (number - 1), LONGEST_WAIT_S)
-        now = breaker.probe_at
-        assert breaker.succeeded(now, PROBES) and breaker.failing == (["reads"] if number > 1 else [])
-        assert breaker.failed(now, "reads"), "the first failure is enough to count again"
-    assert breaker.succeeded(now, "reads") and not breaker.failing
-    assert not breaker.failed(now, "reads") and breaker.wait_s == FIRST_WAIT_S
+from kvdepot.core.tiering.tier import WRITES, TierState
+from kvdepot.tiers import parse
+from kvdepot.tiers.breaker import FAILURES, FIRST_WAIT_S, FORGET_S, Breaker
 
 
-@pytest.mark.parametrize("was_there", [False, True])
-def test_the_first_probe_of_a_tier_that_never_answered_opens_it(was_there: bool) -> None:
+def test_calls_that_nobody_makes_any_more_do_not_count_as_failing_for_ever() -> None:
     breaker = Breaker()
-    if was_there:
-        breaker.succeeded(0.0, "lookups")
-    assert breaker.failed(1.0, PROBES) != was_there
+    assert [breaker.failed(0.0, "refused") for _ in range(FAILURES)] == [False] * (FAILURES - 1) + [True]
+    breaker.tick(FIRST_WAIT_S)
+    assert breaker.usable and breaker.is_failing, "it is tried again, and nothing has succeeded"
+    breaker.tick(FIRST_WAIT_S + FORGET_S)
+    assert not breaker.is_failing
+    assert breaker.failed(FIRST_WAIT_S + FORGET_S, "refused"), "one failure is enough to count again"
+
+
+def test_what_waits_for_writes_is_dropped_each_time_that_they_fail_again() -> None:
+    tier = TierState(0, parse("redis://localhost:1"))
+    for _ in range(FAILURES - 1):
+        assert not tier.call_failed(0.0, "read only", WRITES)
+    assert tier.call_failed(0.0, "read only", WRITES)
+    assert not tier.call_failed(0.0, "read only", WRITES), "it was sent before"
+    tier.breakers[WRITES].tick(FIRST_WAIT_S)
+    assert tier.call_failed(FIRST_WAIT_S, "read only", WRITES)
+    assert not tier.is_writable

@@ -186,8 +186,12 @@ def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(
             eventually(lambda: client.dbsize() >= CHUNKS)
             number = itertools.count()
             eventually(lambda: here.hits([next(number) % 8], CHUNKS) < CHUNKS and tier(depot)["state"] == "reads fail")
-            assert "getrange" in command("status", "--url", depot.url).stdout
-            assert "circuit breaker open, retrying with backoff" in depot.logged()
+            done = command("status", "--url", depot.url)
+            assert "reads fail" in done.stdout and "getrange" in done.stdout
+            assert "reads fail while other calls succeed" in depot.logged()
+            before = client.dbsize()
+            assert here.store(99, CHUNKS)
+            eventually(lambda: client.dbsize() == before + CHUNKS)
             client.execute_command("ACL", "SETUSER", "kv", "+getrange")
             eventually(lambda: here.hits([next(number) % 8], CHUNKS) == CHUNKS and tier(depot)["state"] == "up")
             client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))  # as after a failover

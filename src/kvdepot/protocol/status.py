@@ -177,7 +177,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them. free_bytes: of its
     file system; None if it has none or has not reported it.
 
-    state: `up`, `circuit breaker open`, or, while it is tried again, which calls fail, such as `reads fail`.
+    state: `up`, `circuit breaker open`, or which calls fail while others succeed, such as `reads fail`.
     error: the last error, empty if there was none; error_s: seconds since then.
     saves, loads: calls in progress, each of which moves up to 16 shards.
     histograms: of such calls `load_seconds`, `save_seconds`, `load_bytes_per_second` and `save_bytes_per_second`, with

@@ -1,63 +1,77 @@
-"""A tier's circuit breaker: when it opens, and when the tier is tried again. Pure: time is an argument."""
+"""Circuit breakers of a tier: when they open, and when the tier is tried again. Pure: time is an argument.
+
+A tier has one for all its calls, which its probes close, and one for each kind of call: a store may answer everything
+but reads, because its user may not read, or everything but writes, because it has become a replica.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-
-__all__ = ["FAILURES", "PROBES", "Breaker"]
+__all__ = ["Breaker"]
 
 FAILURES = 3
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
-PROBES = "probes"
-"""The kind of call that any success makes good."""
+FORGET_S = 60.0
 _NEVER = float("inf")
 
 
 class Breaker:
-    """One tier's circuit breaker. `usable`: it is closed, and the tier may be called.
+    """A circuit breaker. `usable`: it is closed, and calls may be made.
 
-    It opens after FAILURES failures of one kind of call with no success of that kind in between, because a store may
-    answer everything but reads, or when the first probe of a tier that has never answered fails. While it is open, the
-    tier gets one harmless probe at `probe_at`, after a pause that doubles with each failure that follows; any success
-    closes it. Until a call of the kind that failed succeeds, the next one that fails opens it again.
+    It opens after FAILURES failures with no success in between, or when the first probe of a tier that has never
+    answered fails. From `retry_at` on, another failure opens it for twice as long; a success closes it. Something must
+    be called for that: a tier gets a harmless probe; calls of one kind are made again (`tick`).
     """
 
-    __slots__ = ("failures", "last_success", "probe_at", "usable", "wait_s")
+    __slots__ = ("error", "failures", "last_success", "retry_at", "usable", "wait_s")
 
     def __init__(self) -> None:
-        self.usable = True
-        self.failures: Counter[str] = Counter()  # by kind of call, since its last success
+        self.error = ""  # of the last failure
         self.last_success = -_NEVER
+        self._close()
+
+    def _close(self) -> None:
+        self.usable = True
+        self.failures = 0
         self.wait_s = FIRST_WAIT_S
-        self.probe_at = _NEVER
+        self.retry_at = _NEVER
 
     @property
-    def failing(self) -> list[str]:
-        """The kinds of call that have opened it more than once, and of which none has succeeded since."""
-        return [kind for kind, failures in self.failures.items() if failures > FAILURES and kind != PROBES]
+    def is_failing(self) -> bool:
+        """Whether it has opened, and no call has succeeded since."""
+        return self.failures >= FAILURES
 
-    def succeeded(self, now: float, kind: str) -> bool:
-        """A call of this kind succeeded; whether that closes the breaker."""
-        closes = not self.usable
-        self.usable, self.last_success, self.probe_at = True, now, _NEVER
-        for each in (PROBES, kind):
-            self.failures.pop(each, None)
-        if not self.failures:
-            self.wait_s = FIRST_WAIT_S
-        return closes
+    def succeeded(self, now: float) -> bool:
+        """A call succeeded; whether calls failed before."""
+        was_failing = self.is_failing
+        self._close()
+        self.last_success = now
+        return was_failing
 
-    def failed(self, now: float, kind: str) -> bool:
-        """A call of this kind failed or timed out; whether that opens the breaker."""
-        if not self.usable and now < self.probe_at:
-            return False  # called before the breaker opened
-        self.failures[kind] += 1
-        was_never_there = kind == PROBES and self.last_success == -_NEVER
-        if self.usable and self.failures[kind] < FAILURES and not was_never_there:
+    def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
+        """A call failed or timed out; whether that is the failure which opens the breaker after a success."""
+        if not self.usable and now < self.retry_at:
+            return False  # called before it opened
+        if is_probe and self.last_success == -_NEVER:
+            self.failures = max(self.failures, FAILURES - 1)  # it was never there
+        self.failures += 1
+        self.error = why
+        if not self.is_failing:
             return False
-        opens = self.usable
-        if not opens or self.failures[kind] > FAILURES:
+        if self.failures > FAILURES:
             self.wait_s = min(2 * self.wait_s, LONGEST_WAIT_S)
         self.usable = False
-        self.probe_at = now + self.wait_s
-        return opens
+        self.retry_at = now + self.wait_s
+        return self.failures == FAILURES
+
+    def forgive(self) -> None:
+        """Let calls be made: the tier is back. The first one that fails opens it again."""
+        self.usable = True
+        self.failures = min(self.failures, FAILURES - 1)
+
+    def tick(self, now: float) -> None:
+        """Let calls be made again if the pause is over. If none fails for FORGET_S, they count as failing no more."""
+        self.usable = self.usable or now >= self.retry_at
+        if self.is_failing and now >= self.retry_at + FORGET_S:
+            self.forgive()
+            self.wait_s = FIRST_WAIT_S

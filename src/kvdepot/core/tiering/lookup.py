@@ -147,7 +147,7 @@ class Lookups:
         """Hold what a tier lookup holds, and ask the tiers for what is missing, or load at once if nothing is; in that
         case it may end here. None, and nothing is begun, if tiers cannot help."""
         namespace, first = tier_lookup.namespace, tier_lookup.first
-        usable = [tier for tier in self._tiers if tier.breaker.usable]
+        usable = [tier for tier in self._tiers if tier.is_searchable]
         is_known = all(len(group.sizes) == group.world_size for group in namespace.groups)
         if not usable or not is_known or self._forgettings.is_under_way(namespace, tier_lookup.salt):
             return None

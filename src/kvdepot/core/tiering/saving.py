@@ -60,7 +60,7 @@ class Saves:
                     tier.counters["overtaken_chunks"] += 1  # forgotten in the meantime
                 elif shard.tiers and tier.bit >= shard.tiers & -shard.tiers:
                     continue
-                elif not tier.breaker.usable:
+                elif not tier.is_writable:
                     tier.counters["unavailable_chunks"] += 1
                 elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
                     tier.counters["dropped_chunks"] += 1
@@ -141,7 +141,7 @@ class Saves:
         return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
-        """Empty the queue of a tier whose circuit breaker has opened."""
+        """Empty the queue of a tier whose circuit breaker, or that of its writes, has opened."""
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["unavailable_chunks"] += len(queue)
@@ -155,7 +155,7 @@ class Saves:
 
         by: the account that has just stored or loaded something, and may soon need more; None: none in particular.
         """
-        tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
+        tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
         while tiers and (chunk := self._victim_ahead(by)) is not None:
             missing = [tier for tier in tiers if not _has_all(chunk, tier)]

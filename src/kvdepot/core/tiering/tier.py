@@ -1,4 +1,4 @@
-"""A tier as the deciding thread sees it: circuit breaker, queue, counters, probes, rules and status.
+"""A tier as the deciding thread sees it: circuit breakers, queue, counters, probes, rules and status.
 
 Shared by the files of this folder; a field of `TierState` that another file changes names that file.
 """
@@ -20,7 +20,7 @@ from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.breaker import PROBES, Breaker
+from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts
 from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.worker import Enforce, Enforced, Part, Probe
@@ -40,7 +40,7 @@ _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
 LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
-"""The kinds of call beside probes, as they are shown."""
+"""The kinds of call, as they are shown."""
 _NO_USAGE = Usage()
 _ENFORCE_EVERY_S = 10.0
 """Seconds between two removals of expired objects in a local tier."""
@@ -92,6 +92,9 @@ class TierState:
     number: int
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
+    breakers: dict[str, Breaker] = field(  # by kind of call
+        default_factory=lambda: {kind: Breaker() for kind in (LOOKUPS, READS, WRITES, REMOVALS)}
+    )
     counters: Counter[str] = field(default_factory=Counter)
     finding: int = 0  # Finds in progress; lookup.py, as the next two
     loading: int = 0  # Loads in progress
@@ -118,20 +121,51 @@ class TierState:
     def name(self) -> str:
         return self.config.name
 
-    # -- circuit breaker and probes
+    # -- circuit breakers and probes
 
-    def succeeded(self, now: float, kind: str) -> None:
-        """Note an answer to a call of this kind; may close the circuit breaker."""
-        if self.breaker.succeeded(now, kind):
+    @property
+    def is_searchable(self) -> bool:
+        """Whether lookups may ask it."""
+        return self.breaker.usable and self.breakers[LOOKUPS].usable and self.breakers[READS].usable
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether shards may be saved in it."""
+        return self.breaker.usable and self.breakers[WRITES].usable
+
+    def succeeded(self, now: float, kind: str = "") -> None:
+        """Note an answer; may close the circuit breakers. kind: of the call; empty: none in particular."""
+        if self.breaker.succeeded(now):
+            for breaker in self.breakers.values():
+                breaker.forgive()  # they failed with the tier
             log.info("tier %s recovered", self.name, extra={"tier": self.name})
+        if kind and self.breakers[kind].succeeded(now):
+            log.info("tier %s: %s succeed again", self.name, kind, extra={"tier": self.name})
 
-    def failed(self, now: float, why: str, kind: str = PROBES) -> bool:
-        """Note a call of this kind that failed, or a missed deadline; returns whether this opens the circuit breaker.
+    def call_failed(self, now: float, why: str, kind: str) -> bool:
+        """Note a call that failed; returns whether this opens the circuit breaker of the tier, or that of writes.
 
-        Then what waits to be saved is to be dropped.
+        Calls of a kind that is known to fail tell nothing about the tier; its probes do.
         """
+        breaker, why = self.breakers[kind], why[:_MOST_ERROR]
+        is_known, was_usable = breaker.is_failing, breaker.usable
+        begins = breaker.failed(now, why)
+        opens = False
+        if is_known:
+            self.error, self.failed_at = why, now
+        else:
+            opens = self.failed(now, why)
+        if begins and self.breaker.usable:
+            log.warning(
+                "tier %s: %s fail while other calls succeed, retrying with backoff; check what its user may do: %s",
+                self.name, kind, why, extra={"tier": self.name},
+            )  # fmt: skip
+        return opens or (kind == WRITES and was_usable and not breaker.usable)
+
+    def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
+        """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
         self.error, self.failed_at = why[:_MOST_ERROR], now
-        opens = self.breaker.failed(now, kind)
+        opens = self.breaker.failed(now, self.error, is_probe)
         if opens:
             self.counters["breaker_openings"] += 1
             message = "tier %s: circuit breaker open, retrying with backoff: %s"
@@ -140,7 +174,9 @@ class TierState:
 
     def probe(self, now: float) -> Probe | None:
         """Start a probe if one is due: at regular intervals, or when the open circuit breaker allows it."""
-        if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.probe_at):
+        for breaker in self.breakers.values():
+            breaker.tick(now)
+        if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.retry_at):
             return None
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
         return Probe(ProbeToken(self), self.number)
@@ -180,10 +216,13 @@ class TierState:
 
     def status(self, now: float, undemoted: int) -> TierStatus:
         """The tier's status. undemoted: a counter from saving.py."""
-        usage, failing = self.usage, self.breaker.failing
-        state = f"{' and '.join(failing)} fail" if failing else "up"
+        usage = self.usage
+        failing = [kind for kind, breaker in self.breakers.items() if breaker.is_failing]
+        state, error = "up", self.error
         if not self.breaker.usable:
             state = "circuit breaker open"
+        elif failing:
+            state, error = f"{' and '.join(failing)} fail", self.breakers[failing[0]].error
         times = (self.load_times, self.save_times)
         counters = {**usage.counters, **self.counters, **({"undemoted_chunks": undemoted} if undemoted else {})}
         return TierStatus(
@@ -199,14 +238,17 @@ class TierState:
             loads=self.loading,
             histograms=[buckets.figure() for each in times for buckets in (each.seconds, each.rates)],
             counters=counters,
-            error=self.error,
+            error=error,
             error_s=now - self.failed_at if self.error else None,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """The purpose of a tier task; it comes back with the outcome. There is one subclass per kind of task."""
+    """The purpose of a tier task; it comes back with the outcome. There is one subclass per kind of task.
+
+    kind: of the call; empty for a probe.
+    """
 
     tier: TierState
     kind: ClassVar[str] = REMOVALS
@@ -216,7 +258,7 @@ class Token:
 class ProbeToken(Token):
     """The token of a Probe."""
 
-    kind = PROBES
+    kind = ""
 
 
 @dataclass(slots=True, eq=False)

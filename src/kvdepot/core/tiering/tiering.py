@@ -26,13 +26,12 @@ from kvdepot.core.tiering.forgetting import (
 )
 from kvdepot.core.tiering.lookup import FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
-from kvdepot.core.tiering.tier import LOOKUPS, EnforceToken, ProbeToken, TierState, Token
+from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
-from kvdepot.tiers.breaker import PROBES
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_prefix
 from kvdepot.tiers.worker import (
     Enforced,
@@ -109,7 +108,7 @@ class Tiering:
         if tier_lookup.ended:
             return []
         for tier in self._lookups.late_tiers(tier_lookup):
-            self._failed(tier, now, "does not answer", LOOKUPS)
+            self._failed(tier, now, "does not answer")
         self._lookups.end(tier_lookup)
         return [tier_lookup]
 
@@ -122,7 +121,7 @@ class Tiering:
             if (probe := tier.probe(now)) is not None:
                 tier_tasks.append(probe)
             elif tier.time_out_probe(now):
-                self._failed(tier, now, "does not answer", PROBES)
+                self._failed(tier, now, "does not answer", is_probe=True)
         return tier_tasks
 
     # -- quotas
@@ -253,7 +252,10 @@ class Tiering:
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
-            self._failed(tier, now, str(outcome), token.kind)
+            if isinstance(token, ProbeToken):
+                self._failed(tier, now, str(outcome), is_probe=True)
+            elif tier.call_failed(now, str(outcome), token.kind):
+                self._saves.drop_queue(tier)
         elif not isinstance(outcome, Unwanted):
             tier.succeeded(now, token.kind)
         match token, outcome:
@@ -276,8 +278,8 @@ class Tiering:
                 return [*self._erasures.ended(token, outcome)]
         raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
 
-    def _failed(self, tier: TierState, now: float, why: str, kind: str) -> None:
-        if tier.failed(now, why, kind):
+    def _failed(self, tier: TierState, now: float, why: str, is_probe: bool = False) -> None:
+        if tier.failed(now, why, is_probe):
             self._saves.drop_queue(tier)
 
     # -- status
