@@ -14,9 +14,7 @@ from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, IllegalTransition, Shard, State
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.eviction import Lru
-from kvdepot.memory.allocator import PAGE, Allocator
-from tests.core.shelf import Shelf, key_of, keys, reserve, reserve_one
+from tests.core.shelf import Shelf, key_of, keys, reserve_one
 
 FIRST = {State.RESERVED, State.LOADING, State.FILLING}
 LAST = {State.FREED, State.GONE}
@@ -334,14 +332,3 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
     index.validate()
     allowed = {(state, event, after) for state, row in TRANSITIONS.items() for event, after in row.items()}
     assert table.seen == allowed, allowed - table.seen
-
-
-def test_a_refused_step_leaves_a_plain_index_as_it_was() -> None:
-    index = Index(Allocator(0, 8 * PAGE), Lru)
-    namespace = index.namespaces.find("m", 1, 0, bytes(32), 4)
-    chunk = reserve(index, namespace, 0, keys("c", 1)[0])
-    assert chunk is not None
-    index.seal(chunk, 0)
-    with pytest.raises(IllegalTransition, match=r"SEAL .* SEALED"):
-        index.seal(chunk, 0)
-    index.validate()

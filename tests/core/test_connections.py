@@ -8,7 +8,6 @@ import pytest
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Reply
-from kvdepot.core.connections import Connections
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import (
@@ -209,13 +208,6 @@ def test_hellos_that_are_never_proved_are_forgotten_from_the_oldest(server: Harn
     assert "1023 in handshake" in repr(server.connections)
 
 
-def test_the_harness_notices_an_answer_to_nobody(server: Harness) -> None:
-    server.hello(b"one")
-    with pytest.raises(AssertionError, match="answered more often"):
-        server.act([Reply(b"one", bytes(8), "ok")])
-    assert isinstance(server.connections, Connections)
-
-
 def test_a_server_that_is_told_so_stops_when_no_engine_was_there_for_so_long() -> None:
     server = harness(idle_exit=60.0)
     server.tick(1000.0, 0.0)
@@ -233,9 +225,3 @@ def test_a_server_that_is_told_so_stops_when_no_engine_was_there_for_so_long() -
     assert not server.stops
     server.tick(5061.0, 0.0)
     assert [stop.reason for stop in server.stops] == ["no engine for 60 s"]
-
-
-def test_a_server_by_default_stays_however_long_nobody_comes(server: Harness) -> None:
-    for now in (0.0, 1e6, 1e9):
-        server.tick(now, 0.0)
-    assert not server.stops

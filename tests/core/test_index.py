@@ -402,52 +402,6 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-# -- which boundaries a stored prompt has
-
-
-# -- eviction
-
-
-def test_parts_in_the_middle_are_evicted_while_both_ends_of_the_prompt_stay() -> None:
-    rack, chain, other = Rack((0, 2), pages=16), keys("c", 8), keys("d", 6)
-    rack.store_all(chain)
-    rack.index.release(rack.pin(chain[:2]))  # the beginning is used by many
-    pinned = rack.pin(chain)
-    rack.store(0, other, range(4))
-    assert rack.there(chain) == [list(range(8)), [0, 1, 6, 7]]
-    assert [rack.boundary(chain[:end]) for end in range(9)] == [0, 1, 2, 2, 2, 2, 2, 2, 8]
-    rack.store(0, other, range(4, 6))
-    assert rack.there(chain) == [list(range(8)), [6, 7]], "only what the pin does not need has gone"
-    chunk = reserve(rack.index, rack.namespaces[1], 0, other[0])
-    assert chunk is not None, "the other prompt makes room for its own parts"
-    rack.index.discard(chunk, 0)
-    rack.index.release(pinned)
-    rack.index.validate()
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("reaches", [(0, 2), (2, 0), (0, 0, 1)])
-def test_a_bounded_part_is_evicted_before_the_unbounded_one_of_its_chunk(reaches: Reaches, policy: str) -> None:
-    rack, chain = Rack(reaches, policy=policy), keys("c", 5)
-    trunk = reaches.index(0)
-    rack.store(trunk, chain)
-    for group, reach in enumerate(reaches):
-        if group != trunk:
-            rack.store(group, chain)
-            assert not reach or all(rack.part(group, key).parent is rack.part(trunk, key) for key in chain)
-    order: list[tuple[int, int]] = []
-    while (victim := rack.index.accounts.victim(None, 0)) is not None:
-        order.append((victim.namespace.group, chain.index(victim.key)))
-        rack.index.remove(victim, Reason.EVICTED)
-    assert len(order) == 5 * len(reaches)
-    for group, reach in enumerate(reaches):
-        for number in range(5):
-            if reach:
-                assert order.index((group, number)) < order.index((trunk, number))
-            elif number:
-                assert order.index((group, number)) < order.index((group, number - 1))
-
-
 # -- forgetting and ages
 
 
