@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Described, Reply, Stop
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.clients import Liveness
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
@@ -103,7 +103,7 @@ class Harness:
         self.tasks: list[Copy | Call] = []
         self.tier_tasks: list[TierTask] = []
         self.stops: list[Stop] = []
-        self.described: list[Described] = []
+        self.described: list[wire.Describe] = []
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
         self._numbers = itertools.count(1)
 
@@ -146,7 +146,7 @@ class Harness:
                     self.submitted(action)
                 case Stop():
                     self.stopped(action)
-                case Described():
+                case wire.Describe():
                     self.described.append(action)
                 case _:
                     self.submitted_to_tier(action)

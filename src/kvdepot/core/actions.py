@@ -13,7 +13,7 @@ from kvdepot.memory.copier import Call, Copy
 from kvdepot.protocol.wire import Describe
 from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Described", "Reply", "Stop"]
+__all__ = ["Action", "Reply", "Stop"]
 
 
 @dataclass(slots=True)
@@ -33,11 +33,4 @@ class Stop:
     reason: str
 
 
-@dataclass(slots=True)
-class Described:
-    """An engine has described chunks for KV events."""
-
-    chunks: Describe
-
-
-Action: TypeAlias = Reply | Copy | Call | TierTask | Stop | Described
+Action: TypeAlias = Reply | Copy | Call | TierTask | Stop | Describe

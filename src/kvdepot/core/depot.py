@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Described, Reply, Stop
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness
 from kvdepot.core.engines import Engines, client_figures
@@ -212,7 +212,10 @@ class Depot:
             case wire.Inspect():
                 return self.lists.inspect(client, number, request, self.wall)
             case wire.Describe():
-                return [self._described(request), Reply(client.identity, number, None)]
+                if not self._config.wants_tokens:
+                    raise BadRequest("this server publishes no token ids")
+                check_description(request)
+                return [request, Reply(client.identity, number, None)]
             case wire.SetQuota():
                 self._set_quota(client, request)
             case wire.Status():
@@ -333,12 +336,6 @@ class Depot:
         for number in list(client.instances):
             actions += self.registrations.unregister(client, number, [])
         return self._publish(actions)
-
-    def _described(self, request: wire.Describe) -> Described:
-        if not self._config.wants_tokens:
-            raise BadRequest("this server publishes no token ids")
-        check_description(request)
-        return Described(request)
 
     def _report(self, client: Client, request: wire.EndSession) -> BadRequest | None:
         """Count what an engine reports about a request; returns why it cannot be counted."""

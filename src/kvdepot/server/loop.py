@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvdepot.config import Config, reported
-from kvdepot.core.actions import Action, Described, Reply, Stop
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
@@ -244,9 +244,9 @@ class Server:
                 case Stop():
                     log.info("%s: stopping the server", action.reason)
                     self.stop()
-                case Described():
+                case wire.Describe():
                     assert self._feed is not None, "only with KV events, a server wants descriptions"
-                    self._feed.described(action.chunks)
+                    self._feed.described(action)
                 case _:
                     self._tier_workers[action.tier].submit(action)
 

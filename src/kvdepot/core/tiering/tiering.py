@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
@@ -54,13 +54,9 @@ Decision: TypeAlias = LookupDecision | Forgetting
 """A tier task, or a tier lookup or forgetting whose reply is due."""
 
 
-class _Deadline(NamedTuple):
-    """The time at which a tier lookup or forgetting is to be answered, or, at half time, continues with what it has."""
-
-    when: float
-    number: int  # deadlines at the same time stay in the order in which they began
-    subject: TierLookup | Forgetting
-    is_half_time: bool
+_Deadline: TypeAlias = tuple[float, int, TierLookup | Forgetting, bool]
+"""The time at which a tier lookup or forgetting is to be answered, or, at half time (True), continues with what it has.
+A running number keeps deadlines at the same time in the order in which they began."""
 
 
 class Tiering:
@@ -90,12 +86,12 @@ class Tiering:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; infinity if nothing is due."""
-        return self._deadlines[0].when if self._deadlines else float("inf")
+        return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def _add_deadline(self, when: float, subject: TierLookup | Forgetting, is_half_time: bool = False) -> None:
-        while self._deadlines and self._deadlines[0].subject.ended:
+        while self._deadlines and self._deadlines[0][2].ended:
             heapq.heappop(self._deadlines)
-        heapq.heappush(self._deadlines, _Deadline(when, next(self._numbers), subject, is_half_time))
+        heapq.heappush(self._deadlines, (when, next(self._numbers), subject, is_half_time))
 
     def expire(self, now: float) -> list[Decision]:
         """Handle the earliest deadline. Its decisions must be carried out before the next call."""
