@@ -22,6 +22,7 @@ from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
+from tests.client.engine import Later
 from tests.conftest import HANG_S, Depot
 
 CHUNK = 256
@@ -155,19 +156,12 @@ def test_what_is_put_while_the_queue_is_stopped_ends_once_and_one_thread_sees_to
             if number < 2:
                 queue.stop()
             else:
-                queue.put(Never(), lambda: ends.append("went"), ends.append)
+                queue.put(Later(), lambda: ends.append("went"), ends.append)
                 threads.update(thread.ident or 0 for thread in threading.enumerate() if thread.name == queue._name)
 
         on_threads(work, 6)
         assert [type(end) for end in ends] == [Unavailable] * 4, f"turn {turn}"
         assert len(threads) <= 1
-
-
-class Never:
-    """An event that does not happen."""
-
-    def query(self) -> bool:
-        return False
 
 
 def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:

@@ -39,11 +39,10 @@ from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
+from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, Later, MakeEngine, make_caches, read_blocks
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
+from tests.server.process import kill
 
-CHUNK = 256
-BLOCK = 64
-PER_CHUNK = CHUNK // BLOCK
 BLOCKS = 32
 _seeds = itertools.count(1)
 
@@ -66,115 +65,27 @@ def test_block_ids_are_packed_as_little_endian_uint32(kind: Callable[..., Any], 
     assert pack_block_ids(kind("Q", ids) if kind is array else kind(ids)) == np.array(ids, "<u4").tobytes()
 
 
-def make_caches(blocks: int = BLOCKS, width: int = 4) -> dict[str, torch.Tensor]:
-    """Two layers of random bytes, one with the K/V axis in front of the block axis."""
-    random = torch.Generator().manual_seed(next(_seeds))
-    return {
-        "layer.0": torch.randint(0, 256, (2, blocks, BLOCK, width), dtype=torch.uint8, generator=random),
-        "layer.1": torch.randint(0, 256, (blocks, BLOCK, 2 * width), dtype=torch.uint8, generator=random),
-    }
-
-
-def read_blocks(caches: dict[str, torch.Tensor], ids: list[int]) -> list[bytes]:
-    return [caches["layer.0"][:, i].numpy().tobytes() + caches["layer.1"][i].numpy().tobytes() for i in ids]
-
-
 def prompt(tokens: int) -> list[int]:
     """A prompt that no other test uses."""
     first = next(_seeds) * 1_000_000
     return list(range(first, first + tokens))
 
 
-def block_hashes(blocks: int) -> list[bytes]:
-    return [os.urandom(32) for _ in range(blocks)]
-
-
 def unique(name: str) -> str:
     return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
-class Later:
-    """An event that happens when the test says so."""
-
-    def __init__(self) -> None:
-        self._happened = threading.Event()
-        self.asked = threading.Event()
-
-    def query(self) -> bool:
-        self.asked.set()
-        return self._happened.is_set()
-
-    def happen(self) -> None:
-        self._happened.set()
-
-
-class Engine:
-    """One engine: a scheduler, one worker per rank, and their tensors."""
-
-    def __init__(
-        self,
-        depot: Depot,
-        model: str = "",
-        world_size: int = 1,
-        caches: list[dict[str, torch.Tensor]] | None = None,
-        block_size: int = BLOCK,
-        ranks: list[int] | None = None,
-    ) -> None:
-        """ranks: which shard each worker holds; by default one worker per shard."""
-        self.model = model or unique("model")
-        shape = (depot.url, depot.context, self.model, world_size)
-        self.scheduler = LMCacheMPSchedulerAdapter(*shape, 0, block_size)
-        self.workers = [LMCacheMPWorkerAdapter(*shape, rank, block_size) for rank in ranks or range(world_size)]
-        self.caches = caches or [make_caches() for _ in self.workers]
-        for worker, tensors in zip(self.workers, self.caches, strict=True):
-            worker.register_kv_caches(tensors)
-
-    @property
-    def worker(self) -> LMCacheMPWorkerAdapter:
-        return self.workers[0]
-
-    def store(self, op: LoadStoreOp, rank: int = 0, request_id: str = "") -> None:
-        """Store, and wait until it has ended."""
-        request_id = request_id or unique("store")
-        worker = self.workers[rank]
-        worker.submit_store_request(request_id, op, None)
-        eventually(lambda: request_id in (worker.get_finished({request_id})[0] or ()))
-
-    def retrieve(self, op: LoadStoreOp, rank: int = 0, request_id: str = "") -> set[int]:
-        """Retrieve, and wait until it has ended. Returns the ids of blocks that failed."""
-        request_id = request_id or unique("retrieve")
-        worker = self.workers[rank]
-        worker.submit_retrieve_request(request_id, op, None)
-        eventually(lambda: request_id in (worker.get_finished(set())[1] or ()))
-        return worker.get_block_ids_with_load_errors()
-
-    def lookup(self, request_id: str = "", **what: Any) -> int:
-        request_id = request_id or unique("lookup")
-        self.scheduler.maybe_submit_lookup_request(request_id, **what)
-        return wait_lookup(self.scheduler, request_id)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.shutdown()
-        self.scheduler.shutdown()
-
-
-def wait_lookup(scheduler: LMCacheMPSchedulerAdapter, request_id: str) -> int:
-    eventually(lambda: scheduler.check_lookup_result(request_id) is not None)
-    tokens = scheduler.check_lookup_result(request_id)
-    assert tokens is not None
-    return tokens
-
-
-MakeEngine = Callable[..., Engine]
+def block_hashes(blocks: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(blocks)]
 
 
 @pytest.fixture
 def make_engine(depot: Depot, start_depot: StartDepot) -> Iterator[MakeEngine]:
-    """Engines that end with the test, before its servers do: `make_engine(depot, model=..., world_size=...)`."""
+    """Engines that end with the test, before its servers do: `make_engine(depot, model=..., ranks=...)`."""
     made: list[Engine] = []
 
     def make(server: Depot = depot, **options: Any) -> Engine:
+        options.setdefault("caches", [make_caches() for _ in options.get("ranks", [0])])
         made.append(Engine(server, **options))
         return made[-1]
 
@@ -196,7 +107,17 @@ def client(depot: Depot) -> Iterator[MessageQueueClient]:
 
 
 def ask(client: MessageQueueClient, request_type: RequestType, *payloads: Any) -> Any:
-    return send_lmcache_request(client, request_type, list(payloads)).result(HANG_S)
+    value = send_lmcache_request(client, request_type, list(payloads)).result(HANG_S)
+    assert isinstance(value, get_response_class(request_type))
+    return value
+
+
+def answer(scheduler: LMCacheMPSchedulerAdapter, request_id: str) -> int:
+    """The first answer of a lookup, which a polling caller gets."""
+    eventually(lambda: scheduler.check_lookup_result(request_id) is not None)
+    tokens = scheduler.check_lookup_result(request_id)
+    assert tokens is not None
+    return tokens
 
 
 def barrier(worker: LMCacheMPWorkerAdapter | LMCacheMPSchedulerAdapter) -> None:
@@ -272,21 +193,6 @@ def test_kv_caches_that_are_no_dict_of_names_and_tensors_are_refused(caches: Any
         wrap_kv_caches(caches)
 
 
-def test_every_request_type_has_a_response_class() -> None:
-    expected = {
-        RequestType.REGISTER_KV_CACHE: type(None),
-        RequestType.UNREGISTER_KV_CACHE: type(None),
-        RequestType.LOOKUP: int,
-        RequestType.STORE: bool,
-        RequestType.RETRIEVE: list,
-        RequestType.END_SESSION: type(None),
-        RequestType.GET_CHUNK_SIZE: int,
-        RequestType.NOOP: str,
-        RequestType.CLEAR: type(None),
-    }
-    assert {kind: get_response_class(kind) for kind in RequestType} == expected
-
-
 def test_every_request_type_answers_as_the_contract_says(depot: Depot, client: MessageQueueClient) -> None:
     model, tokens, caches = unique("model"), tuple(prompt(2 * CHUNK)), make_caches()
     key = IPCCacheEngineKey(model, 1, 0, token_ids=tokens, start=0, end=2 * CHUNK, request_id="r")
@@ -336,18 +242,14 @@ def test_a_retrieve_never_answers_true_for_blocks_it_did_not_fill(client: Messag
         (RequestType.UNREGISTER_KV_CACHE, []),
         (RequestType.UNREGISTER_KV_CACHE, ["one"]),
         (RequestType.UNREGISTER_KV_CACHE, [1 << 70]),
-        (RequestType.UNREGISTER_KV_CACHE, [object()]),
         (RequestType.LOOKUP, []),
         (RequestType.LOOKUP, [["no key"]]),
         (RequestType.STORE, [[], 1]),
         (RequestType.STORE, ["no keys", 1, [0], b""]),
         (RequestType.RETRIEVE, [None, 1, [0], b""]),
         (RequestType.END_SESSION, []),
-        (RequestType.END_SESSION, [object()]),
         (RequestType.END_SESSION, ["\ud800"]),
         ("NOOP", []),
-        (None, []),
-        ([], []),
     ],
 )
 def test_wrong_payloads_raise_a_named_error_and_the_client_goes_on(
@@ -394,18 +296,6 @@ def test_a_key_names_tokens_or_a_hash_and_equals_those_that_name_the_same() -> N
             IPCCacheEngineKey("m", 1, 0, **wrong)
 
 
-def test_the_scheduler_makes_keys_of_its_model_and_shape(depot: Depot) -> None:
-    scheduler = LMCacheMPSchedulerAdapter(depot.url, depot.context, "m", 4, 3, BLOCK)
-    key = scheduler._create_key([1, 2, 3], start=1, end=2, request_id="r")
-    assert key == IPCCacheEngineKey("m", 4, 3, token_ids=(1, 2, 3), start=1, end=2)
-    assert key.request_id == "r"
-    assert scheduler._create_key([5]).end == 0
-    hashed = scheduler._create_hash_key(b"hash", request_id="q")
-    assert hashed == IPCCacheEngineKey("m", 4, None, chunk_hash=b"hash")
-    assert hashed.request_id == "q"
-    scheduler.shutdown()
-
-
 def test_an_op_is_as_long_as_its_blocks_and_takes_tokens_or_hashes() -> None:
     assert len(LoadStoreOp([3, 4, 5], token_ids=[1, 2])) == 3
     assert len(LoadStoreOp([], block_hashes=[])) == 0
@@ -443,7 +333,7 @@ def test_forgetting_a_lookup_future_forgets_the_lookup(engine: Engine) -> None:
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
     futures = scheduler.lookup_futures
     for forget in (futures.pop, futures.__delitem__, lambda _: futures.clear(), scheduler.cleanup_lookup_result):
-        assert engine.lookup("r", token_ids=tokens) == CHUNK
+        assert engine.lookup(request_id="r", token_ids=tokens) == CHUNK
         assert list(futures) == ["r"] and futures["r"].result() == 1
         forget("r")
         assert not scheduler.lookup_futures
@@ -467,24 +357,16 @@ def test_attributes_of_an_adapter_can_be_set(depot: Depot, engine: Engine) -> No
     assert engine.lookup(token_ids=tokens) == 0
     scheduler.model_name = other
     assert engine.lookup(token_ids=tokens) == 2 * CHUNK
-    key = scheduler._create_key(tokens)
-    assert (key.model_name, key.world_size, key.worker_id) == (other, 1, 0)
+    key = scheduler._create_key([1, 2, 3], start=1, end=2, request_id="r")
+    assert key == IPCCacheEngineKey(other, 1, 0, token_ids=(1, 2, 3), start=1, end=2) and key.request_id == "r"
+    hashed = scheduler._create_hash_key(b"hash", request_id="q")
+    assert hashed == IPCCacheEngineKey(other, 1, None, chunk_hash=b"hash") and hashed.request_id == "q"
     connection = MessageQueueClient(depot.url, depot.context)
     scheduler.mq_client.close()
     scheduler.mq_client = connection
     assert engine.lookup(token_ids=tokens) == 2 * CHUNK
     worker.finished_stores.add("r")
     assert worker.get_finished(set())[0] == {"r"}
-
-
-def test_a_class_has_the_names_of_the_contract_and_another_client_is_refused(engine: Engine) -> None:
-    assert {"model_name", "world_size", "worker_id", "chunk_size", "mq_client"} <= {
-        name for name in dir(LMCacheMPWorkerAdapter) if getattr(LMCacheMPWorkerAdapter, name, None) is not None
-    }
-    before = engine.scheduler.mq_client
-    with pytest.raises(errors.BadRequest, match="must be a MessageQueueClient, not a str"):
-        engine.scheduler.mq_client = "ipc:///a/socket"  # type: ignore[assignment]
-    assert engine.scheduler.mq_client is before
 
 
 @pytest.mark.parametrize("block_size", [3, 100, 512, 0, -64])
@@ -533,12 +415,15 @@ def test_a_lookup_is_none_while_it_is_pending_and_looking_again_is_free(depot: D
         scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
         assert scheduler.check_lookup_result("r") is None
         future = scheduler.lookup_futures["r"]
+        with pytest.raises(TimeoutError) as caught:
+            future.result(timeout=0.05)
+        assert isinstance(caught.value, errors.DeadlineExceeded)
         for _ in range(3):
             scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
         assert scheduler.lookup_futures["r"] is future
     finally:
         os.kill(depot.process.pid, signal.SIGCONT)
-    assert wait_lookup(scheduler, "r") == 0
+    assert answer(scheduler, "r") == 0
     scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
     barrier(scheduler)
     assert depot.status()["counters"]["lookups"] == before + 1
@@ -549,12 +434,8 @@ def test_a_lookup_is_none_while_it_is_pending_and_looking_again_is_free(depot: D
     [
         {},
         {"token_ids": [1] * CHUNK, "block_hashes": [b"x"] * PER_CHUNK},
-        {"token_ids": [-1] * CHUNK},
-        {"token_ids": [1 << 32] * CHUNK},
         {"token_ids": ["a"] * CHUNK},
-        {"token_ids": [1.5] * CHUNK},
         {"block_hashes": ["not bytes"] * PER_CHUNK},
-        {"block_hashes": [7] * PER_CHUNK},
     ],
 )
 def test_wrong_arguments_of_a_lookup_raise_bad_request_and_leave_no_lookup(
@@ -564,11 +445,11 @@ def test_wrong_arguments_of_a_lookup_raise_bad_request_and_leave_no_lookup(
         engine.scheduler.maybe_submit_lookup_request("r", **what)
     with pytest.raises(errors.UnknownRequest):
         engine.scheduler.check_lookup_result("r")
-    assert engine.lookup("r", token_ids=prompt(CHUNK)) == 0
+    assert engine.lookup(request_id="r", token_ids=prompt(CHUNK)) == 0
 
 
 def test_a_request_id_the_wire_cannot_carry_counts_as_a_miss(engine: Engine) -> None:
-    assert engine.lookup("long" * 2000, token_ids=prompt(CHUNK)) == 0
+    assert engine.lookup(request_id="long" * 2000, token_ids=prompt(CHUNK)) == 0
     assert engine.lookup(token_ids=prompt(CHUNK)) == 0
 
 
@@ -607,14 +488,6 @@ def test_a_lookup_answers_the_longest_cached_prefix_and_no_gap(engine: Engine) -
     assert engine.lookup(token_ids=tokens) == 4 * CHUNK
 
 
-def test_a_range_stores_and_retrieves_only_its_own_chunks(engine: Engine) -> None:
-    caches, tokens = engine.caches[0], prompt(3 * CHUNK)
-    engine.store(LoadStoreOp(list(range(12)), token_ids=tokens))
-    middle = LoadStoreOp([20, 21, 22, 23], token_ids=tokens, start=CHUNK, end=2 * CHUNK)
-    assert engine.retrieve(middle) == set()
-    assert read_blocks(caches, [20, 21, 22, 23]) == read_blocks(caches, [4, 5, 6, 7])
-
-
 @pytest.mark.parametrize("extra_blocks", [0, 2])
 def test_a_tail_shorter_than_a_chunk_is_left_out(engine: Engine, extra_blocks: int) -> None:
     tokens = prompt(CHUNK + extra_blocks * BLOCK + 5)
@@ -625,14 +498,6 @@ def test_a_tail_shorter_than_a_chunk_is_left_out(engine: Engine, extra_blocks: i
     assert engine.retrieve(LoadStoreOp([20, 21, 22, 23, *range(24, 24 + extra_blocks)], token_ids=tokens)) == set()
     assert read_blocks(engine.caches[0], [20, 21, 22, 23]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
     assert read_blocks(engine.caches[0], [24, 25]) == tail
-
-
-def test_an_op_without_a_whole_chunk_ends_well_and_moves_nothing(engine: Engine) -> None:
-    tokens = prompt(BLOCK)
-    engine.store(LoadStoreOp([0], token_ids=tokens))
-    before = read_blocks(engine.caches[0], [1])
-    assert engine.retrieve(LoadStoreOp([1], token_ids=tokens)) == set()
-    assert read_blocks(engine.caches[0], [1]) == before
 
 
 def test_tokens_and_hashes_never_name_the_same_chunk(engine: Engine) -> None:
@@ -691,7 +556,7 @@ def test_engines_of_two_models_or_layouts_never_see_each_others_chunks(make_engi
 def test_with_two_ranks_a_chunk_is_a_hit_only_when_both_have_stored_it(
     make_engine: MakeEngine, order: tuple[int, int]
 ) -> None:
-    pair = make_engine(world_size=2)
+    pair = make_engine(ranks=[0, 1])
     tokens = prompt(2 * CHUNK)
     first, second = order
     ids = list(range(8))
@@ -715,7 +580,7 @@ def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
     """As tensor-parallel ranks do that hold the same bytes: with MLA, or with fewer KV heads than ranks."""
     shards = [make_caches() for _ in range(world_size)]
     caches = [{name: tensor.clone() for name, tensor in shards[rank].items()} for rank in ranks]
-    engine = make_engine(world_size=world_size, ranks=ranks, caches=caches)
+    engine = make_engine(ranks=ranks, caches=caches)
     tokens, ids, targets = prompt(2 * CHUNK), list(range(8)), list(range(8, 16))
     before = depot.status()["counters"]
     for worker in engine.workers:  # all at once: the later ones find chunks that are not whole yet
@@ -730,9 +595,9 @@ def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
     chain = ChunkChain(CHUNK, ROOT)
     chain.extend(tokens)
     engine.scheduler.submit_lookup("l", bytes(chain.hashes), readers=len(ranks))
-    assert wait_lookup(engine.scheduler, "l") == 2 * CHUNK
+    assert answer(engine.scheduler, "l") == 2 * CHUNK
     for number in range(len(ranks)):
-        assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens), number, "l") == set()
+        assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens), rank=number, request_id="l") == set()
         assert read_blocks(caches[number], targets) == read_blocks(caches[number], ids)
 
 
@@ -776,29 +641,7 @@ def test_a_batch_stores_and_retrieves_several_requests_and_reports_them_together
     assert read_blocks(caches, [20, 21, 22, 23]) == read_blocks(caches, [0, 1, 2, 3])
 
 
-def test_a_batch_is_reported_together_also_when_answered_while_being_polled(engine: Engine) -> None:
-    worker = engine.worker
-    for number in range(100):
-        ids = [f"{number}-{i}" for i in range(8)]
-        ops = [LoadStoreOp([4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3], token_ids=prompt(CHUNK)) for i in range(8)]
-        submit = worker.batched_submit_retrieve_requests if number % 2 else worker.batched_submit_store_requests
-        submit(ids, ops, None)
-        reported: set[str] = set()
-        while not reported:
-            stored, loaded = worker.get_finished(set(ids) if number % 2 == 0 else set())
-            reported = stored or loaded or set()
-        assert reported == set(ids)
-
-
 # -- what failed is said
-
-
-def test_retrieving_what_was_never_stored_reports_its_blocks_once_and_leaves_them(engine: Engine) -> None:
-    before = read_blocks(engine.caches[0], list(range(BLOCKS)))
-    assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=prompt(CHUNK))) == {4, 5, 6, 7}
-    assert engine.worker.get_block_ids_with_load_errors() == set()
-    assert engine.retrieve(LoadStoreOp([8, 9, 10, 11], block_hashes=block_hashes(PER_CHUNK))) == {8, 9, 10, 11}
-    assert read_blocks(engine.caches[0], list(range(BLOCKS))) == before
 
 
 def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> None:
@@ -831,12 +674,7 @@ def test_a_store_that_does_not_fit_is_dropped_and_the_rest_goes_on(
     [
         {"block_ids": [0, 1, 2], "token_ids": list(range(CHUNK))},
         {"block_ids": list(range(8)), "token_ids": list(range(CHUNK))},
-        {"block_ids": [], "token_ids": list(range(CHUNK))},
         {"block_ids": [0, 1, 2, -3], "token_ids": list(range(CHUNK))},
-        {"block_ids": [0, 1, 2, 1 << 40], "token_ids": list(range(CHUNK))},
-        {"block_ids": [0, 1, 2, None], "token_ids": list(range(CHUNK))},
-        {"block_ids": [0, 1, 2, 3.5], "token_ids": list(range(CHUNK))},
-        {"block_ids": ["0", "1", "2", "3"], "token_ids": list(range(CHUNK))},
         {"block_ids": [0, 1, 2, 3], "token_ids": list(range(2 * CHUNK)), "start": 1, "end": CHUNK + 1},
         {"block_ids": [0, 1, 2, 3], "token_ids": list(range(CHUNK)), "start": CHUNK, "end": 2 * CHUNK},
         {"block_ids": [0, 1, 2, 3], "token_ids": list(range(CHUNK)), "start": -CHUNK, "end": CHUNK},
@@ -902,7 +740,7 @@ def test_a_request_is_reported_once_and_only_when_its_store_has_ended(engine: En
     for _ in range(2):
         assert worker.get_finished({"r"}) == (None, None)
     assert "r" in worker.finished_stores
-    event.happen()
+    event.there = True
     assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
     assert "r" not in worker.finished_stores and "r" in worker.previously_finished
     assert worker.get_finished({"r"}) == (None, None)
@@ -928,36 +766,18 @@ def test_an_id_that_is_used_again_ends_each_time_and_once(engine: Engine, uses: 
         assert not worker.finished_stores
 
 
-def test_a_store_under_a_returned_id_makes_it_a_new_request_at_once(engine: Engine) -> None:
-    worker, event = engine.worker, Later()
-    assert worker.get_finished({"r"}) == ({"r"}, None)
-    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
-    assert worker.get_finished({"r"}) == (None, None)
-    event.happen()
-    assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
-
-
 def test_a_request_with_two_stores_is_reported_when_both_have_ended(engine: Engine) -> None:
     worker, first, second = engine.worker, Later(), Later()
     tokens = prompt(2 * CHUNK)
     worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens, end=CHUNK), first)
     worker.submit_store_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens, start=CHUNK, end=2 * CHUNK), second)
     assert worker.get_finished({"r"}) == (None, None)
-    first.happen()
+    first.there = True
     eventually(lambda: engine.lookup(token_ids=tokens) == CHUNK)
     assert worker.get_finished(set()) == (None, None)
-    second.happen()
+    second.there = True
     assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
     assert engine.lookup(token_ids=tokens) == 2 * CHUNK
-
-
-def test_a_retrieve_is_reported_once_and_needs_no_report_of_the_engine(engine: Engine) -> None:
-    worker, tokens = engine.worker, prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), None)
-    assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
-    assert worker.get_finished(set()) == (None, None)
-    assert worker.get_finished({"r"}) == ({"r"}, None)
 
 
 # -- events
@@ -972,48 +792,27 @@ def test_blocks_are_read_and_written_only_after_the_event(engine: Engine) -> Non
     for tensor in caches.values():
         tensor.random_(0, 256)
     stored, before = read_blocks(caches, [0, 1, 2, 3]), read_blocks(caches, [4, 5, 6, 7])
-    computed.happen()
+    computed.there = True
     assert eventually(lambda: worker.get_finished({"r"})[0]) == {"r"}
     worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), loaded)
     assert loaded.asked.wait(HANG_S)
     barrier(worker)
     assert worker.get_finished(set()) == (None, None)
     assert read_blocks(caches, [4, 5, 6, 7]) == before
-    loaded.happen()
+    loaded.there = True
     assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
     assert read_blocks(caches, [4, 5, 6, 7]) == stored
-
-
-def test_a_retrieve_does_not_wait_behind_the_event_of_an_earlier_store(engine: Engine) -> None:
-    worker, tokens, step, reader = engine.worker, prompt(CHUNK), Later(), Later()
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), step)
-    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), reader)
-    reader.happen()
-    assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
-    assert worker.get_finished({"s"}) == (None, None)
-    step.happen()
-    assert eventually(lambda: worker.get_finished(set())[0]) == {"s"}
-
-
-class Broken:
-    """An event whose `fatal`-th query fails."""
-
-    def __init__(self, fatal: int) -> None:
-        self._left = fatal
-
-    def query(self) -> bool:
-        self._left -= 1
-        if self._left <= 0:
-            raise RuntimeError("the device is lost")
-        return False
 
 
 def test_a_retrieve_whose_event_breaks_later_is_reported_with_its_blocks(engine: Engine) -> None:
     worker, tokens = engine.worker, prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), Broken(3))
-    worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Broken(3))
+    worker.submit_retrieve_request(
+        "r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), Later(RuntimeError("the device is lost"))
+    )
+    worker.submit_store_request(
+        "s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later(RuntimeError("the device is lost"))
+    )
     finished: list[set[str]] = [set(), set()]
 
     def both() -> bool:
@@ -1023,18 +822,6 @@ def test_a_retrieve_whose_event_breaks_later_is_reported_with_its_blocks(engine:
 
     eventually(both)
     assert worker.get_block_ids_with_load_errors() == {4, 5, 6, 7}
-
-
-@pytest.mark.parametrize("event", [Broken(1), "no event", 7])
-def test_what_is_no_event_raises_or_fails_and_no_request_is_stuck(engine: Engine, event: Any) -> None:
-    worker = engine.worker
-    for submit in (worker.submit_store_request, worker.submit_retrieve_request):
-        try:
-            submit("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
-        except errors.KVDepotError:
-            continue  # said at once; the other way is to report it as failed
-    assert eventually(lambda: worker.get_finished({"r"})[0]) == {"r"}
-    eventually(lambda: worker.get_finished(set()) and not worker.retrieve_futures)
 
 
 # -- pins and sessions
@@ -1068,15 +855,15 @@ def test_a_hit_is_pinned_until_its_session_ends(quiet_depot: Depot, quiet_engine
     what: dict[str, Any] = {"token_ids": prompt(2 * CHUNK)}
     if mode == "hashes":
         what = {"block_hashes": block_hashes(2 * PER_CHUNK)}
-    assert quiet_engine.lookup("miss", **what) == 0 and held(quiet_depot) == (0, 0)
+    assert quiet_engine.lookup(request_id="miss", **what) == 0 and held(quiet_depot) == (0, 0)
     quiet_engine.store(LoadStoreOp(list(range(8)), **what))
     assert held(quiet_depot) == (0, 0)
-    assert quiet_engine.lookup("r", **what) == 2 * CHUNK
+    assert quiet_engine.lookup(request_id="r", **what) == 2 * CHUNK
     sessions, holds = held(quiet_depot)
     assert sessions == 1
     assert holds > 0
     ask(quiet_engine.scheduler.mq_client, RequestType.CLEAR)
-    assert quiet_engine.lookup("s", **what) == 2 * CHUNK  # pinned chunks outlive a CLEAR
+    assert quiet_engine.lookup(request_id="s", **what) == 2 * CHUNK  # pinned chunks outlive a CLEAR
     for request_id in ("r", "s", "r", "never"):
         quiet_engine.scheduler.end_session(request_id)
     barrier(quiet_engine.scheduler)
@@ -1085,41 +872,11 @@ def test_a_hit_is_pinned_until_its_session_ends(quiet_depot: Depot, quiet_engine
     assert quiet_engine.lookup(**what) == 0
 
 
-def test_a_retrieve_releases_its_requests_pins(quiet_depot: Depot, quiet_engine: Engine) -> None:
-    tokens = prompt(2 * CHUNK)
-    quiet_engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
-    assert quiet_engine.lookup("r", token_ids=tokens) == 2 * CHUNK
-    assert quiet_engine.lookup("other", token_ids=tokens) == 2 * CHUNK
-    with_both = held(quiet_depot)[1]
-    assert quiet_engine.retrieve(LoadStoreOp(list(range(8, 16)), token_ids=tokens), request_id="r") == set()
-    assert held(quiet_depot)[1] == with_both // 2
-    quiet_engine.scheduler.end_session("r")
-    quiet_engine.scheduler.end_session("other")
-    barrier(quiet_engine.scheduler)
-    assert held(quiet_depot) == (0, 0)
-
-
-def test_pinned_chunks_are_not_evicted_and_unpinned_ones_are(make_engine: MakeEngine, start_depot: StartDepot) -> None:
-    server = start_depot(arena_mib=2)
-    full = make_engine(server, caches=[make_caches(width=128)])  # a chunk of 128 KiB: 15 fit
-    pinned, loose = prompt(CHUNK), prompt(CHUNK)
-    full.store(LoadStoreOp([0, 1, 2, 3], token_ids=loose))
-    full.store(LoadStoreOp([4, 5, 6, 7], token_ids=pinned))
-    assert full.lookup("r", token_ids=pinned) == CHUNK
-    stored = read_blocks(full.caches[0], [4, 5, 6, 7])
-    for _ in range(40):
-        full.store(LoadStoreOp([8, 9, 10, 11], token_ids=prompt(CHUNK)))
-    assert server.status()["evicted_chunks"] > 0
-    assert full.lookup(token_ids=loose) == 0
-    assert full.retrieve(LoadStoreOp([12, 13, 14, 15], token_ids=pinned), request_id="r") == set()
-    assert read_blocks(full.caches[0], [12, 13, 14, 15]) == stored
-
-
 # -- the end, and servers that go away
 
 
 def test_shutdown_unregisters_and_is_safe_twice(depot: Depot) -> None:
-    engine = Engine(depot)
+    engine = Engine(depot, caches=[make_caches()])
     before = depot.status()["instances"]
     engine.worker.shutdown()
     assert depot.status()["instances"] == before - 1
@@ -1129,19 +886,19 @@ def test_shutdown_unregisters_and_is_safe_twice(depot: Depot) -> None:
 
 
 def test_after_shutdown_nothing_hangs(depot: Depot) -> None:
-    engine = Engine(depot)
+    engine = Engine(depot, caches=[make_caches()])
     engine.close()
     op = LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK))
     engine.worker.submit_store_request("s", op, None)
     engine.worker.submit_retrieve_request("r", op, None)
     assert engine.worker.get_finished({"s"}) == ({"s"}, {"r"})
     assert engine.worker.get_block_ids_with_load_errors() == {0, 1, 2, 3}
-    assert engine.lookup("l", token_ids=prompt(CHUNK)) == 0
+    assert engine.lookup(request_id="l", token_ids=prompt(CHUNK)) == 0
     engine.scheduler.end_session("l")
 
 
 def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
-    engine = Engine(depot)
+    engine = Engine(depot, caches=[make_caches()])
     engine.worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later())
     with ends():
         engine.close()
@@ -1149,68 +906,12 @@ def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
 
 
 @pytest.mark.faults
-def test_without_its_server_an_engine_goes_on_and_shutdown_is_bounded(
-    start_depot: StartDepot,
-) -> None:
-    server = start_depot()
-    engine, tokens = Engine(server), prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    server.process.kill()
-    server.process.wait(HANG_S)
-    with ends():
-        assert engine.lookup(token_ids=tokens) == 0
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)))
-    assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
-    engine.scheduler.maybe_submit_lookup_request("again", token_ids=tokens)
-    assert engine.scheduler.check_lookup_result("again") == 0, "it waits for a server that it knows to be gone"
-    engine.scheduler.end_session("r")
-    with ends():
-        engine.close()
-        engine.close()
-
-
-@pytest.mark.faults
-def test_a_silent_server_gives_0_in_time_and_ends_no_store_until_it_is_gone(
-    start_depot: StartDepot,
-) -> None:
-    server = start_depot()
-    engine, tokens = Engine(server), prompt(CHUNK)
-    worker = engine.worker
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    suspend(server.process.pid)
-    future = send_lmcache_request(worker.mq_client, RequestType.NOOP, [])
-    assert not future.query()
-    with pytest.raises(TimeoutError) as caught:
-        future.result(timeout=0.05)
-    assert isinstance(caught.value, errors.DeadlineExceeded)
-    worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), None)
-    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), None)
-    assert engine.lookup(token_ids=tokens) == 0
-    assert worker.get_finished({"s"}) == (None, None)  # it may still read and write the blocks
-    server.process.kill()
-    server.process.wait(HANG_S)
-    stored: set[str] = set()
-    loaded: set[str] = set()
-
-    def both() -> bool:
-        first, second = worker.get_finished(set())
-        stored.update(first or ())
-        loaded.update(second or ())
-        return stored == {"s"} and loaded == {"r"}
-
-    eventually(both)
-    assert worker.get_block_ids_with_load_errors() == {4, 5, 6, 7}
-    engine.close()
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("silence", ["asked while it was down", "not asked while it was down"])
 def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_depot: StartDepot, silence: str) -> None:
     first = start_depot()
-    engine, tokens = Engine(first), prompt(CHUNK)
+    engine, tokens = Engine(first, caches=[make_caches()]), prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    first.process.kill()
-    first.process.wait(HANG_S)
+    kill(first)
     if silence == "asked while it was down":
         assert engine.lookup(token_ids=tokens) == 0
         engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
@@ -1228,18 +929,15 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
     eventually(works)
     assert read_blocks(engine.caches[0], [4, 5, 6, 7]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
     assert second.status()["instances"] == 1
-    engine.close()
-    assert second.status()["instances"] == 0
-
-
-def kill(server: Depot) -> None:
-    server.process.kill()
-    server.process.wait(HANG_S)
+    kill(second)
+    with ends():
+        engine.close()
+        engine.close()
 
 
 def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:
     scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
-    assert wait_lookup(scheduler, request_id) == 0
+    assert answer(scheduler, request_id) == 0
     assert isinstance(scheduler.check_lookup(request_id), Unanswered)
 
 
@@ -1291,7 +989,7 @@ def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next
     assert engine.scheduler.wait_lookup_result("r", 0.05) is None
     kill(first)
     second = start_depot(url=first.url, name=first.name)
-    assert wait_lookup(engine.scheduler, "r") == CHUNK
+    assert answer(engine.scheduler, "r") == CHUNK
     eventually(lambda: engine.worker.get_finished({"s"})[0] == {"s"})
     assert engine.worker.counters["stores_dropped"] == 0
     assert second.status()["chunks"] == 2
@@ -1302,9 +1000,8 @@ def test_a_server_with_another_chunk_size_is_never_asked_for_wrong_chunks(
     start_depot: StartDepot,
 ) -> None:
     first = start_depot()
-    engine, tokens = Engine(first), prompt(2 * CHUNK)
-    first.process.kill()
-    first.process.wait(HANG_S)
+    engine, tokens = Engine(first, caches=[make_caches()]), prompt(2 * CHUNK)
+    kill(first)
     start_depot(url=first.url, name=first.name, chunk_size=2 * CHUNK)
     engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
     eventually(lambda: engine.worker.get_finished(set()) == (None, None))

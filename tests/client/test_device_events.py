@@ -12,19 +12,8 @@ import pytest
 from kvdepot.client import device_events as events
 from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import DeadlineExceeded, DeviceError, KVDepotError, Unavailable
+from tests.client.engine import Later
 from tests.conftest import HANG_S, eventually
-
-
-class Later:
-    """An event that happens when the test says so, and counts its queries."""
-
-    def __init__(self) -> None:
-        self.there = False
-        self.asked = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        return self.there
 
 
 class Blocking:
@@ -61,7 +50,7 @@ def waits() -> Iterator[EventQueue]:
 def test_a_request_goes_once_its_event_has_happened_without_anyone_looking(waits: EventQueue) -> None:
     outcomes, event = Outcomes(), Later()
     waits.put(event, *outcomes.of("r"))
-    eventually(lambda: event.asked > 2)
+    eventually(lambda: event.queries > 2)
     assert outcomes.told == []
     event.there = True
     eventually(lambda: outcomes.told)
@@ -117,17 +106,9 @@ def test_requests_of_one_event_ask_it_once_a_round_and_go_in_order(waits: EventQ
 
 
 def test_an_event_that_breaks_fails_its_requests_and_no_others(waits: EventQueue) -> None:
-    class Broken:
-        def query(self) -> bool:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    class Refused:
-        def query(self) -> bool:
-            raise DeviceError("the GPU has fallen off the bus")
-
     outcomes, event = Outcomes(), Later()
-    waits.put(Broken(), *outcomes.of("broken"))
-    waits.put(Refused(), *outcomes.of("refused"))
+    waits.put(Later(RuntimeError("CUDA error: an illegal memory access was encountered")), *outcomes.of("broken"))
+    waits.put(Later(DeviceError("the GPU has fallen off the bus")), *outcomes.of("refused"))
     waits.put(event, *outcomes.of("fine"))
     event.there = True
     eventually(lambda: len(outcomes.told) == 3)

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvdepot.client.contract import wrap_kv_caches
-from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
-from kvdepot.client.socket import Client
 from kvdepot.client.transfer import GroupSpec, Operation, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Ended, WorkerClient
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root
-from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.client.answers import Answering
+from tests.client.engine import NativeEngine
 from tests.conftest import Depot, StartDepot, eventually
 from tests.server.process import kill
 
@@ -153,29 +151,17 @@ REACH = 2
 PARTS = (GroupSpec(0, CHUNK // BLOCK[0]), GroupSpec(REACH, CHUNK // BLOCK[1]))
 
 
-class Hybrid:
+class Hybrid(NativeEngine):
     """A scheduler and a worker of a model with full attention and a window."""
 
-    def __init__(self, depot: Depot, model: str = "", world_size: int = 1, rank: int = 0, layers: int = 1) -> None:
-        """layers: so many times the bytes, as in a pipeline stage with more layers of each group."""
-        self.model = model or f"hybrid-{uuid.uuid4().hex[:8]}"
-        spec = ShardSpec(self.model, world_size, rank, CHUNK, PARTS[0].blocks_in_chunk, PARTS)
-        self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
-        self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False)
-        shapes = [(64, 2 * BLOCK[group], 4 * layers) for group in range(2)]
-        self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in shapes]
-        self.worker.register_groups(self.layouts(), {f"layer.{i}": cache for i, cache in enumerate(self.caches)})
+    def __init__(self, depot: Depot) -> None:
+        self.model = f"hybrid-{uuid.uuid4().hex[:8]}"
+        spec = ShardSpec(self.model, 1, 0, CHUNK, PARTS[0].blocks_in_chunk, PARTS)
+        super().__init__(depot, spec, [torch.randint(0, 256, (64, 8 * BLOCK[i]), dtype=torch.uint8) for i in range(2)])
 
-    def layouts(self) -> list[Layout]:
-        return [
-            build_layout([handle.view for handle in wrap_kv_caches({f"layer.{group}": cache})], [0])
-            for group, cache in enumerate(self.caches)
-        ]
-
-    def parts(self, chain: ChunkChain, blocks: list[list[int]], request_id: str, end: int = 0) -> list[Transfer]:
-        """Full attention of all chunks, and the window before the end; blocks: of each group."""
-        end = end or len(chain)
-        firsts = [0, max(0, end - REACH)]
+    def parts(self, chain: ChunkChain, blocks: list[list[int]], request_id: str) -> list[Transfer]:
+        """Full attention of all chunks, and the window at the end; blocks: of each group."""
+        end = len(chain)
         return [
             Transfer(
                 request_id,
@@ -185,27 +171,8 @@ class Hybrid:
                 pack_block_ids(blocks[group]),
                 group=group,
             )
-            for group, first in enumerate(firsts)
+            for group, (first, ids) in enumerate(zip([0, max(0, end - REACH)], blocks, strict=True))
         ]
-
-    def store(self, parts: list[Transfer]) -> None:
-        request_id = parts[0].request_id
-        self.worker.submit_store([request_id], parts, None)
-        eventually(lambda: request_id in self.worker.poll({request_id}).stored)
-
-    def retrieve(self, parts: list[Transfer]) -> set[str]:
-        request_id = parts[0].request_id
-        self.worker.submit_retrieve([request_id], parts, None)
-        eventually(lambda: request_id in self.worker.poll(set()).retrieved)
-        return self.worker.take_failed_requests()
-
-    def found(self, chain: ChunkChain) -> int | None:
-        """Tokens that a lookup finds; None: nobody knows, as while there is no server."""
-        request_id = uuid.uuid4().hex
-        self.scheduler.submit_lookup(request_id, bytes(chain.hashes), 1)
-        eventually(lambda: not isinstance(self.scheduler.check_lookup(request_id), Pending))
-        outcome = self.scheduler.check_lookup(request_id)
-        return outcome.tokens if isinstance(outcome, Cached) else None
 
     def lookup(self, chain: ChunkChain) -> int:
         """The same, once there is a server."""
@@ -214,10 +181,6 @@ class Hybrid:
 
     def read(self, blocks: list[list[int]]) -> list[bytes]:
         return [cache[ids].numpy().tobytes() for cache, ids in zip(self.caches, blocks, strict=True)]
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.client.close()
 
 
 @pytest.fixture

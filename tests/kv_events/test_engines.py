@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvdepot.client.contract import wrap_kv_caches
-from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
-from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, derive_root, pack_ids
-from kvdepot.protocol.layout import build_layout
+from tests.client.engine import NativeEngine
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.kv_events.desk import CHUNK, PER_CHUNK, Follower, prompt
 from tests.kv_events.router import BLOCK, Router
@@ -30,23 +27,17 @@ pytestmark = pytest.mark.faults
 BLOCKS_IN_CHUNK = 4
 
 
-class Engine:
+class Engine(NativeEngine):
     """A scheduler and a worker that name a topic and describe what they store."""
 
     def __init__(
         self, depot: Depot, topic: str, model: str = "m", block_bytes: int = 64, groups: tuple[GroupSpec, ...] = ()
     ) -> None:
         spec = ShardSpec(model, 1, 0, CHUNK, BLOCKS_IN_CHUNK, groups)
-        self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
-        self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, topic=topic)
-        self.scheduler.client.learn_chunk_size(HANG_S)
-        caches = [torch.zeros((64, block_bytes * (i + 1)), dtype=torch.uint8) for i in range(max(1, len(groups)))]
-        layouts = [build_layout([wrap_kv_caches({"kv": cache})[0].view], [0]) for cache in caches]
-        register = self.worker.register_groups if groups else lambda layouts: self.worker.register_layout(layouts[0])
-        register(layouts)
-        self.caches = caches
+        sizes = range(block_bytes, block_bytes * max(1, len(groups)) + 1, block_bytes)
+        super().__init__(depot, spec, [torch.zeros((64, size), dtype=torch.uint8) for size in sizes], topic)
 
-    def store(self, tokens: list[int], root: bytes = derive_root(), describe: bool = True) -> ChunkChain:
+    def store_prompt(self, tokens: list[int], root: bytes = derive_root(), describe: bool = True) -> ChunkChain:
         """Store the whole chunks of a prompt, a dozen at most."""
         chain = ChunkChain(CHUNK, root)
         chain.extend(tokens)
@@ -56,35 +47,26 @@ class Engine:
         blocks = pack_block_ids(list(range(BLOCKS_IN_CHUNK * len(chain))))
         groups = range(max(1, len(self.worker.spec.groups)))
         transfers = [Transfer(request_id, root, 0, bytes(chain.hashes), blocks, group=group) for group in groups]
-        self.worker.submit_store([request_id], transfers, None)
-        eventually(lambda: request_id in self.worker.poll({request_id}).stored)
+        self.store(transfers)
         return chain
 
     def describe(self, chain: ChunkChain, tokens: list[int], first: int = 0) -> None:
         ids = pack_ids(tokens[first * CHUNK : len(chain) * CHUNK], "token ids")
         self.scheduler.describe(chain.parent(first), chain.slice(first, len(chain)), ids)
 
-    def found(self, tokens: list[int]) -> int:
+    def found_keys(self, tokens: list[int]) -> int:
         """Request keys of a prompt that a lookup finds."""
         chain = ChunkChain(CHUNK)
         chain.extend(tokens)
-        request_id = uuid.uuid4().hex
-        self.scheduler.submit_lookup(request_id, bytes(chain.hashes), 1)
-        eventually(lambda: not isinstance(self.scheduler.check_lookup(request_id), Pending))
-        outcome = self.scheduler.check_lookup(request_id)
-        assert isinstance(outcome, Cached), outcome
-        self.scheduler.end_session(request_id)
-        return outcome.tokens // BLOCK
+        found = self.found(chain)
+        assert found is not None
+        return found // BLOCK
 
     def reconnect(self) -> None:
         """Wait until a server that has restarted knows both."""
         for client in (self.scheduler.client, self.worker.client):
             answer = client.ask(wire.Noop(), deadline_s=None)
             eventually(lambda answer=answer, client=client: client.pump() or answer.query())
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
 
 
 @pytest.fixture
@@ -135,21 +117,21 @@ def test_what_one_engine_stored_is_credited_to_every_engine_that_can_load_it(hos
     first, second, third = (host.engine(topic) for topic in TOPICS)
     host.engine("kv@10.0.0.9:8000@llama", model="of other weights")
     tokens = prompt(1, 3)
-    first.store(tokens)
+    first.store_prompt(tokens)
     follower.wait(lambda router: router.blocks(tokens, "llama") == dict.fromkeys(PODS, 3 * PER_CHUNK))
     longer = tokens + prompt(2, 1)
-    third.store(longer)  # behind what another engine has described
+    third.store_prompt(longer)  # behind what another engine has described
     follower.wait(lambda router: router.blocks(longer, "llama") == dict.fromkeys(PODS, 4 * PER_CHUNK))
     other = tokens[:CHUNK] + prompt(3, 1)
     assert follower.router.blocks(other, "llama") == dict.fromkeys(PODS, PER_CHUNK)
-    assert second.found(longer) == 4 * PER_CHUNK
+    assert second.found_keys(longer) == 4 * PER_CHUNK
     assert not follower.router.passed_over and not follower.router.twice
 
 
 def test_an_engine_that_comes_later_is_credited_with_what_is_there_and_one_that_leaves_with_nothing(host: Host) -> None:
     follower, tokens = host.follower(clears=False), prompt(1, 5)
     first = host.engine(TOPICS[0])
-    first.store(tokens)
+    first.store_prompt(tokens)
     follower.wait(lambda router: set(router.blocks(tokens, "llama")) == {PODS[0]})
     second = host.engine(TOPICS[1])
     follower.wait(lambda router: router.blocks(tokens, "llama") == dict.fromkeys(PODS[:2], 5 * PER_CHUNK))
@@ -163,11 +145,11 @@ def test_an_engine_that_comes_later_is_credited_with_what_is_there_and_one_that_
 def test_engines_that_name_one_topic_for_their_node_are_told_of_once(host: Host) -> None:
     follower, tokens, topic = host.follower(), prompt(1, 2), "kv@node:worker-7@llama"
     first, second = host.engine(topic), host.engine(topic)
-    first.store(tokens)
+    first.store_prompt(tokens)
     follower.wait(lambda router: router.blocks(tokens, "llama") == {"node:worker-7": 2 * PER_CHUNK})
     first.close()
     longer = tokens + prompt(2, 1)
-    second.store(longer)
+    second.store_prompt(longer)
     follower.wait(lambda router: router.blocks(longer, "llama") == {"node:worker-7": 3 * PER_CHUNK})
     assert host.depot.status()["kv_event_topics"] == 1
     assert host.depot.status()["settings"]["kv_events"] == host.endpoint
@@ -180,8 +162,8 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
     engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]  # 64 KiB a chunk: 15 of them
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(24)]
     for seed, tokens in enumerate(prompts):
-        engines[seed % 2].store(tokens)
-    there = {i: found for i, tokens in enumerate(prompts) if (found := engines[0].found(tokens))}
+        engines[seed % 2].store_prompt(tokens)
+    there = {i: found for i, tokens in enumerate(prompts) if (found := engines[0].found_keys(tokens))}
     assert 0 < len(there) < len(prompts) and host.depot.status()["evicted_chunks"] > 0
 
     def credited(router: Router) -> dict[int, dict[str, int]]:
@@ -202,13 +184,13 @@ def test_a_router_that_loses_messages_or_comes_late_believes_the_same(host: Host
     engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(14)]
     for seed, tokens in enumerate(prompts):
-        engines[seed % 2].store(tokens)
+        engines[seed % 2].store_prompt(tokens)
         lossy.wait(lambda router, tokens=tokens: router.score(tokens, "llama"))  # at the latest when a gap is seen
         if seed == 10:
             engines[0].close()
             engines[0] = host.engine(TOPICS[2], block_bytes=16384)
     late = host.follower()
-    there = {i: dict.fromkeys(PODS[1:], found) for i, t in enumerate(prompts) if (found := engines[1].found(t))}
+    there = {i: dict.fromkeys(PODS[1:], found) for i, t in enumerate(prompts) if (found := engines[1].found_keys(t))}
 
     def credited(router: Router) -> dict[int, dict[str, int]]:
         return {i: scores for i, tokens in enumerate(prompts) if (scores := router.blocks(tokens, "llama"))}
@@ -223,13 +205,13 @@ def test_a_router_that_loses_messages_or_comes_late_believes_the_same(host: Host
 def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host) -> None:
     follower, tokens = host.follower(clears=False), prompt(1, 3)
     engine = host.engine(TOPICS[0])
-    chain = engine.store(tokens)
+    chain = engine.store_prompt(tokens)
     follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
     kill(host.depot)
     url, name = host.depot.url, host.depot.name
     host.depot = host.serve(url=url, name=name)
     engine.reconnect()
-    assert engine.found(tokens) == 3 * PER_CHUNK
+    assert engine.found_keys(tokens) == 3 * PER_CHUNK
     later = host.follower()
     engine.describe(chain, tokens)  # as an engine whose lookup has found them
     later.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
@@ -237,7 +219,7 @@ def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host)
 
 def test_a_server_that_ends_takes_everything_back(host: Host) -> None:
     follower, tokens = host.follower(clears=False), prompt(1, 3)
-    host.engine(TOPICS[0]).store(tokens)
+    host.engine(TOPICS[0]).store_prompt(tokens)
     follower.wait(lambda router: router.blocks(tokens, "llama"))
     assert host.depot.stop() == 0
     follower.wait(lambda router: router.score(tokens, "llama") == {})
@@ -246,12 +228,12 @@ def test_a_server_that_ends_takes_everything_back(host: Host) -> None:
 def test_only_chunks_that_tokens_alone_identify_are_credited(host: Host) -> None:
     follower, engine = host.follower(), host.engine(TOPICS[0])
     told = prompt(1, 1)
-    engine.store(prompt(2, 2), describe=False)
-    engine.store(prompt(3, 2), root=derive_root(("salt", "alice")))
-    engine.describe(engine.store(prompt(4, 2), describe=False), prompt(5, 2))  # other tokens
+    engine.store_prompt(prompt(2, 2), describe=False)
+    engine.store_prompt(prompt(3, 2), root=derive_root(("salt", "alice")))
+    engine.describe(engine.store_prompt(prompt(4, 2), describe=False), prompt(5, 2))  # other tokens
     half = prompt(6, 2)
-    engine.describe(engine.store(half, describe=False), half, first=1)  # without its parent
-    engine.store(told)
+    engine.describe(engine.store_prompt(half, describe=False), half, first=1)  # without its parent
+    engine.store_prompt(told)
     follower.wait(lambda router: router.blocks(told, "llama") == {PODS[0]: PER_CHUNK})
     for tokens in (prompt(2, 2), prompt(3, 2), prompt(4, 2), prompt(5, 2), half):
         assert follower.router.score(tokens, "llama") == {}
@@ -264,7 +246,7 @@ def test_only_chunks_that_tokens_alone_identify_are_credited(host: Host) -> None
 def test_of_a_model_with_windows_the_chunks_that_every_hit_needs_are_credited(host: Host) -> None:
     groups = (GroupSpec(2, BLOCKS_IN_CHUNK), GroupSpec(0, BLOCKS_IN_CHUNK))
     follower, tokens = host.follower(), prompt(1, 3)
-    host.engine(TOPICS[0], groups=groups).store(tokens)
+    host.engine(TOPICS[0], groups=groups).store_prompt(tokens)
     follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
     assert not follower.router.twice
 
@@ -272,7 +254,7 @@ def test_of_a_model_with_windows_the_chunks_that_every_hit_needs_are_credited(ho
 def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepot) -> None:
     engine, tokens = Engine(start_depot(arena_mib=1), TOPICS[0]), prompt(1, 1)
     assert not engine.scheduler.client.wants_tokens
-    chain = engine.store(tokens)  # which describes it to servers that want it
+    chain = engine.store_prompt(tokens)  # which describes it to servers that want it
     described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
     with pytest.raises(BadRequest, match="publishes no token ids"):
         engine.scheduler.client.ask(described).result(HANG_S)

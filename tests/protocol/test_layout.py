@@ -131,11 +131,6 @@ def test_segments_are_every_byte_of_every_block_once_in_one_order(given: Tensors
     assert_describes(layout, given.views, given.axes)
 
 
-def test_key_and_value_halves_are_two_segments() -> None:
-    view = dense("l", (2, 5, 4, 3, 2))
-    assert build_layout([view], [1]).segments == [Segment(0, 0, 48, 48), Segment(0, 240, 48, 48)]
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_layers_side_by_side_are_one_segment_in_whatever_order_they_are_given(order: tuple[int, ...]) -> None:
     """vLLM names the layers of a model whose pages differ in size in another order than it lays them out."""
@@ -146,20 +141,6 @@ def test_layers_side_by_side_are_one_segment_in_whatever_order_they_are_given(or
     layout = build_layout(views, [0, 0, 0])
     assert layout.segments == [Segment(0, 0, 96, 96)]
     assert_describes(layout, views, [0, 0, 0])
-
-
-def test_layers_behind_each_other_in_one_mapping_stay_apart() -> None:
-    views = [dense("a", (4, 8), mapping="m"), dense("b", (4, 8), mapping="m", offset=64)]
-    views[0] = views[0]._replace(mapping_bytes=128)
-    layout = build_layout(views, [0, 0])
-    assert layout.segments == [Segment(0, 0, 16, 16), Segment(0, 64, 16, 16)]
-    assert layout.mappings == [Mapping("m", 128)]
-
-
-def test_a_single_block_can_be_described_whatever_its_stride_says() -> None:
-    view = TensorView("l", "m", 64, 0, (1, 8, 4), (0, 8, 2), 2, "bfloat16")
-    layout = build_layout([view], [0])
-    assert (layout.num_blocks, layout.block_bytes) == (1, 64)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +240,6 @@ def test_shapes_that_can_be_read_two_ways_or_none_are_refused_and_shown(
     for view in views:
         assert f"{view.name} {list(view.shape)}" in str(raised.value)
     assert "block_axes" in str(raised.value)
-
-
-def test_many_layers_that_cannot_be_read_are_refused_at_once_and_in_one_sentence() -> None:
-    views = [dense(f"l{i}", (2, 2, 16, 8, 4)) for i in range(200)]
-    with pytest.raises(LayoutError, match="192 more"):
-        find_block_axes(views, 16)
 
 
 # -- fingerprints

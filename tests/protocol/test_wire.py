@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import secrets
 import struct
 import uuid
 from collections.abc import Iterator
@@ -177,17 +175,6 @@ def test_unknown_tags_and_shapes_are_answered_and_the_connection_goes_on(known: 
 # -- frames
 
 
-@pytest.mark.parametrize("count", [2, 3, 40])
-def test_a_message_of_several_frames_gets_one_protocol_error(known: Raw, count: int) -> None:
-    frame = wire.encode_request(5, wire.Noop())
-    known.send(*[frame] * count)
-    number, value = known.receive()
-    assert number == 5
-    assert isinstance(value, errors.ProtocolError)
-    assert f"{count} frames" in str(value)
-    assert known.heard_nothing_more()
-
-
 def test_a_message_longer_than_the_limit_gets_a_protocol_error(depot: Depot, known: Raw) -> None:
     before = bad_messages(depot)
     value = known.ask_bytes(bytes(4 * MIB))
@@ -220,80 +207,7 @@ def test_a_client_that_reads_nothing_does_not_stop_the_server(depot: Depot, know
 # -- the first message
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        wire.Noop(), wire.ChunkSize(), wire.Status(), wire.Clear(), wire.EndSession("r"), wire.Unregister(1),
-        wire.Lookup("m", 1, 0, "r", 1, bytes(32)), wire.Store(1, 1, []), wire.Retrieve(1, []),
-    ],
-    ids=lambda request: type(request).__name__,
-)  # fmt: skip
-def test_requests_before_hello_are_refused_by_name(raw: Raw, request_: wire.Request) -> None:
-    assert type(raw.ask(request_)) is errors.UnknownClient
-    raw.hello()
-    assert type(raw.ask(request_)) is not errors.UnknownClient
-
-
-@pytest.mark.parametrize("version", [0, wire.VERSION + 1, -1, 2**63])
-def test_another_protocol_version_is_refused_and_said(raw: Raw, version: int) -> None:
-    value = raw.ask(wire.Hello(version, raw.liveness.name, bytes(16)))
-    assert type(value) is errors.VersionMismatch
-    assert str(version) in str(value)
-    assert type(raw.ask(wire.Noop())) is errors.UnknownClient
-
-
-@pytest.mark.parametrize(
-    "liveness",
-    [
-        "", "kvdepot-card-", "kvdepot-card-nobody", "../../etc/passwd", "kvdepot-card-../../../etc/passwd",
-        "kvdepot-card-a/b", "kvdepot-card-" + "x" * 300, "kvdepot-card-\0", "other",
-    ],
-)  # fmt: skip
-def test_a_liveness_that_is_none_is_refused(raw: Raw, liveness: str) -> None:
-    assert isinstance(raw.introduce(liveness, bytes(16)), errors.BadRequest)
-    assert type(raw.ask(wire.Noop())) is errors.UnknownClient
-
-
-@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE])
-def test_a_liveness_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) -> None:
-    path = SHM / f"kvdepot-card-{secrets.token_hex(8)}"
-    path.write_bytes(bytes(size))
-    try:
-        assert isinstance(raw.introduce(path.name, bytes(16)), errors.BadRequest)
-    finally:
-        path.unlink()
-
-
 # -- registrations
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_blocks": BLOCKS + 1},
-        {"num_blocks": 2**63},
-        {"segments": [Segment(0, -64, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 2**64 - 64, BLOCK_BYTES, BLOCK_BYTES)]},
-        {"segments": [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)] * 70_000},
-    ],
-)
-def test_a_layout_outside_its_memory_is_refused(known: Raw, memory: str, changes: dict[str, Any]) -> None:
-    assert type(known.ask(wire.Register(1, layout(memory, **changes)))) is errors.LayoutError
-    assert type(known.ask(wire.Store(1, 1, [shards()]))) is errors.UnknownInstance
-
-
-@pytest.mark.parametrize(
-    ("world_size", "rank", "blocks"), [(0, 0, 2), (1, 1, 2), (2, -1, 2), (1 << 17, 0, 2), (1, 0, 0), (1, 0, -1)]
-)
-def test_a_refused_registration_leaves_nothing_behind_and_can_be_unregistered(
-    known: Raw, memory: str, world_size: int, rank: int, blocks: int
-) -> None:
-    before = known.ask(wire.Status())["instances"]
-    value = known.ask(wire.Register(1, layout(memory), "m", world_size, rank, blocks))
-    assert type(value) is errors.BadRequest
-    assert known.ask(wire.Status())["instances"] == before
-    known.send(wire.encode_request(99, wire.Unregister(1)))
-    assert known.receive() == (99, None)
 
 
 def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
@@ -311,57 +225,6 @@ def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
 
 
 # -- lookups, stores and retrieves
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hashes": bytes(63)},
-        {"block_ids": ids(0, 1, 2, BLOCKS)},
-        {"block_ids": ids(0, 1, 2, 2**32 - 1)},
-        {"block_ids": ids(0, 1, 2, 2)},
-        {"block_ids": ids(0, 1, 2)},
-        {"block_ids": b""},
-        {"block_ids": ids(0, 1, 2, 3) + b"\0"},
-        {"world_size": 0},
-        {"world_size": 1 << 20},
-        {"rank": 1},
-        {"rank": -1},
-        {"parent": b"short"},
-        {"parent": ROOT, "depth": -1},
-        {"skip_blocks": 2},
-        {"skip_blocks": -1},
-        {"request": "x" * 5000},
-        {"model": "x" * 5000},
-    ],
-)
-def test_a_store_or_retrieve_that_makes_no_sense_is_refused_and_touches_nothing(
-    known: Raw, memory: str, changes: dict[str, Any]
-) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    bytes_before = (SHM / memory).read_bytes()
-    before = known.ask(wire.Status())
-    good = shards(hashes=secrets.token_bytes(64))
-    for request in (
-        wire.Store(1, 1, [shards(**changes)]),
-        wire.Store(1, 2, [good, shards(**changes)]),
-        wire.Retrieve(1, [shards(**changes)]),
-        wire.Retrieve(1, [good, shards(**changes)]),
-    ):
-        assert type(known.ask(request)) is errors.BadRequest
-    after = known.ask(wire.Status())
-    for count in ("chunks", "reserved_shards", "holds", "operations", "used_bytes"):
-        assert after[count] == before[count], count
-    assert (SHM / memory).read_bytes() == bytes_before
-
-
-def test_one_clients_instance_is_unknown_to_another(depot: Depot, known: Raw, memory: str) -> None:
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    other = Raw(depot).hello()
-    assert type(other.ask(wire.Retrieve(1, [shards()]))) is errors.UnknownInstance
-    assert other.ask(wire.Unregister(1)) is None
-    other.close()
-    assert known.ask(wire.Retrieve(1, [shards(hashes=secrets.token_bytes(64))])) == [False, False]
 
 
 _KEYS = [bytes([n]) * 32 for n in range(6)]
