@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,7 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
     start_depot: StartDepot, tensors: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
-    client = MessageQueueClient(depot.url, depot.context)
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
         eventually(lambda: objects(depot) == 2 * CHUNKS)
         assert admin.reset(client, "model@1") is True
@@ -68,13 +68,10 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
         assert (found(client, "model@1", gone), found(client, "model@2", kept)) == (0, CHUNKS)
         assert admin.reset(client, "model@1") is True, "nothing was there to be forgotten"
         assert not caplog.records
-    finally:
-        client.close()
 
 
 def test_a_prompt_of_any_length_is_inspected(depot: Depot, tensors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = MessageQueueClient(depot.url, depot.context)
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         model = f"model@{secrets.token_hex(4)}"
         hashes = fill(client, tensors, model, 1)
         asked = secrets.token_bytes(wire.MAX_CHUNKS * HASH_BYTES) + hashes  # more than one request may name
@@ -89,23 +86,18 @@ def test_a_prompt_of_any_length_is_inspected(depot: Depot, tensors: Path, monkey
         assert admin.inspect(client, model, end=bytes(HASH_BYTES)) == []
         with pytest.raises(BadRequest, match="give either"):
             admin.inspect(client, model)
-    finally:
-        client.close()
 
 
 def test_to_reset_says_where_a_tier_cannot_be_told(
     start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     depot = start_depot("--tiers", "redis://127.0.0.1:1")
-    client = MessageQueueClient(depot.url, depot.context)
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         hashes = fill(client, tensors, "model@1", 1)
         assert admin.reset(client, "model@1") is False
         (line,) = caplog.messages
         assert line.startswith("chunks of model@1 may remain stored: redis://127.0.0.1:1: not forgotten:")
         assert depot.status()["chunks"] == 0 and found(client, "model@1", hashes) == 0
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "gone before"])
@@ -113,25 +105,21 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
     start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     depot = start_depot()
-    client = MessageQueueClient(depot.url, depot.context)
     caplog.set_level(logging.WARNING, "kvdepot.client.admin")
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         fill(client, tensors, "model@1", 1)
         depot.process.send_signal(signal.SIGKILL)
         if how == "gone before":
             depot.process.wait(HANG_S)
         assert admin.reset(client, "model@1") is False
         assert "chunks of model@1 may remain stored: kvdepot:" in caplog.text
-    finally:
-        client.close()
 
 
 def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
     start_depot: StartDepot, tensors: Path, tmp_path: Path
 ) -> None:
     depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
-    client = MessageQueueClient(depot.url, depot.context)
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
         eventually(lambda: objects(depot) == 2 * CHUNKS)
         prompt = admin.make_prompt(client, [], gone, "model@1", "")
@@ -150,14 +138,11 @@ def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
         eventually(lambda: not on_disk())
         assert found(client, "model@1", gone) == 0
         assert admin.drop(client, prompt) == 0, "nothing was there to be dropped"
-    finally:
-        client.close()
 
 
 def test_leases_are_listed_until_they_end(start_depot: StartDepot, tensors: Path) -> None:
     depot = start_depot()
-    client = MessageQueueClient(depot.url, depot.context)
-    try:
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
         assert admin.leases(client) == []
         hashes = fill(client, tensors, "model", 1)
         prompt = admin.make_prompt(client, [], hashes, "model", "")
@@ -171,5 +156,3 @@ def test_leases_are_listed_until_they_end(start_depot: StartDepot, tensors: Path
         eventually(lambda: depot.status()["chunks"] == 0)
         with pytest.raises(BadRequest, match="no lease 'kept'"):
             admin.end_lease(client, "kept")
-    finally:
-        client.close()

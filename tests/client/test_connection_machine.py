@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvdepot.client.connection import DEADLINE_S, GRACE_S, Connection
+from kvdepot.client.connection import DEADLINE_S, GRACE_S, LINGER_S, Connection
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
 from kvdepot.client.servers import Introduction
 from kvdepot.errors import Busy, KVDepotError, Unavailable, UnknownClient, UnknownInstance
@@ -28,12 +28,16 @@ class Server:
         self.boot = number.to_bytes(wire.BOOT_BYTES, "little")
         self.secret = SECRET
         self.is_dead = False
+        self.died_at = 0.0
         self.inbox: list[tuple[bytes, wire.Request]] = []
-        self.copying: set[bytes] = set()  # numbers of copies that it was sent and has not ended
         self.knows_us = False
         self.instances: set[int] = set()
         self.seal: Seal | None = None
         self.challenge: Challenge | None = None
+
+    def die(self, now: float) -> None:
+        if not self.is_dead:
+            self.is_dead, self.died_at = True, now
 
     def is_gone(self) -> bool:
         return self.is_dead
@@ -62,6 +66,18 @@ class Server:
         return None
 
 
+def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
+    """The connection's `watch`, for servers of which others may follow."""
+
+    def watch(arena: str, boot: bytes) -> Server:
+        for server in servers:
+            if server.boot == boot and not server.is_dead:
+                return server
+        raise Unavailable("another server owns the arena, or none")
+
+    return watch
+
+
 class Connections(RuleBasedStateMachine):
     """One connection, its network, and the servers at its address, one after the other."""
 
@@ -73,19 +89,18 @@ class Connections(RuleBasedStateMachine):
         self.sealed = False
         self.coming: list[bytes] = []
         self.outcomes: list[tuple[wire.Request, list[object]]] = []
+        self.wanted: set[int] = set()  # instances that are to be registered
+        self.reached: dict[bytes, list[Server]] = {}  # by number of a copy or lookup: whom it was sent to
+        self.lookups: dict[bytes, str] = {}  # requests of lookups that were sent
+        self.ended_lookups: set[bytes] = set()  # sent lookups whose session has ended
+        self.has_gpu = False
         self.connection = Connection(
             "ipc:///nowhere",
             Introduction("liveness", LIVENESS, others_between=lambda: self.sealed),
             self.send,
-            self.watch,
+            watch_of(self.servers),
             lambda: self.now,
         )
-
-    def watch(self, arena: str, boot: bytes) -> Server:
-        for server in self.servers:
-            if server.boot == boot and not server.is_dead:
-                return server
-        raise Unavailable("another server owns the arena, or none")
 
     def send(self, frame: bytes) -> bool:
         server = self.server
@@ -98,8 +113,24 @@ class Connections(RuleBasedStateMachine):
             frame = opened
         request = wire.decode_request(frame)[1]
         assert not isinstance(request, KVDepotError)
+        self.check_sent(server, number, request)
         server.inbox.append((number, request))
         return True
+
+    def check_sent(self, server: Server, number: bytes, request: wire.Request) -> None:
+        """What may reach a server, given what others have been sent."""
+        before = self.reached.setdefault(number, [])
+        if isinstance(request, wire.Register):
+            assert request.instance in self.wanted, "tensors that were withdrawn are registered again"
+        elif isinstance(request, wire.Lookup):
+            assert number not in self.ended_lookups, "nothing would release its pins"
+            self.lookups[number] = request.request
+        elif isinstance(request, COPY):
+            others = [each for each in before if each is not server]
+            assert len({each.boot for each in [*before, server]}) <= 2, "it could be this copy that ends servers"
+            assert all(each.is_dead for each in others), "two servers may touch the same blocks"
+            assert not self.has_gpu or all(self.now >= each.died_at + LINGER_S for each in others)
+        before.append(server)
 
     # -- what the machine does
 
@@ -115,12 +146,18 @@ class Connections(RuleBasedStateMachine):
         }
         request, ended = kinds[kind](), list[object]()
         self.outcomes.append((request, ended))
+        if kind == "gone":
+            self.wanted.discard(instance)
+        elif kind == "end":
+            self.ended_lookups |= {number for number, name in self.lookups.items() if name == f"r{instance}"}
         self.connection.ask(request, ended.append, None if kind == "end" else 1.0)
 
     @rule(instance=st.integers(0, 1))
     def register(self, instance: int) -> None:
         ended: list[object] = []
         self.outcomes.append((wire.Register(instance, LAYOUTS[instance]), ended))
+        self.wanted.add(instance)
+        self.has_gpu |= bool(LAYOUTS[instance].device)
         self.connection.ask(wire.Register(instance, LAYOUTS[instance]), ended.append)
 
     @precondition(lambda self: self.server is None)
@@ -136,7 +173,8 @@ class Connections(RuleBasedStateMachine):
     def end(self, dies: bool, is_reported: bool) -> None:
         """The server dies, or loses its address while it hangs."""
         assert self.server is not None
-        self.server.is_dead = dies
+        if dies:
+            self.server.die(self.now)
         self.server = None
         self.coming.clear()
         if is_reported:
@@ -196,7 +234,7 @@ class Connections(RuleBasedStateMachine):
     def teardown(self) -> None:
         """With a server that answers, or with none that lives, all requests end."""
         for server in self.servers:
-            server.is_dead = True
+            server.die(self.now)
         if self.server is not None:
             self.server = None
             self.coming.clear()

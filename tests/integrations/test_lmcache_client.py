@@ -64,25 +64,6 @@ def test_tensors_of_which_the_block_axis_is_unclear_are_refused_with_their_shape
         worker.ask(RequestType.REGISTER_KV_CACHE, 8, [KVCacheHandle(torch.randn(2, 2, 3, BLOCK, 4))])
 
 
-def test_what_is_stored_comes_back(worker: Worker) -> None:
-    tokens = list(range(2 * CHUNK))
-    assert worker.hit(worker.key(tokens)) == 0
-    assert worker.store(worker.key(tokens), [0, 1, 2, 3]) is True
-    assert worker.hit(worker.key(tokens)) == 2
-    assert worker.retrieve([worker.key(tokens)], [10, 11, 12, 13]) == [True]
-    assert torch.equal(worker.cache[:, 10:14], worker.cache[:, 0:4])
-    assert worker.client.take_failed_blocks() == set()
-
-
-def test_blocks_that_were_not_filled_are_named_once(worker: Worker) -> None:
-    there, missing = list(range(CHUNK)), list(range(9, 9 + 2 * CHUNK))
-    worker.store(worker.key(there), [0, 1])
-    answer = worker.retrieve([worker.key(there), worker.key(missing)], [10, 11, 12, 13, 14, 15])
-    assert answer == [True, False]
-    assert worker.client.take_failed_blocks() == {12, 13, 14, 15}
-    assert worker.client.take_failed_blocks() == set()
-
-
 def test_leading_blocks_can_be_left_out(worker: Worker) -> None:
     tokens, missing = list(range(CHUNK)), list(range(9, 9 + CHUNK))
     worker.store(worker.key(tokens), [0, 1])

@@ -9,10 +9,8 @@ from typing import Any
 
 import zmq
 
-from kvdepot.core.actions import Action
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import is_there
-from kvdepot.core.index.events import IndexEvent
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import END, Publisher, replay_endpoint
 from kvdepot.protocol.curve import read_client_key
@@ -116,16 +114,12 @@ class Desk:
 
     def __init__(self, endpoint: str, pages: int = 64, most: int = 1 << 17, kept: int = 20_000) -> None:
         self.feed = Feed(most)
-        self.is_watched = True
-        self.shelf = Shelf(pages, listener=self)
+        self.shelf = Shelf(pages, listener=self.feed)
         self.index = self.shelf.index
         self.prompts: list[list[int]] = []
         self.context: zmq.Context[Any] = zmq.Context()
         self.endpoint = endpoint
         self.publisher = Publisher(self.feed, endpoint, self.context, kept_messages=kept)
-
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
-        return self.feed.notice(events, now) if self.is_watched else ()
 
     def start(self) -> Desk:
         self.tick()

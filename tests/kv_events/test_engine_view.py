@@ -69,19 +69,6 @@ def reading(**options: int) -> Iterator[Reader]:
     reader.feed.close()
 
 
-def test_a_chunk_may_be_described_before_it_is_there_or_after() -> None:
-    for is_before in (True, False):
-        with reading() as reader:
-            reader.topics, tokens = {A}, prompt(1, 3)
-            if is_before:
-                reader.feed.described(described(tokens))
-            reader.read()
-            reader.shelf.store(keys(tokens))
-            assert bool(reader.read().score(tokens, "m")) == is_before
-            reader.feed.described(described(tokens))
-            assert reader.read().blocks(tokens, "m") == {"a": 3 * PER_CHUNK}
-
-
 def test_chunks_that_arrive_in_any_order_are_told_parents_first() -> None:
     with reading() as reader:
         reader.topics, tokens = {A}, prompt(1, 4)
@@ -94,18 +81,6 @@ def test_chunks_that_arrive_in_any_order_are_told_parents_first() -> None:
             reader.shelf.index.seal(chunk, 0)
         assert reader.read().blocks(tokens, "m") == {"a": 4 * PER_CHUNK}
         assert not reader.router.passed_over
-
-
-def test_where_nothing_names_a_topic_nothing_is_told_until_one_comes() -> None:
-    with reading() as reader:
-        tokens = prompt(1, 2)
-        reader.feed.described(described(tokens))
-        reader.shelf.store(keys(tokens))
-        reader.read()
-        assert reader.sent == 0 and reader.view.beat_topic == b"kvdepot"
-        reader.topics = {B}
-        assert reader.read().blocks(tokens, "m") == {"b": 2 * PER_CHUNK}
-        assert reader.view.beat_topic == B.encode()
 
 
 def test_loose_chunks_and_wrong_tokens_are_not_told() -> None:
@@ -136,18 +111,6 @@ def test_beyond_the_limit_chunks_are_not_credited_but_those_that_are_stay_so() -
         reader.feed.described(described(second))  # in place of what is not credited any more
         assert reader.read().blocks(second, "m") == {"a": 2 * PER_CHUNK}
         assert reader.router.score(first, "m") == {}
-
-
-def test_a_chunk_that_comes_back_without_a_new_description_is_credited_again() -> None:
-    with reading() as reader:
-        reader.topics, tokens = {A}, prompt(1, 2)
-        reader.feed.described(described(tokens))
-        reader.shelf.store(keys(tokens))
-        reader.read()
-        clear(reader.shelf.index)
-        assert reader.read().score(tokens, "m") == {}
-        reader.shelf.store(keys(tokens))  # as a load from a tier
-        assert reader.read().blocks(tokens, "m") == {"a": 2 * PER_CHUNK}
 
 
 @pytest.mark.parametrize("seed", range(6))

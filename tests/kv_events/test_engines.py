@@ -179,29 +179,6 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
 
 
 @pytest.mark.faults
-def test_a_router_that_loses_messages_or_comes_late_believes_the_same(host: Host) -> None:
-    lossy = host.follower(loses=lambda seq: seq % 3 == 0)
-    engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]
-    prompts = [prompt(seed, 1 + seed % 4) for seed in range(14)]
-    for seed, tokens in enumerate(prompts):
-        engines[seed % 2].store_prompt(tokens)
-        lossy.wait(lambda router, tokens=tokens: router.score(tokens, "llama"))  # at the latest when a gap is seen
-        if seed == 10:
-            engines[0].close()
-            engines[0] = host.engine(TOPICS[2], block_bytes=16384)
-    late = host.follower()
-    there = {i: dict.fromkeys(PODS[1:], found) for i, t in enumerate(prompts) if (found := engines[1].found_keys(t))}
-
-    def credited(router: Router) -> dict[int, dict[str, int]]:
-        return {i: scores for i, tokens in enumerate(prompts) if (scores := router.blocks(tokens, "llama"))}
-
-    for follower in (lossy, late):
-        follower.wait(lambda router: credited(router) == there)
-        assert not follower.router.twice
-    assert lossy.lost > 2 and lossy.replays > 2 and late.replays == 1
-
-
-@pytest.mark.faults
 def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host) -> None:
     follower, tokens = host.follower(clears=False), prompt(1, 3)
     engine = host.engine(TOPICS[0])
@@ -215,14 +192,6 @@ def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host)
     later = host.follower()
     engine.describe(chain, tokens)  # as an engine whose lookup has found them
     later.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
-
-
-def test_a_server_that_ends_takes_everything_back(host: Host) -> None:
-    follower, tokens = host.follower(clears=False), prompt(1, 3)
-    host.engine(TOPICS[0]).store_prompt(tokens)
-    follower.wait(lambda router: router.blocks(tokens, "llama"))
-    assert host.depot.stop() == 0
-    follower.wait(lambda router: router.score(tokens, "llama") == {})
 
 
 def test_only_chunks_that_tokens_alone_identify_are_credited(host: Host) -> None:

@@ -97,15 +97,6 @@ def test_messages_have_the_form_of_those_of_engines(start_desk: StartDesk, follo
 # -- replays
 
 
-def test_a_follower_that_comes_late_gets_a_replay(start_desk: StartDesk, follow: Follow) -> None:
-    desk = start_desk(pages=4096).start()
-    for number in range(10):
-        desk.store(prompt(number, 40))
-    follower = follow(desk.endpoint)
-    ready(desk, follower)
-    assert follower.replays == 1
-
-
 @pytest.mark.parametrize("kept", [2, 40, 10_000])
 def test_a_follower_that_loses_messages_learns_the_truth_in_the_end(
     start_desk: StartDesk, follow: Follow, kept: int, monkeypatch: pytest.MonkeyPatch
@@ -133,18 +124,6 @@ def test_a_follower_that_loses_messages_learns_the_truth_in_the_end(
     assert follower.lost > 20 and follower.replays > 5
 
 
-def test_a_gap_at_the_end_is_seen_at_the_next_heartbeat(start_desk: StartDesk, follow: Follow) -> None:
-    desk = start_desk().start()
-    follower = follow(desk.endpoint)
-    ready(desk, follower)
-    follower.loses = lambda seq: True
-    desk.store(prompt(1, 2))
-    follower.wait(lambda router: follower.lost)
-    follower.loses = lambda seq: False
-    ready(desk, follower)
-    assert follower.router.score(prompt(1, 2), "m")
-
-
 def test_after_a_restart_no_chunk_of_the_old_server_is_believed(start_desk: StartDesk, follow: Follow) -> None:
     first = start_desk().start()
     follower, old = follow(first.endpoint), prompt(1, 3)
@@ -159,17 +138,6 @@ def test_after_a_restart_no_chunk_of_the_old_server_is_believed(start_desk: Star
     second.prompts.append(old)
     ready(second, follower)
     assert follower.last is not None and before is not None and follower.last > before
-
-
-def test_chunks_that_are_older_than_the_feed_are_listed_at_its_start(start_desk: StartDesk, follow: Follow) -> None:
-    desk = start_desk()
-    desk.is_watched = False
-    desk.store(prompt(1, 7))
-    desk.is_watched = True
-    desk.start()
-    follower = follow(desk.endpoint)
-    ready(desk, follower)
-    assert follower.router.score(prompt(1, 7), "m")
 
 
 def test_after_an_overflow_chunks_are_taken_back_and_listed_again(start_desk: StartDesk, follow: Follow) -> None:

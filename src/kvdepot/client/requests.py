@@ -63,6 +63,10 @@ class Requests:
                 self._registrations[request.instance] = _Registration(request)
             case wire.Unregister() if request.instance in self._registrations:
                 self._registrations[request.instance].is_withdrawn = True
+                for number in sorted(self.parked & self.pending.keys()):  # not sent: must not follow the withdrawal
+                    unsent = self.pending[number].request
+                    if isinstance(unsent, wire.Register) and unsent.instance == request.instance:
+                        self.end(number, Unavailable("its tensors were withdrawn before a server had them"))
             case wire.EndSession():
                 for item in self.pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
