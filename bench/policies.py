@@ -12,13 +12,13 @@ import tracemalloc
 from collections.abc import Callable
 from typing import TypeAlias
 
+import traces
 from common import Scale, say
 from report import Figure, at_least, below
 
 from kvdepot.eviction import POLICIES, Victim
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
-from kvdepot.testing import traces
 
 __all__ = ["run"]
 

@@ -12,6 +12,7 @@ from operator import xor
 from zlib import crc32
 
 import pytest
+from bench import traces
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from kvdepot.core.index import matching
 from kvdepot.eviction import Learned, Victim
 from kvdepot.eviction.runs import Links, Runs
 from kvdepot.protocol.keys import ROOT
-from kvdepot.testing import traces
 from tests.core.shelf import reserve
 from tests.eviction.test_policies import Cache, key_of
 

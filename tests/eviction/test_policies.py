@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from bench import traces
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -22,7 +23,6 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
-from kvdepot.testing import traces
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 

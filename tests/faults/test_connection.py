@@ -176,24 +176,6 @@ def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
     settled(served)
 
 
-def test_an_engine_whose_answers_were_cut_off_ends_its_transfers(
-    served: Depot, proxy: Proxy, start_driver: StartDriver
-) -> None:
-    driver = start_driver(proxy.url, width=64)
-    assert driver.tell("store", family=1, chunks=6) is True
-    proxy.stall()
-    store = driver.tell("begin_store", family=2, chunks=6)
-    retrieve = driver.tell("begin_retrieve", family=1, chunks=6)
-    proxy.cut()  # what was under way in both directions is lost, and nobody says so
-    proxy.go_on()
-    driver.tell("end_store", request_id=store)
-    driver.tell("end_retrieve", request_id=retrieve)
-    assert driver.tell("store", family=2, chunks=6) is True
-    assert driver.tell("hits", families=[1, 2], chunks=6) == 12
-    assert not driver.tell("stats")["wrong"]
-    settled(served)
-
-
 @pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed"])
 def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_back(
     served: Depot, proxy: Proxy, start_driver: StartDriver, noticed: bool

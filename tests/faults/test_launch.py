@@ -149,19 +149,6 @@ def test_a_server_is_started_although_the_engine_that_starts_it_is_killed(make_p
         assert client.chunk_size == 256
 
 
-def test_a_server_that_is_there_is_not_started_again(make_place: Callable[..., Place]) -> None:
-    place = make_place()
-    by_hand = Depot(url=place.url).wait_ready()
-    engine = place.run(SHARES)
-    tell(engine)
-    hear(engine)
-    tell(engine)
-    assert hear(engine)
-    assert not Shared(place.url).log.exists()
-    assert by_hand.stop() == 0
-    by_hand.close()
-
-
 def test_a_server_has_crashed_only_if_an_engine_started_it_and_it_was_not_stopped(
     make_place: Callable[..., Place],
 ) -> None:

@@ -23,7 +23,7 @@ SPLIT = 24  # where the branches of a family part
 
 @dataclass(frozen=True)
 class Model:
-    """An engine's kind: its name, paging unit and tensors; of a hybrid model (groups.py), one KV cache group of it."""
+    """An engine's kind: its name, paging unit and tensors; one KV cache group of a model (groups.py)."""
 
     name: str
     block_tokens: int
@@ -42,15 +42,6 @@ class Model:
     @property
     def block_bytes(self) -> int:
         return self.layers * 2 * self.block_tokens * self.content
-
-
-MODELS = (
-    Model("tiny", 6, 1, 2, False, 96),
-    Model("pair", 6, 2, 2, True, 70),
-    Model("wide", 4, 1, 3, True, 160),
-    Model("whole", 12, 2, 1, False, 256),
-    Model("tiny", 6, 1, 2, True, 96),  # the first one's name and another layout
-)
 
 
 @dataclass(frozen=True)

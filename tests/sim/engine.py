@@ -1,23 +1,30 @@
-"""A simulated engine: paged blocks, an allocator and requests.
+"""A simulated engine: paged blocks of several KV cache groups, an allocator and requests, through the native clients.
 
-It drives the real adapters, as vLLM's connector does or as bare callers do. One process with a scheduler and its ranks,
-each with a client of its own. It knows what every block must contain, and says so in `Memory.tags` and `Memory.lent`;
-the moment it gives a block up, somebody else's bytes are in it.
+One process with a scheduler and its ranks, each with a client of its own, does what an engine with a connector does. It
+knows what every block must contain, and says so in `Memory.tags` and `Memory.lent`; the moment it gives a block up,
+somebody else's bytes are in it.
+
+Of an unbounded group it keeps and stores every chunk. Of a window it keeps the last chunks, of a state the last one; it
+stores those at some boundaries only: where a prompt ends, and at every n-th chunk. A state exists only where a step has
+ended. What resuming needs is loaded whole, or the request is recomputed.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client.contract import pack_block_ids
-from kvdepot.client.transfer import Transfer
+from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.client.socket import CONNECT_S
+from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
-from tests.sim.content import CHUNK_TOKENS, MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of, tokens_of
+from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of
 from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned
 from tests.sim.world import Process
@@ -26,7 +33,10 @@ if TYPE_CHECKING:
     from tests.sim.run import Run
 
 PREEMPTION_S = 0.05
-MODES = ("tokens", "hashes", "shards")
+MODES = ("shards", "shards", "hashes")
+"""Chained keys, whose pins the scheduler ends; or loose ones, whose pins end with the retrieve."""
+Part = tuple[Model, int, int, int]
+"""Of a transfer: group, first and end chunk, and blocks to skip."""
 
 
 class State(enum.Enum):
@@ -47,11 +57,11 @@ class Request:
     done: int = 0  # tokens computed or loaded
     matched: int = 0  # chunks
     saved: int = 0  # chunks from the start, in the depot or on their way
-    blocks: list[int] = field(default_factory=list)
+    tables: list[dict[int, int]] = field(default_factory=list)  # by group: number of a block in the prompt -> block
+    sent: list[set[int]] = field(default_factory=list)  # by group: chunks whose parts are stored or on their way
+    bringing: list[range] = field(default_factory=list)  # by group: blocks that the load brings
     loading: set[int] = field(default_factory=set)  # ranks whose retrieve is under way
-    load_first: int = 0  # first block that the load brings
-    load_end: int = 0
-    failed: int = 0  # first block that failed on any rank
+    failed: int = MAX_TOKENS  # number of the first block that failed on any rank
     storing: set[int] = field(default_factory=set)  # ranks that have yet to report its stores
     aborted: bool = False
     pinned: Pinned | None = None
@@ -60,17 +70,20 @@ class Request:
 
 
 class Engine:
-    """One life of an engine, from its start to its end. Engines of hybrid models are in hybrid.py."""
+    """One life of an engine, from its start to its end. Engines behind the adapters of the contract: contract.py."""
 
-    new_request: type[Request] = Request
+    counted = "groups_"
+    """The beginning of its counters of loads."""
+    skips = True
+    """Whether a load may begin within a chunk."""
 
-    def __init__(self, host: Run, name: str, model: Model | Hybrid, mode: str, num_blocks: int) -> None:
+    def __init__(self, host: Run, name: str, model: Hybrid, mode: str, num_blocks: int) -> None:
         self.host = host
         self.world = host.world
         self.name = name
         self.model = model
-        self.groups = model.groups if isinstance(model, Hybrid) else (model,)
-        self.lead: Model = self.groups[0]
+        self.groups = model.groups
+        self.lead = model.lead
         self.mode = mode
         self.alive = True
         self.leaving = False  # no new requests
@@ -82,8 +95,12 @@ class Engine:
         self.memories: list[Memory] = []
         self.scheduler: Any = None
         self.workers: list[Any] = []
-        self._free = list(range(num_blocks))
-        self._num_blocks = num_blocks
+        self._tokens = 6 * num_blocks  # for which unbounded groups have blocks; the others have more
+        self._pools = [
+            list(range(max(6, self._tokens * (3 if group.reach else 2) // 2 // group.block_tokens)))
+            for group in model.groups
+        ]
+        self._spacing = host.world.random.choice([2, 2, 3])  # chunks between boundaries of a long prompt
         self._arrived = 0
         self._pins: dict[str, int] = {}  # by name: how often it was pinned or unpinned
         self._named: set[Stream] = set()  # whose keys the oracle knows
@@ -103,6 +120,8 @@ class Engine:
 
     def _main(self) -> None:
         try:
+            if self.world.seed % 8 == 3:
+                self._wait_for_server()
             self._start()
         except KVDepotError as exc:
             self.world.note(f"{self.name} cannot start: {exc}")
@@ -127,16 +146,26 @@ class Engine:
 
     def _start(self) -> None:
         """Connect and register. Raises KVDepotError."""
-        if self.world.seed % 8 == 3:
-            self._wait_for_server()
-        model = self.lead
-        place: Any = ("sim://", None, model.name, model.world_size)
-        self.scheduler = LMCacheMPSchedulerAdapter(*place, 0, model.block_tokens, client=self._client("s"))
-        for rank in range(model.world_size):
-            worker = LMCacheMPWorkerAdapter(*place, rank, model.block_tokens, client=self._client(f"r{rank}"))
-            memory = Memory(model, rank, self._num_blocks, f"{self.name}-kv{rank}")
-            self._add_rank(worker, [memory])
-            worker.register_layout(memory.layout)
+        for rank in range(self.model.world_size):
+            if not rank:
+                self.scheduler = SchedulerClient(self._connect("s"), self._spec(0))
+            worker = WorkerClient(self._connect(f"r{rank}"), self._spec(rank), unpins=self.mode == "hashes")
+            memories = [
+                Memory(group, rank, len(pool), f"{self.name}-kv{rank}.{group.group}")
+                for group, pool in zip(self.groups, self._pools, strict=True)
+            ]
+            self._add_rank(worker, memories)
+            worker.register_groups([memory.layout for memory in memories])
+
+    def _connect(self, part: str) -> Any:
+        client = self._client(part)
+        client.learn_chunk_size(CONNECT_S)
+        return client
+
+    def _spec(self, rank: int) -> ShardSpec:
+        model = self.model
+        groups = tuple(GroupSpec(group.reach, group.blocks_in_chunk) for group in model.groups)
+        return ShardSpec(model.name, model.world_size, rank, model.chunk_tokens, self.lead.blocks_in_chunk, groups)
 
     def _wait_for_server(self) -> None:
         """As vLLM's connector: its client is there first, however late the server comes."""
@@ -154,10 +183,14 @@ class Engine:
         self.workers.append(worker)
         self._reported.append(set())
 
+    def _memories_of(self, rank: int) -> list[Memory]:
+        count = len(self.groups)
+        return self.memories[rank * count : (rank + 1) * count]
+
     def _shut_down(self) -> None:
         for worker in self.workers:
-            worker.shutdown()
-        self.scheduler.shutdown()
+            worker.close()
+        self.scheduler.close()
 
     def end(self) -> None:
         """It is gone, whatever the reason: the kernel takes its locks and connections, torch its files."""
@@ -280,7 +313,7 @@ class Engine:
         prompt = random.randint(1, 80)
         # Bare callers need ids of their own; the connector's need not be.
         name = f"r{self._arrived}" if self.mode == "shards" else f"{self.name}-{self._arrived}"
-        request = self.new_request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
+        request = Request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
         self._name_chunks(stream)
         self.requests[name] = request
         self._look_up(request)
@@ -316,28 +349,19 @@ class Engine:
         request.waits = 0
 
     def _submit_lookup(self, request: Request) -> None:
-        scheduler, stream = self.scheduler, request.stream
-        if self.mode == "tokens":
-            tokens = tokens_of(stream)[: request.prompt]
-            scheduler.maybe_submit_lookup_request(request.id, token_ids=tokens)
-            if self.world.chance(0.2):
-                scheduler.maybe_submit_lookup_request(request.id, token_ids=tokens)
-        elif self.mode == "hashes":
-            block_hashes = seeds_of(self.model, stream)[: request.prompt // self.model.block_tokens]
-            scheduler.maybe_submit_lookup_request(request.id, block_hashes=block_hashes)
-        else:
-            chunks = request.prompt // CHUNK_TOKENS
-            hashes = chain_of(stream).slice(0, chunks)
-            scheduler.submit_lookup(request.id, hashes, self.model.world_size, salt=salt_tag(stream.salt))
+        keys = self._keys(request.stream)[: request.prompt // self.model.chunk_tokens]
+        is_chained, salt = self.mode != "hashes", salt_tag(request.stream.salt)
+        self.scheduler.submit_lookup(request.id, b"".join(keys), chained=is_chained, salt=salt)
 
     def _answer(self, request: Request, wait_s: float = 0.0) -> int | None:
-        """The tokens that the depot has; None: it has not answered."""
-        if wait_s:
-            return self.scheduler.wait_lookup_result(request.id, wait_s)
-        return self.scheduler.check_lookup_result(request.id)
+        scheduler = self.scheduler
+        outcome = scheduler.wait_lookup(request.id, wait_s) if wait_s else scheduler.check_lookup(request.id)
+        if isinstance(outcome, Cached):
+            return outcome.tokens
+        return None if isinstance(outcome, Pending) else 0
 
     def _forget_lookup(self, request: Request) -> None:
-        self.scheduler.cleanup_lookup_result(request.id)
+        self.scheduler.forget_lookup(request.id)
 
     def _await_answer(self, request: Request) -> None:
         if self.world.chance(0.5):
@@ -372,118 +396,281 @@ class Engine:
             self.host.pins.remove(request.pinned)
             request.pinned = None
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.model.block_tokens)
+    # -- blocks
 
-    def _take_blocks(self, request: Request, count: int, preempts: float) -> bool:
-        """Blocks for a request; others are preempted for it, so often, if need be."""
-        while len(self._free) < count:
+    def _take(self, request: Request, wanted: list[set[int]], preempts: float) -> bool:
+        """Blocks of the prompt, by group, for a request; others are preempted for it, so often, if need be."""
+        tables = request.tables = request.tables or [{} for _ in self.groups]
+        lacking = [sorted(numbers - table.keys()) for numbers, table in zip(wanted, tables, strict=True)]
+        while any(len(pool) < len(numbers) for pool, numbers in zip(self._pools, lacking, strict=True)):
             others = [r for r in self.requests.values() if r.state is State.RUNNING and r is not request]
             if not others or not self.world.chance(preempts):
                 return False
             self._preempt(self.world.random.choice(others))
-        for _ in range(count):
-            # The last freed first: whoever still touches it is found out.
-            request.blocks.append(self._free.pop())
+        for pool, numbers, table in zip(self._pools, lacking, tables, strict=True):
+            for number in numbers:
+                # The last freed first: whoever still touches it is found out.
+                table[number] = pool.pop()
         return True
 
+    def _blocks_of(self, group: Model, chunks: Iterable[int]) -> set[int]:
+        size = group.blocks_in_chunk
+        return {number for chunk in chunks for number in range(chunk * size, (chunk + 1) * size)}
+
+    def _free_blocks(self, request: Request, group: int, numbers: list[int]) -> None:
+        """Free some of its blocks; whoever gets them writes at once."""
+        for number in numbers:
+            block = request.tables[group].pop(number)
+            for memory in self.memories[group :: len(self.groups)]:
+                self._check_block(request, memory, number, block)
+                assert block not in memory.lent, f"{memory.name}: block {block} is given back while it is lent"
+                memory.fill(block, self.world.random.randrange(256))
+            self._pools[group].append(block)
+
+    def _give_back(self, request: Request) -> None:
+        for group, table in enumerate(request.tables):
+            numbers = list(table)
+            self.world.random.shuffle(numbers)
+            self._free_blocks(request, group, numbers)
+        request.sent = []
+
+    def check_blocks(self, request: Request) -> None:
+        """Its blocks contain what it computed or loaded: nobody wrote to them behind its back."""
+        for group, table in enumerate(request.tables):
+            for memory in self.memories[group :: len(self.groups)]:
+                for number, block in table.items():
+                    self._check_block(request, memory, number, block)
+
+    def _check_block(self, request: Request, memory: Memory, number: int, block: int) -> None:
+        group = memory.model
+        is_full = not group.reach and number < request.done // group.block_tokens
+        seed = seeds_of(group, request.stream)[number]
+        assert (memory.tags[block] is None and not is_full) or memory.is_whole(block, seed), (
+            f"{memory.name}: block {number} of {request.id} was changed behind its engine's back"
+        )
+
+    def _pass_by(self, request: Request) -> None:
+        """Free what windows and states have passed, unless a store reads it."""
+        chunks = request.done // self.model.chunk_tokens
+        passed = []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            first = needed(group.reach, chunks).start * group.blocks_in_chunk
+            passed.append([number for number in table if number < first])
+        if not any(passed):
+            return
+        if any(request.id in worker.stores for worker in self.workers):
+            self.world.counters["groups_passed_while_storing"] += 1
+            if self.world.chance(0.95):
+                return
+            self._give_up_stores(request)
+        for group, numbers in enumerate(passed):
+            self._free_blocks(request, group, numbers)
+
+    # -- loading
+
     def _allocate(self, request: Request) -> None:
-        needed = self._blocks_for(request.prompt)
-        if needed > self._num_blocks - 2:
+        world, size = self.world, self.model.chunk_tokens
+        if request.prompt > self._tokens - 2 * self.lead.block_tokens:
             self._finish(request, aborted=True)
             return
-        if not self._take_blocks(request, needed, 0.1):
+        # Sometimes the engine has the head in its own cache; of an unbounded group, some blocks of the next chunk too.
+        is_local = world.chance(0.2)
+        local = world.random.randint(0, request.prompt // size) if is_local else 0
+        end = max(local, request.matched)
+        wanted = [self._blocks_of(group, needed(group.reach, end)) for group in self.groups]
+        prompt = [set() if group.reach else self._wanted(group, request.prompt, []) for group in self.groups]
+        if not self._take(request, [one | other for one, other in zip(wanted, prompt, strict=True)], 0.1):
             return
-        model, seeds = self.model, seeds_of(self.model, request.stream)
-        per_chunk = model.blocks_in_chunk
-        # Sometimes the engine has the head in its own cache. A bare caller cannot say where in a chunk to begin.
-        local = self.world.random.randint(0, needed - 1) if self.world.chance(0.2) else 0
-        if self.mode != "shards":
-            local -= local % per_chunk
-        for memory in self.memories:
-            for i in range(local):
-                memory.write(request.blocks[i], seeds[i])
-        request.done = local * model.block_tokens
-        if request.matched * per_chunk <= local:
+        request.bringing = []
+        for group, numbers in zip(self.groups, wanted, strict=True):
+            first = local * group.blocks_in_chunk
+            if is_local and self.skips and local < end and not group.reach:
+                first += world.random.randint(0, group.blocks_in_chunk - 1)
+            request.bringing.append(range(max(first, min(numbers, default=first)), end * group.blocks_in_chunk))
+            self._write(request, group, [number for number in numbers if number < first])
+        request.done = local * size
+        request.saved = request.matched
+        request.sent = [set(needed(group.reach, request.matched)) for group in self.groups]
+        if request.matched <= local:
             request.state = State.RUNNING
-            return
-        first, skip = divmod(local, per_chunk)
-        self._load(request, first, request.matched, skip)
+        else:
+            self._load_parts(request, local)
 
-    def _load(self, request: Request, first: int, end: int, skip: int) -> None:
-        per_chunk = self.model.blocks_in_chunk
-        seeds = seeds_of(self.model, request.stream)
-        request.state = State.LOADING
-        request.load_first, request.load_end = first * per_chunk + skip, end * per_chunk
-        request.failed = request.load_end
-        self.world.note(f"{self.name} loads {request.id} [{first}, {end}) skip {skip}")
+    def _load_parts(self, request: Request, local: int) -> None:
+        request.state, request.failed = State.LOADING, MAX_TOKENS
+        world = self.world
+        world.note(f"{self.name} loads {request.id} [{local}, {request.matched}) {request.bringing}")
         for rank, worker in enumerate(self.workers):
-            for i in range(request.load_first, request.load_end):
-                self.memories[rank].lent[request.blocks[i]] = seeds[i]
+            parts: list[Part] = []
+            for memory, numbers in zip(self._memories_of(rank), request.bringing, strict=True):
+                group, seeds = memory.model, seeds_of(memory.model, request.stream)
+                for number in numbers:
+                    memory.lent[request.tables[group.group][number]] = seeds[number]
+                first, skip = divmod(numbers.start, group.blocks_in_chunk)
+                parts.append((group, first, request.matched, skip))
             request.loading.add(rank)
-            self._submit(worker, request, first, end, skip, is_store=False)
+            self._retrieve(worker, request, parts)
             self._breathe()
         if self.mode != "shards":
             self._unpin(request)  # pins end with the retrieve, by count
 
-    def _submit(
-        self, worker: LMCacheMPWorkerAdapter, request: Request, first: int, end: int, skip: int, is_store: bool
-    ) -> None:
-        per_chunk = self.model.blocks_in_chunk
-        blocks = request.blocks[first * per_chunk : end * per_chunk]
-        if self.mode == "shards":
-            chain = chain_of(request.stream)
-            hashes, ids = chain.slice(first, end), pack_block_ids(blocks)
-            transfer = Transfer("", chain.parent(first), first, hashes, ids, skip, salt_tag(request.stream.salt))
-            (worker.submit_store if is_store else worker.submit_retrieve)([request.id], [transfer], None)
+    def _retrieve(self, worker: Any, request: Request, parts: list[Part]) -> None:
+        worker.submit_retrieve([request.id], [self._transfer(request, *part) for part in parts], None)
+
+    def _store(self, worker: Any, request: Request, parts: list[Part]) -> None:
+        worker.submit_store([request.id], [self._transfer(request, *part) for part in parts], None)
+
+    def _transfer(self, request: Request, group: Model, first: int, end: int, skip: int) -> Transfer:
+        table, size = request.tables[group.group], group.blocks_in_chunk
+        blocks = pack_block_ids([table[number] for number in range(first * size, end * size)])
+        hashes, salt = b"".join(self._keys(request.stream)[first:end]), salt_tag(request.stream.salt)
+        parent, depth = b"", 0
+        if self.mode != "hashes":
+            parent, depth = chain_of(request.stream, self.model.chunk_tokens).parent(first), first
+        return Transfer(request.id, parent, depth, hashes, blocks, skip, salt, group=group.group)
+
+    def _poll(self, worker: Any, finished: set[str]) -> tuple[set[str], set[str], set[Any]]:
+        """Requests whose stores and loads have ended, and what could not be loaded: requests, or blocks."""
+        stored, loaded = worker.poll(finished)
+        return stored, loaded, worker.take_failed_requests()
+
+    def _loaded(self, request: Request, rank: int, failed: set[Any]) -> None:
+        assert rank in request.loading, f"{request.id} was reported as loaded twice by rank {rank}"
+        request.loading.discard(rank)
+        for memory, numbers in zip(self._memories_of(rank), request.bringing, strict=True):
+            seeds = seeds_of(memory.model, request.stream)
+            for number in numbers:
+                block = request.tables[memory.model.group][number]
+                del memory.lent[block]
+                if request.id in failed or block in failed:
+                    request.failed = min(request.failed, number)
+                    continue
+                assert memory.is_whole(block, seeds[number]), (
+                    f"{memory.name}: block {number} of {request.id} was retrieved with wrong bytes"
+                )
+                memory.tags[block] = seeds[number]
+        if request.loading:
             return
-        if self.mode == "tokens":
-            tokens = tokens_of(request.stream)[: end * CHUNK_TOKENS]
-            op = LoadStoreOp(blocks, token_ids=tokens, start=first * CHUNK_TOKENS, end=end * CHUNK_TOKENS)
+        is_whole = request.failed == MAX_TOKENS
+        self.world.counters[f"{self.counted}load_{'done' if is_whole else 'failed'}"] += 1
+        if self.mode == "shards" or self.world.chance(0.5):
+            self._end_session(request)
+        request.state = State.RUNNING
+        if is_whole:
+            request.done = request.matched * self.model.chunk_tokens
         else:
-            seeds = seeds_of(self.model, request.stream)
-            op = LoadStoreOp(blocks, block_hashes=seeds[first * per_chunk : end * per_chunk])
-        (worker.submit_store_request if is_store else worker.submit_retrieve_request)(request.id, op, None)
+            self._load_failed(request)
+        if request.aborted:
+            self._finish(request, aborted=True)
+
+    def _load_failed(self, request: Request) -> None:
+        """Whole, or nothing: it begins again, without the depot."""
+        self._give_back(request)
+        request.state = State.MATCHED
+        request.done = request.saved = request.matched = 0
+
+    # -- computing and storing
 
     def _run(self, request: Request) -> None:
-        """Compute some tokens, store the chunks that are full."""
-        random = self.world.random
         if self.world.chance(0.01):
             self._preempt(request)
             return
+        target = self._draw_target(request)
+        stops = self._stops(request, target)
+        if not self._take(request, [self._wanted(group, target, stops) for group in self.groups], 0.7):
+            if self.world.chance(0.2):
+                self._preempt(request)
+            return
+        for group in self.groups:
+            first, end = request.done // group.block_tokens, target // group.block_tokens
+            numbers = [number for number in request.tables[group.group] if first <= number < end]
+            if group.reach == 1:  # a state is where the step ends, and nowhere before
+                numbers = [number for number in numbers if (number + 1) * group.block_tokens == target]
+            self._write(request, group, numbers)
+            if target % group.block_tokens:
+                for memory in self.memories[group.group :: len(self.groups)]:
+                    memory.fill(request.tables[group.group][end], 0xEE)  # a block that is not full yet
+        request.done = target
+        self._store_parts(request, stops)
+        self._pass_by(request)
+        if request.done >= request.length:
+            self._finish(request, aborted=False)
+
+    def _draw_target(self, request: Request) -> int:
+        """Where the step ends: often between two chunks."""
+        random, size = self.world.random, self.model.chunk_tokens
         if request.done < request.prompt:
             target = request.prompt if self.world.chance(0.6) else random.randint(request.done + 1, request.prompt)
         else:
             target = min(request.length, request.done + random.randint(1, 4))
-        more = self._blocks_for(target) - len(request.blocks)
-        if more > 0 and not self._take_blocks(request, more, 0.7):
-            if self.world.chance(0.2):
-                self._preempt(request)
+        whole = target - target % size
+        return whole if whole > request.done and self.world.chance(0.7) else target
+
+    def _stops(self, request: Request, target: int) -> list[int]:
+        """The boundaries that a step passes and at which it stores what resuming there needs."""
+        size = self.model.chunk_tokens
+        stops = []
+        for boundary in range(request.done // size + 1, target // size + 1):
+            if boundary != request.prompt // size and boundary % self._spacing:
+                continue
+            has_state = boundary * size == target or not self.model.has_state
+            if has_state or self.world.chance(0.2):
+                stops.append(boundary)
+                self.world.counters["groups_stored_without_state"] += not has_state
+        return stops
+
+    def _wanted(self, group: Model, target: int, stops: list[int]) -> set[int]:
+        """The blocks of a group that a step to `target` needs, or leaves behind for a store."""
+        size = self.model.chunk_tokens
+        if not group.reach:
+            return set(range(-(-target // group.block_tokens)))
+        if group.reach == 1:
+            return {(target - 1) // group.block_tokens}
+        chunks = {chunk for boundary in (*stops, target // size) for chunk in needed(group.reach, boundary)}
+        rest = range(target // size * group.blocks_in_chunk, -(-target // group.block_tokens))
+        return self._blocks_of(group, chunks).union(rest)
+
+    def _write(self, request: Request, group: Model, numbers: Iterable[int]) -> None:
+        """Compute blocks of a group on all ranks."""
+        seeds = seeds_of(group, request.stream)
+        for memory in self.memories[group.group :: len(self.groups)]:
+            for number in numbers:
+                memory.write(request.tables[group.group][number], seeds[number])
+
+    def _store_parts(self, request: Request, stops: list[int]) -> None:
+        full = request.done // self.model.chunk_tokens
+        parts: list[Part] = []
+        for group in self.groups:
+            chunks: Iterable[int] = range(request.saved, full)
+            if group.reach:
+                wanted = {chunk for boundary in stops for chunk in needed(group.reach, boundary)}
+                fresh = sorted(wanted - request.sent[group.group])
+                chunks = [chunk for chunk in fresh if self._is_there(request, group, chunk)]
+                request.sent[group.group].update(chunks)
+            parts += [(group, first, end, 0) for first, end in _runs(chunks)]
+        request.saved = max(full, request.saved)
+        if not parts:
             return
-        self._compute(request, target)
-        full = request.done // CHUNK_TOKENS
-        if full > request.saved:
-            self._store(request, full)
-        if request.done >= request.length:
-            self._finish(request, aborted=False)
-
-    def _compute(self, request: Request, target: int) -> None:
-        seeds, size = seeds_of(self.model, request.stream), self.model.block_tokens
-        first, end = request.done // size, target // size
-        for memory in self.memories:
-            for i in range(first, end):
-                memory.write(request.blocks[i], seeds[i])
-            if target % size:
-                memory.fill(request.blocks[end], 0xEE)  # a block that is not full yet
-        request.done = target
-
-    def _store(self, request: Request, end: int) -> None:
-        self.world.note(f"{self.name} stores {request.id} [{request.saved}, {end})")
+        # One message for a group; now and then the bounded ones come first, whatever their numbers are.
+        batches = [parts]
+        if self.world.chance(0.3):
+            batches = [[part for part in parts if part[0].reach], [part for part in parts if not part[0].reach]]
+        what = " ".join(f"{group.group}:[{first}, {end})" for group, first, end, _ in parts)
+        self.world.note(f"{self.name} stores {request.id} {what}")
         for rank, worker in enumerate(self.workers):
             request.storing.add(rank)
-            self._submit(worker, request, request.saved, end, 0, is_store=True)
+            for batch in filter(None, batches):
+                self._store(worker, request, batch)
             self._breathe()
-        request.saved = end
+
+    def _is_there(self, request: Request, group: Model, chunk: int) -> bool:
+        """Whether the engine has what a chunk's part must contain."""
+        table, seeds = request.tables[group.group], seeds_of(group, request.stream)
+        tags = self.memories[group.group].tags
+        return all(
+            number in table and tags[table[number]] == seeds[number]
+            for number in sorted(self._blocks_of(group, [chunk]))
+        )
 
     def _preempt(self, request: Request) -> None:
         """Take its blocks for others, at once."""
@@ -503,26 +690,6 @@ class Engine:
             worker.give_up_stores({request.id}, PREEMPTION_S)
         given_up = sum(worker.counters["stores_given_up"] for worker in self.workers) - before
         self.world.counters["stores_given_up"] += given_up
-
-    def _give_back(self, request: Request) -> None:
-        """Free its blocks; whoever gets them writes at once."""
-        self.check_blocks(request)
-        self.world.random.shuffle(request.blocks)
-        for block in request.blocks:
-            for memory in self.memories:
-                assert block not in memory.lent, f"block {block} is given back while it is lent"
-                memory.fill(block, self.world.random.randrange(256))
-            self._free.append(block)
-        request.blocks = []
-
-    def check_blocks(self, request: Request) -> None:
-        """Its full blocks contain what it computed or loaded: nobody wrote to them behind its back."""
-        seeds = seeds_of(self.model, request.stream)
-        for i in range(min(request.done // self.model.block_tokens, len(request.blocks))):
-            for memory in self.memories:
-                assert memory.is_whole(request.blocks[i], seeds[i]), (
-                    f"{memory.name}: block {i} of {request.id} was changed behind its engine's back"
-                )
 
     def _finish(self, request: Request, aborted: bool) -> None:
         self.world.note(f"{self.name} {'aborts' if aborted else 'finishes'} {request.id} while {request.state.value}")
@@ -563,37 +730,6 @@ class Engine:
             self._finished |= finished  # asynchronous scheduling tells ids twice
             self.world.counters["finished_ids_twice"] += bool(finished)
 
-    def _poll(self, worker: Any, finished: set[str]) -> tuple[set[str], set[str], set[Any]]:
-        """Requests whose stores and loads have ended, and what could not be loaded."""
-        stored, loaded = worker.get_finished(finished)
-        return stored or set(), loaded or set(), worker.get_block_ids_with_load_errors()
-
-    def _loaded(self, request: Request, rank: int, failed: set[Any]) -> None:
-        memory, seeds = self.memories[rank], seeds_of(self.model, request.stream)
-        assert rank in request.loading, f"{request.id} was reported as loaded twice by rank {rank}"
-        request.loading.discard(rank)
-        for i in range(request.load_first, request.load_end):
-            block = request.blocks[i]
-            del memory.lent[block]
-            if block in failed:
-                request.failed = min(request.failed, i)
-            else:
-                assert memory.is_whole(block, seeds[i]), (
-                    f"{memory.name}: block {i} of {request.id} was retrieved with wrong bytes"
-                )
-                memory.tags[block] = seeds[i]
-        if request.loading:
-            return
-        self.world.counters["load_failed" if request.failed < request.load_end else "load_done"] += 1
-        if request.failed < request.load_end:
-            request.saved = 0
-        request.done = max(request.done, request.failed * self.model.block_tokens)
-        if self.mode == "shards" or self.world.chance(0.5):
-            self._end_session(request)
-        request.state = State.RUNNING
-        if request.aborted:
-            self._finish(request, aborted=True)
-
     def _stored(self, name: str, rank: int) -> None:
         assert name not in self._reported[rank], f"{name} was reported as finished twice by rank {rank}"
         self._reported[rank].add(name)
@@ -605,6 +741,13 @@ class Engine:
             self.world.counters["blocks_kept_for_stores"] += 1
             self._give_back(request)
             del self.requests[name]
+
+
+def _runs(chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Runs [first, end) of consecutive numbers."""
+    for _, run in itertools.groupby(enumerate(chunks), lambda pair: pair[1] - pair[0]):
+        numbers = [chunk for _, chunk in run]
+        yield numbers[0], numbers[-1] + 1
 
 
 def _seeds_of_chunk(model: Model, stream: Stream, chunk: int) -> tuple[bytes, ...]:

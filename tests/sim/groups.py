@@ -25,7 +25,7 @@ Group = TypeVar("Group", bound=Reaches)
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A model with several KV cache groups, or with one of which resuming does not need all."""
+    """A model: its KV cache groups, of full attention alone one unbounded one."""
 
     name: str
     world_size: int
@@ -79,6 +79,15 @@ def _hybrid(name: str, world_size: int, *shapes: Shape, chunk_tokens: int = CHUN
     ]
     return Hybrid(name, world_size, tuple(groups))
 
+
+MODELS = (
+    _hybrid("tiny", 1, (0, 6, 2, False, 96)),
+    _hybrid("pair", 2, (0, 6, 2, True, 70)),
+    _hybrid("wide", 1, (0, 4, 3, True, 160)),
+    _hybrid("whole", 2, (0, 12, 1, False, 256)),
+    _hybrid("tiny", 1, (0, 6, 2, True, 96)),  # the first one's name and another layout
+)
+"""Models of full attention alone."""
 
 HYBRIDS = (
     _hybrid("window", 1, (0, 6, 2, False, 64), (2, 4, 1, True, 96)),

@@ -237,7 +237,7 @@ class Pinned:
     """What an engine holds to be pinned: a lookup has matched it, and its session has not ended."""
 
     boot: bytes
-    model: Model | Hybrid
+    model: Hybrid
     parts: list[tuple[int, bytes]]
     """KV cache groups and keys."""
     asked: float

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.traces import WORKLOADS, write_mooncake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from kvdepot.eviction import POLICIES
 from kvdepot.install import advice
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
-from kvdepot.testing.traces import WORKLOADS, write_mooncake
 from tests.conftest import HANG_S
 
 MOONCAKE = """\

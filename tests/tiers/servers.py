@@ -13,10 +13,14 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from tests.conftest import HANG_S, eventually
+from kvdepot.errors import TierError
+from kvdepot.testing.tiers import content, name_of
+from kvdepot.tiers import Blob, Tier
+from tests.conftest import HANG_S, ends, eventually
 from tests.ports import free_port
 
 BUCKET = "kvdepot-test"
@@ -127,3 +131,76 @@ class S3Server(Server):
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.status == 200
+
+
+# -- stores whose servers fail
+
+
+def put(tier: Tier, number: int, data: bytes) -> bool:
+    return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
+
+
+def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
+    area = bytearray(room)
+    (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
+    return None if size < 0 else bytes(area[:size])
+
+
+def alive(tier: Tier) -> bool:
+    try:
+        tier.usage()
+    except TierError:
+        return False
+    return True
+
+
+def assert_all_fail(tier: Tier, says: str) -> None:
+    """Each call says in time that the store is unavailable."""
+    names = [name_of(n) for n in range(60)]
+    for call in (
+        tier.usage,
+        lambda: tier.find(names),
+        lambda: get(tier, 1),
+        lambda: tier.write([Blob(name, [memoryview(bytes(100_000))]) for name in names]),
+        lambda: tier.remove([name_of(1)]),
+        lambda: tier.forget("", ""),
+    ):
+        with ends(), pytest.raises(TierError, match=says):
+            call()
+
+
+class StoreFaults:
+    """A store whose server is killed, or hangs. Subclass it in a tier's test module, with a fixture `own`: a server of
+    the test alone, which keeps nothing when it is killed."""
+
+    killed: ClassVar[str]
+    """What errors say without a server, as a regular expression."""
+    hung: ClassVar[str]
+
+    def open(self, own: Server) -> Tier:
+        """The tier, with a timeout of a second."""
+        raise NotImplementedError
+
+    def test_a_killed_server_is_an_error_and_its_successor_is_found(self, own: Server) -> None:
+        tier = self.open(own)
+        blobs = [Blob(name_of(n), [memoryview(b"some")]) for n in range(40)]
+        assert all(tier.write(blobs))
+        for _ in range(2):
+            own.kill()
+            assert_all_fail(tier, self.killed)
+            own.start()
+            tier.usage()
+            assert get(tier, 1) is None
+            assert all(tier.write(blobs)) and get(tier, 1) == b"some"
+        tier.close()
+
+    def test_a_hung_server_is_an_error_in_time_and_used_again_when_it_goes_on(self, own: Server) -> None:
+        tier = self.open(own)
+        data = content(1, 8 << 20)
+        assert put(tier, 1, data)
+        with own.stopped():
+            assert_all_fail(tier, self.hung)
+        eventually(lambda: alive(tier))
+        assert get(tier, 1, len(data)) in (data, None)  # the server may have received the removal
+        assert put(tier, 2, data) and get(tier, 2, len(data)) == data
+        tier.close()

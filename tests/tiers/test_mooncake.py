@@ -347,24 +347,11 @@ def stored(tier: Tier, number: int) -> int | None:
 # -- what is said
 
 
-def test_errors_in_the_url_say_what_is_wrong(pool: Master) -> None:
-    place = pool.url
-    for url, words in {
-        "mooncake:///": "host",
-        "mooncake://host:port/": "port",
-        "mooncake://host/path": "host",
-        f"{place}?segment=1": "segment",
-        f"{place}?segment_gib=-1": "segment_gib",
-        f"{place}?segment_gib=0.001": "segment_gib",
-        f"{place}?protocol=smoke": "protocol",
-        f"{place}?protocol=rdma": "device",
-        f"{place}?device=mlx5_0": "rdma",
-        f"{place}?local_host=192.0.2.1": "local_host",
-    }.items():
-        with pytest.raises(ConfigError, match=words):
-            parse(url).open()
+def test_an_address_or_a_segment_that_this_host_has_not_is_refused(pool: Master) -> None:
+    with pytest.raises(ConfigError, match="local_host"):
+        parse(f"{pool.url}?local_host=192.0.2.1").open()
     with pytest.raises(TierError, match="joined"):
-        parse(f"{place}?segment_gib=60000").open()
+        parse(f"{pool.url}?segment_gib=60000").open()
 
 
 def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -> None:

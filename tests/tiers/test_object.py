@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvdepot.errors import ConfigError, TierError
-from kvdepot.testing.tiers import TierConformance, content, name_of
-from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import HANG_S, ends, eventually
-from tests.tiers.servers import BUCKET, S3Server, need
+from kvdepot.errors import TierError
+from kvdepot.testing.tiers import TierConformance, name_of
+from kvdepot.tiers import Tier, parse
+from tests.conftest import HANG_S, ends
+from tests.tiers.servers import BUCKET, S3Server, Server, StoreFaults, get, need, put
 
 need(modules=["obstore", "moto", "flask", "flask_cors"])
 
@@ -32,14 +32,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     one.kill()
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[S3Server]:
-    """One that a test may kill."""
-    one = S3Server(tmp_path)
-    yield one
-    one.kill()
-
-
 @pytest.fixture(autouse=True)
 def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
@@ -48,16 +40,6 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def url(endpoint: str, options: str = "", bucket: str = BUCKET) -> str:
     return f"s3://{bucket}/test/{uuid.uuid4().hex}?endpoint={endpoint}&region=us-east-1{options}"
-
-
-def put(tier: Tier, number: int, data: bytes) -> bool:
-    return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
-
-
-def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
-    area = bytearray(room)
-    (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
-    return None if size < 0 else bytes(area[:size])
 
 
 class TestS3Conformance(TierConformance):
@@ -81,40 +63,20 @@ class TestFileConformance(TierConformance):
         return parse(f"file://{place}").open()
 
 
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("s3://", "no bucket"),
-        ("s3://bucket?colour=red", "colour"),
-        ("s3://bucket?timeout_s=0", "timeout_s"),
-        ("s3://bucket?account=me", "account does not apply to s3://"),
-        ("gs://bucket?endpoint=http://127.0.0.1", "endpoint does not apply to gs://"),
-        ("file:///somewhere?region=here", "region does not apply to file://"),
-        ("file://relative/path", "absolute"),
-        ("file:///proc/nowhere", "nowhere"),
-        ("s3://bucket?tls_ca=/nowhere.pem", "/nowhere.pem: No such file"),
-        ("az://container", "(?i)account"),
-        ("s3://bucket?endpoint=127.0.0.1:9000", "write http://127.0.0.1:9000 or https://127.0.0.1:9000"),
-        ("s3://bucket?endpoint=minio", "write http://minio"),
-        ("az://container?account=me&endpoint=127.0.0.1:10000/me", "write http://127.0.0.1:10000/me"),
-        *(
-            (f"s3://bucket?endpoint={endpoint}", "endpoint: .* is not a URL such as")
-            for endpoint in ("ftp://host", "http://", "http:///path", "http://h%20h", "http://[", "http://h:99999")
-        ),
-        ("s3://bücket", "bucket"),
-        ("s3://bucket?region=eu%20west", "region"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(ConfigError, match=says):
-        parse(text).open()
-
-
 # -- stores that fail
+
+
+class TestS3Faults(StoreFaults):
+    killed, hung = "Connection refused|another object of this batch failed", "TimedOut|another object of this batch"
+
+    @pytest.fixture
+    def own(self, tmp_path: Path) -> Iterator[S3Server]:
+        one = S3Server(tmp_path)
+        yield one
+        one.kill()
+
+    def open(self, own: Server) -> Tier:
+        return parse(url(f"http://127.0.0.1:{own.port}", "&timeout_s=1&requests=4&retries=1")).open()
 
 
 def test_a_bucket_that_is_not_there_is_an_error_and_not_only_misses(server: S3Server) -> None:
@@ -141,55 +103,6 @@ def test_no_secret_is_shown(server: S3Server, monkeypatch: pytest.MonkeyPatch) -
                     shown += "".join(traceback.format_exception(exc))
     assert "another-bucket" in shown and "Forbidden" in shown
     assert SECRET not in shown
-
-
-def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(own_server: S3Server) -> None:
-    tier = parse(url(own_server.endpoint, "&retries=1")).open()
-    blobs = [Blob(name_of(n), [memoryview(b"some")]) for n in range(40)]
-    assert all(tier.write(blobs))
-    own_server.kill()
-    with pytest.raises(TierError, match=r"s3://.*Connection refused"):
-        tier.usage()
-    for call in (
-        lambda: tier.find([blob.name for blob in blobs]),
-        lambda: get(tier, 1),
-        lambda: tier.write(blobs),
-        lambda: tier.remove([name_of(1)]),
-        lambda: tier.forget("", ""),
-    ):
-        with ends(), pytest.raises(TierError):
-            call()
-    own_server.start()
-    tier.usage()
-    assert get(tier, 1) is None  # this server's memory went with it
-    assert all(tier.write(blobs)) and get(tier, 1) == b"some"
-
-
-def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(own_server: S3Server) -> None:
-    tier = parse(url(own_server.endpoint, "&timeout_s=1&requests=4")).open()
-    data = content(1, 1 << 20)
-    names = [name_of(n) for n in range(60)]
-    assert put(tier, 1, data)
-    with own_server.stopped():
-        for call in (
-            tier.usage,
-            lambda: tier.find(names),
-            lambda: get(tier, 1, len(data)),
-            lambda: tier.write([Blob(name, [memoryview(data)]) for name in names]),
-            lambda: tier.forget("", ""),
-        ):
-            with ends(), pytest.raises(TierError, match="TimedOut"):
-                call()
-    eventually(lambda: alive(tier))
-    assert get(tier, 1, len(data)) == data
-
-
-def alive(tier: Tier) -> bool:
-    try:
-        tier.usage()
-    except TierError:
-        return False
-    return True
 
 
 class Unwilling:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvdepot.errors import ConfigError, TierError
+from kvdepot.errors import TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
 from tests.conftest import ends, eventually
-from tests.tiers.servers import RedisServer, need, redis_cluster
+from tests.tiers.servers import RedisServer, Server, StoreFaults, alive, get, need, put, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
@@ -76,16 +76,6 @@ def open_tier() -> Iterator[Callable[[str], RedisTier]]:
 
 OpenTier = Callable[[str], RedisTier]
 Start = Callable[..., RedisServer]
-
-
-def put(tier: Tier, number: int, data: bytes) -> bool:
-    return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
-
-
-def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
-    area = bytearray(room)
-    (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
-    return None if size < 0 else bytes(area[:size])
 
 
 def prefix() -> str:
@@ -207,29 +197,6 @@ def certificates(directory: Path) -> None:
 # -- settings
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("redis://", "no host"),
-        ("redis://host:port", "no host:port"),
-        ("redis://a:1,b:2", "several hosts"),
-        ("redis://host/zero", "'zero' is not a database number"),
-        ("redis+cluster://host/1", "a cluster has no databases"),
-        ("redis://host?colour=red", "colour"),
-        ("redis://host?timeout_s=0", "timeout_s"),
-        ("redis://host?expire_s=soon", "expire_s"),
-        ("redis://host?tls_ca=ca.pem", "rediss://"),
-        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is not a file"),
-        ("redis://host?password_file=nowhere", "nowhere: No such file"),
-        ("redis://u:se/cret@host:x", "no host:port"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named(url: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as failed:
-        parse(url).open()
-    assert "cret" not in str(failed.value)
-
-
 def test_objects_expire_where_that_is_asked_for(server: RedisServer, open_tier: OpenTier) -> None:
     begins = prefix()
     url = f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={begins}"
@@ -325,42 +292,15 @@ def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
 # -- servers that fail
 
 
-def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(start: Start, open_tier: OpenTier) -> None:
-    server = start()
-    tier = open_tier(f"redis://127.0.0.1:{server.port}")
-    assert put(tier, 1, b"one")
-    for _ in range(3):
-        server.kill()
-        for call in (tier.usage, lambda: get(tier, 1), lambda: put(tier, 1, b"two"), lambda: tier.forget("", "")):
-            with pytest.raises(TierError, match=str(server.port)):
-                call()
-        server.start()
-        tier.usage()
-        assert get(tier, 1) is None
-        assert put(tier, 1, b"one") and get(tier, 1) == b"one"
+class TestRedisFaults(StoreFaults):
+    killed, hung = "127.0.0.1:[0-9]+", "imeout"
 
+    @pytest.fixture
+    def own(self, start: Start) -> RedisServer:
+        return start()
 
-def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(
-    start: Start, open_tier: OpenTier
-) -> None:
-    server = start()
-    tier = open_tier(f"redis://127.0.0.1:{server.port}?timeout_s=1")
-    data = content(1, 8 << 20)
-    assert put(tier, 1, data)
-    with server.stopped():
-        for call in (
-            tier.usage,
-            lambda: tier.find([name_of(1)] * 100),
-            lambda: get(tier, 1, len(data)),
-            lambda: put(tier, 2, data),
-            lambda: tier.remove([name_of(1)]),
-            lambda: tier.forget("", ""),
-        ):
-            with ends(), pytest.raises(TierError, match="imeout"):
-                call()
-    tier.usage()
-    assert get(tier, 1, len(data)) in (data, None)  # the server may have received UNLINK
-    assert put(tier, 2, data) and get(tier, 2, len(data)) == data
+    def open(self, own: Server) -> Tier:
+        return parse(f"redis://127.0.0.1:{own.port}?timeout_s=1").open()
 
 
 def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: OpenTier) -> None:
@@ -377,14 +317,6 @@ def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: 
         tier.usage()
     eventually(lambda: alive(tier))
     assert get(tier, 99) == bytes(1000)
-
-
-def alive(tier: Tier) -> bool:
-    try:
-        tier.usage()
-    except TierError:
-        return False
-    return True
 
 
 # -- clusters

@@ -85,6 +85,57 @@ def test_a_wrong_option_is_refused_with_its_name_and_what_could_be_written(optio
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("redis://", "no host"),
+        ("redis://host:port", "no host:port"),
+        ("redis://a:1,b:2", "several hosts"),
+        ("redis://host/zero", "'zero' is not a database number"),
+        ("redis+cluster://host/1", "a cluster has no databases"),
+        ("redis://host?timeout_s=0", "timeout_s"),
+        ("redis://host?tls_ca=ca.pem", "rediss://"),
+        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is not a file"),
+        ("redis://host?password_file=nowhere", "nowhere: No such file"),
+        ("redis://u:se/cret@host:x", "no host:port"),
+        ("s3://", "no bucket"),
+        ("s3://bucket?timeout_s=0", "timeout_s"),
+        ("s3://bucket?account=me", "account does not apply to s3://"),
+        ("gs://bucket?endpoint=http://127.0.0.1", "endpoint does not apply to gs://"),
+        ("file:///somewhere?region=here", "region does not apply to file://"),
+        ("file://relative/path", "absolute"),
+        ("file:///proc/nowhere", "nowhere"),
+        ("s3://bucket?tls_ca=/nowhere.pem", "/nowhere.pem: No such file"),
+        ("az://container", "(?i)account"),
+        ("s3://bucket?endpoint=127.0.0.1:9000", "write http://127.0.0.1:9000 or https://127.0.0.1:9000"),
+        ("s3://bucket?endpoint=minio", "write http://minio"),
+        *(
+            (f"s3://bucket?endpoint={endpoint}", "endpoint: .* is not a URL such as")
+            for endpoint in ("ftp://host", "http://", "http:///path", "http://h%20h", "http://[", "http://h:99999")
+        ),
+        ("s3://bücket", "bucket"),
+        ("s3://bucket?region=eu%20west", "region"),
+        ("disk:///d?capacity_gib=0", "capacity_gib"),
+        ("disk:///d?capacity_gib=1&policy=best", "lru"),
+        ("disk://host/d?capacity_gib=1", "three slashes"),
+        ("disk:///?capacity_gib=1", "of its own"),
+        ("mooncake:///", "host"),
+        ("mooncake://host:port/", "port"),
+        ("mooncake://host/path", "host"),
+        ("mooncake://host/?segment_gib=-1", "segment_gib"),
+        ("mooncake://host/?segment_gib=0.001", "segment_gib"),
+        ("mooncake://host/?protocol=smoke", "protocol"),
+        ("mooncake://host/?protocol=rdma", "device"),
+        ("mooncake://host/?device=mlx5_0", "rdma"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match=says) as failed:
+        parse(text).open()
+    assert "cret" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "redis://user:secret",  # where the host was left out, what stands in its place is the password

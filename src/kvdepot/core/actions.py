@@ -1,7 +1,7 @@
 """Actions: the values that the core's decisions return. Plain data.
 
 `server/loop.py` sends replies, stops, passes descriptions to the publisher of KV events, and submits the other actions
-to copy threads (memory/copier.py) and tier threads (tiers/worker.py); in tests, `testing/harness.py` does this.
+to copy threads (memory/copier.py) and tier threads (tiers/worker.py); in tests, `tests/harness.py` does this.
 """
 
 from __future__ import annotations

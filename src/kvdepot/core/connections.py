@@ -1,6 +1,6 @@
 """Checks each message before the depot decides it (rate limit, seal, handshake, user), and encodes each reply.
 
-Called with wire frames by server/loop.py on the deciding thread, and in tests by testing/harness.py. No sockets or
+Called with wire frames by server/loop.py on the deciding thread, and in tests by tests/harness.py. No sockets or
 clocks; the arena, the liveness files and the tenants of users are injected. A client exists from its `Prove` until
 nobody holds its liveness file any longer; then all it holds is released.
 """

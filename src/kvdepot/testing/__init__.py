@@ -1,1 +1,1 @@
-"""Parts for testing kvdepot and what is built on it; nothing here runs in production."""
+"""The suite for authors of tiers; nothing here runs in production."""
