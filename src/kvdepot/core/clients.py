@@ -141,8 +141,7 @@ class Client:
 
 
 class Idleness:
-    """The time without a connected engine. Commands, probes and web pages do not count: a scrape every few seconds
-    would keep a server that nobody uses for ever."""
+    """The time without a connected engine; commands, probes and web pages are none."""
 
     def __init__(self, exit_s: float) -> None:
         """exit_s: after how many seconds it is over; 0: never."""

@@ -236,10 +236,8 @@ class Connections:
 class Rates:
     """The rate limit: counts of all clients' requests in the current second. A flood does not delay other clients.
 
-    ZeroMQ receives from connections in turn, so a flood delays each other client by one message at most, but it uses
-    CPU time. Hence two limits. Requests beyond `max_rate` in a second are refused without being decoded; a client that
-    exceeds it is limited to a hundredth, until it has kept to that for a second. And if only such clients have sent
-    anything, the loop pauses briefly: their messages queue up, eventually in their own process.
+    Requests beyond `max_rate` in a second are refused without being decoded; a client that exceeds it is limited to a
+    hundredth, until it has kept to that for a second. While only such clients send, the loop pauses: a flood uses CPU.
     """
 
     def __init__(self, most: int) -> None:

@@ -118,10 +118,7 @@ class Depot:
         seal: Seal | None = None,
         hello: wire.Hello | None = None,
     ) -> None:
-        """Add a client that has passed the handshake; it can access only this tenant's chunks.
-
-        hello: its first message, which says what to show of it. Raises Busy if there are too many clients.
-        """
+        """Add a client that has passed the handshake, with access to this tenant's chunks. Raises Busy."""
         assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
@@ -321,10 +318,7 @@ class Depot:
         return self._publish(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
-        """Remove a client and release all it holds; what its running copies hold is released when they end.
-
-        has_left: it closed its connection, so it does not count as dead.
-        """
+        """Remove a client and release all that no copy of it needs. has_left: it closed its connection."""
         client = self._clients.pop(identity, None)
         if client is None:
             return []
@@ -377,11 +371,6 @@ class Depot:
         """All live clients that have passed the handshake."""
         return self._clients.values()
 
-    @property
-    def chunk_size(self) -> int:
-        """Tokens per chunk."""
-        return self._config.chunk_size
-
     def status(self, tenant: str = "") -> Status:
         """The status that this tenant may see; empty: everything."""
         index, usages = self.index, self.usages
@@ -403,7 +392,7 @@ class Depot:
             **client_figures(self.clients, tenant, self.now),
             **namespace_figures(firsts, tokens["model_usage"]),
             **tokens,
-            chunk_size_tokens=self.chunk_size,
+            chunk_size_tokens=self._config.chunk_size,
             operations=self.operations,
             lease_count=lease_count,
             leased_bytes=leased_bytes,

@@ -56,11 +56,7 @@ class Registrations:
         return f"<Registrations {self._files} files>"
 
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
-        """The namespace of an instance's chunks of this shape.
-
-        Raises Busy if there are too many namespaces, BadRequest if a model with several KV cache groups is not the one
-        that was registered.
-        """
+        """The namespace of an instance's chunks of this shape. Raises Busy, or BadRequest for other groups."""
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is not None:
             return known

@@ -1,10 +1,7 @@
 """Lookups and the pins that they create, including lookups that wait, and those of leases. Decisions only.
 
-A lookup whose prefix is being stored waits for that; then it waits for tiers, if they may have more.
-
 Called by core/depot.py on the deciding thread. Invariant: a pin belongs to one request of one client, and is released
-exactly once: after its retrieves, at the end of its session, or with its client. What a lease's lookup finds is held by
-core/leases.py.
+exactly once: after its retrieves, at the end of its session, or with its client.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Chunks, shards, namespaces and accounts, and the table of their state transitions.
 
 Plain data; only core/index/ changes it. Invariant: a state changes by the table alone. What happens to a shard or
-chunk is an `Event`; an event that its state does not allow is a bug and raises `IllegalTransition` before anything is
-changed. That is an AssertionError and ends the server, because to continue in an unforeseen state could serve wrong
-bytes.
+chunk is an `Event`; an event that its state does not allow is a bug, and ends the server before anything is changed.
 
     of a shard    RESERVED, LOADING -> SEALED -> CORRUPT -> RESERVED, LOADING
     of a chunk    FILLING -> WHOLE -> CHAINED, and back to FILLING; PENDING_REMOVAL -> FILLING
@@ -14,7 +12,7 @@ takes its shard out of the chunk. Every shard ends as FREED, every chunk as GONE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -289,54 +287,39 @@ def is_forgotten(chunk: Chunk) -> bool:
     return bool(hiding) and any(scope.means(chunk) for scope in hiding)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Namespace:
-    """Chunks of one KV cache group whose bytes are interchangeable: one model, parallel shape, blocks per chunk, and
-    layout on every rank.
-
-    A model has one namespace per KV cache group; `groups` lists them all. A chunk of the model is one `Chunk` in each
-    of them, with the same key: its part of that group. They belong to one tenant, so that no other can find out whether
-    they exist.
+    """Chunks of one tenant and KV cache group whose bytes are interchangeable: one model, parallel shape, blocks per
+    chunk, and layout on every rank. `groups`: the namespaces of all groups of its model.
     """
 
-    __slots__ = (
-        "blocks_in_chunk", "broken", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group",
-        "groups", "hiding", "hit_chunks", "is_simple", "layouts", "live", "lookup_chunks", "model", "number",
-        "reach", "recorded", "sizes", "slot", "tenant", "trunk", "world_size",
-    )  # fmt: skip
+    number: int  # its name in records
+    tenant: str
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    chunk_tokens: int = 0  # 0: not known
+    reach: int = 0  # parts before a boundary that resuming there needs; 0: all from the prompt's start
+    group: int = 0  # its place in `groups`
+    groups: list[Namespace] = field(default_factory=list)
+    trunk: Namespace | None = None  # the model's first unbounded group
+    is_simple: bool = True  # the model has one group, and resuming needs all of it: its chunks form chains
+    layouts: dict[int, bytes] = field(default_factory=dict)  # rank -> layout fingerprint, as ranks register
+    sizes: dict[int, int] = field(default_factory=dict)  # rank -> bytes of a shard
+    facts: dict[int, Facts] = field(default_factory=dict)  # rank -> its identity in tiers, once they are asked
+    chunks: dict[bytes, Chunk] = field(default_factory=dict)
+    live: int = 0  # registered instances that use it
+    lookup_chunks: int = 0  # asked for
+    hit_chunks: int = 0  # and found
+    gone: bool = False  # the index has dropped it
+    hiding: list[Scope] = field(default_factory=list)  # removals in progress that hide chunks of it
+    broken: int = 0  # chunks that are not chained although chunks behind them are
+    slot: int | None = None  # first slot of its record
+    recorded: int = 0  # layouts in the record
+    bytes: int = 0
 
-    def __init__(
-        self,
-        number: int,
-        tenant: str,
-        model: str,
-        world_size: int,
-        blocks_in_chunk: int,
-        chunk_tokens: int = 0,
-        reach: int = 0,
-    ) -> None:
-        self.number = number  # its name in records
-        self.tenant = tenant
-        self.model = model
-        self.world_size = world_size
-        self.blocks_in_chunk = blocks_in_chunk
-        self.chunk_tokens = chunk_tokens  # 0: not known
-        self.reach = reach  # parts before a boundary that resuming there needs; 0: all from the prompt's start
-        self.group = 0  # its place in `groups`
-        self.groups: list[Namespace] = [self]
-        self.trunk: Namespace | None = None if reach else self  # the model's first unbounded group
-        self.is_simple = not reach  # the model has one group, and resuming needs all of it: its chunks form chains
-        self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks register
-        self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
-        self.facts: dict[int, Facts] = {}  # rank -> its identity in tiers, once they are asked
-        self.chunks: dict[bytes, Chunk] = {}
-        self.live = 0  # registered instances that use it
-        self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
-        self.gone = False  # the index has dropped it
-        self.hiding: list[Scope] = []  # removals in progress that hide chunks of it
-        self.broken = 0  # chunks that are not chained although chunks behind them are
-        self.bytes = 0
-        self.slot: int | None = None  # first slot of its record
-        self.recorded = 0  # layouts in the record
+    def __post_init__(self) -> None:
+        join_groups([self])
 
     def __repr__(self) -> str:
         group = f" group {self.group}" if len(self.groups) > 1 else ""

@@ -10,10 +10,7 @@ __all__ = ["expire", "trim"]
 
 
 def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
-    """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than a limit of server, tenant or salt.
-
-    Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
-    """
+    """Hide up to `most` chunks that are older at `wall` (seconds since 1970) than a limit; returns how many."""
     index.wall = wall
     expired = 0
     for chunk in index.accounts.ages.due(wall):
@@ -26,10 +23,7 @@ def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
 
 
 def trim(index: Index, most: int) -> bool:
-    """Evict up to `most` chunks of accounts above their caps; returns whether it must go on.
-
-    What is held stays; call this again once a second.
-    """
+    """Evict up to `most` chunks, which nothing holds, of accounts above their caps; returns whether it must go on."""
     for account in index.accounts.over_cap():
         while account.used > account.cap and (victim := account.victim()) is not None:
             index.remove(victim, Reason.EVICTED)

@@ -76,11 +76,7 @@ def for_lookup(
 
 
 def match(namespace: Namespace, hashes: bytes) -> Pin:
-    """Find the longest prefix of `hashes` (32 bytes per chunk) that can be resumed.
-
-    namespace: the model's first group. With several groups, or a bounded one, the prefix ends where every group has
-    what resuming there needs.
-    """
+    """The longest prefix of `hashes` (32 bytes per chunk) that can be resumed. namespace: the model's first group."""
     if namespace.is_simple:
         return _chain(namespace, hashes)
     groups, end = namespace.groups, len(hashes) // HASH_BYTES
@@ -206,8 +202,7 @@ def may_need_space(chunk: Chunk, rank: int) -> bool:
 def deepest_boundary(bounded: Sequence[tuple[G, int]], end: int, has: Callable[[G, int], bool]) -> int:
     """The largest boundary d <= `end` for which each bounded group has the parts of its last `reach` chunks before d.
 
-    bounded: groups with their reaches. has(group, i): whether the part of chunk i, counted from 0, is there. 0 needs
-    nothing, so there always is one.
+    bounded: groups with their reaches. has(group, i): whether the part of chunk i, counted from 0, is there.
     """
     agreed = 0  # groups in a row that have what the boundary needs
     number = 0
@@ -231,10 +226,7 @@ def needed_parts(reach: int, end: int) -> range:
 
 
 def coming_part(namespace: Namespace, hashes: bytes, matched: int) -> Chunk | None:
-    """A part being stored without which the prefix of `hashes` ends at chunk `matched`, as `match` has found.
-
-    None if no store in progress can make the prefix longer. namespace: the model's first group.
-    """
+    """A part being stored that can make the prefix of `hashes` longer than `matched` chunks, or None."""
     end = len(hashes) // HASH_BYTES
     if namespace.is_simple:
         chunk = _part(namespace, hashes, matched)

@@ -1,11 +1,7 @@
 """Tier lookups: find the chunks of a lookup's prefix that are not in memory, and load them.
 
-Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit. Whatever a tier does or fails to do,
-chunks in memory are served as if there were no tier.
-
-All tiers are asked at once for everything that is not in memory. Chunks that extend the prefix are loaded into
-reservations that the tier lookup holds. When all have arrived, or at the deadline, the lookup is answered from memory.
-Chunks that arrive later are sealed for later lookups.
+Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit: what has arrived by then is answered
+from memory, and what arrives later is sealed for later lookups.
 """
 
 from __future__ import annotations
@@ -284,11 +280,7 @@ class Lookups:
         return fresh
 
     def _affordable(self, tier_lookup: TierLookup) -> int:
-        """The deepest boundary whose missing parts have room among what is loaded at a time.
-
-        Unbounded groups come first, so without this they could leave no room for the parts of bounded ones, and would
-        be loaded for nothing.
-        """
+        """The deepest boundary whose missing parts, those of bounded groups included, may be loaded at a time."""
         end = self._boundary(tier_lookup, tier_lookup.end)
         most = min(self._most_arriving, self._index.accounts.of(tier_lookup.namespace.tenant, tier_lookup.salt).cap)
         room = most - self.arriving_bytes

@@ -1,8 +1,7 @@
 """The tiers of a depot: begins and continues tier lookups, saves and forgettings. No I/O, threads or clock here.
 
-Called by core/depot.py, transfers.py, sessions.py and forgetting.py on the deciding thread. Tier tasks go to the tiers'
-threads, and their outcomes come back with their tokens. What other files must continue is returned among the tier
-tasks (`Decision`), to be handled in order.
+Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and their outcomes come back with their
+tokens. What other files must continue is returned among the tier tasks (`Decision`), to be handled in order.
 """
 
 from __future__ import annotations
