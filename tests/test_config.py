@@ -21,38 +21,17 @@ from kvdepot.tiers.format import tenant_prefix
 GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
     ("verify", "sampled\n"),
-    ("policy", "lru\n"),
+    ("policy", "mru"),
     ("url", "nowhere"),
-    ("url", "inproc://x"),
-    ("url", "ipc:///"),
-    ("url", "tcp://127.0.0.1"),
     ("url", "tcp://127.0.0.1:99999"),
-    ("url", "tcp://localhost:notaport"),
-    ("url", "tcp://:7000"),
     ("kv_events", "tcp://127.0.0.1:*"),
     ("http", "127.0.0.1:99999"),
-    ("arena_gib", "1e300"),
-    ("drain_s", "1e300"),
-    ("ttl_s", "9223372036854775807"),
-    ("chunk_size", "many"),
-    ("chunk_size", "0"),
-    ("chunk_size", "1.5"),
-    ("arena_gib", "much"),
     ("arena_gib", "nan"),
-    ("arena_gib", "inf"),
+    ("arena_gib", "1e300"),
     ("arena_name", "a/b"),
-    ("arena_name", ".."),
-    ("arena_name", "x" * 300),
-    ("copy_threads", "0"),
-    ("gpu_staging_mib", "4097"),
-    ("policy", "mru"),
-    ("max_queued", "-3"),
+    ("chunk_size", "0"),
     ("drain_s", "inf"),
-    ("idle_exit", "-1"),
-    ("log_level", "loud"),
-    ("http", "7077"),
-    ("http", "localhost:many"),
-    ("http", "on"),
+    ("max_queued", "-3"),
 ]
 
 
@@ -72,15 +51,6 @@ def test_without_file_environment_and_flags_every_setting_has_its_default() -> N
     for field in fields():
         if field.name != "url":
             assert getattr(loaded, field.name) == getattr(Config(), field.name)
-
-
-def test_the_python_api_and_engines_use_the_url_that_every_command_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in ("", "ipc:///run/elsewhere.sock"):
-        monkeypatch.setenv("KVDEPOT_URL", url)
-        assert config.default_url() == load().url == (url or config.home_url())
-    monkeypatch.setenv("KVDEPOT_URL", "elsewhere.sock")
-    with pytest.raises(ConfigError, match=r"KVDEPOT_URL: "):
-        config.default_url()
 
 
 def test_a_variable_that_is_no_setting_changes_nothing_and_is_reported() -> None:
@@ -121,12 +91,9 @@ def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: s
     ("name", "text", "said"),
     [
         ("arena_gib", "64G", "'64G' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
-        ("arena_gib", "much", "'much' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
-        ("arena_gib", "64GiB!", "'64GiB!' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
         ("arena_gib", "9" * 400 + "GiB", "inf is out of range, it must be <= 1073741824"),
         ("gpu_staging_mib", "8GiB", "8192 is out of range, it must be <= 4096"),
         ("max_message_mib", "1536KiB", "1.5 MiB is not a whole number of MiB"),
-        ("max_message_mib", "2GiB", "2048 is out of range, it must be <= 1024"),
     ],
 )
 def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: str, said: str) -> None:
@@ -145,12 +112,6 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_source(name: str, value: 
         load(flags=flags, environ=environ)
     told = f"--{name.replace('_', '-')}" if source == "flag" else f"KVDEPOT_{name.upper()}"
     assert str(caught.value).startswith(told)
-
-
-@pytest.mark.parametrize("value", ["fast", "sampled\n"])
-def test_a_word_that_a_setting_does_not_know_is_refused_with_those_it_knows(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--verify: .* is not one of off, sampled, always$"):
-        load(flags={"verify": value}, environ={})
 
 
 @pytest.mark.parametrize("name", [name for name in ("adaptive", "s3fifo") if name not in POLICIES])
@@ -173,15 +134,9 @@ def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: P
     ("name", "text"),
     [
         ("chunk_size", 'chunk_size = "many"'),
-        ("chunk_size", "chunk_size = 0"),
         ("chunk_size", "chunk_size = [256]"),
-        ("chunk_size", "chunk_size = 2026-01-01"),
         ("url", "url = 5"),
-        ("url", 'url = "nowhere"'),
-        ("policy", 'policy = "mru"'),
-        ("log_level", "log_level = false"),
         ("arena_gib", "arena_gib = nan"),
-        ("arena_gib", "arena_gib = inf"),
         ("chunk_sise", "chunk_sise = 256"),
         ("serve", "[serve]\nchunk_size = 256"),
     ],
@@ -196,13 +151,6 @@ def test_a_wrong_or_unknown_field_of_the_file_is_refused_with_file_and_field(
     assert name in str(caught.value)
 
 
-def test_a_wrong_value_that_something_later_overrides_does_no_harm(tmp_path: Path) -> None:
-    file = write(tmp_path, "chunk_size = 0\n")
-    with pytest.raises(ConfigError, match=r"^KVDEPOT_CHUNK_SIZE: "):
-        load(file, environ={"KVDEPOT_CHUNK_SIZE": "x"})
-    assert load(file, flags={"chunk_size": "64"}, environ={"KVDEPOT_CHUNK_SIZE": "x"}).chunk_size == 64
-
-
 @pytest.mark.parametrize("data", [b"chunk_size = ", b"\xff\xfe", b"chunk_size = 1\nchunk_size = 2"])
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "depot.toml"
@@ -211,21 +159,6 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path, data: bytes)
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"depot\.toml is not TOML"):
         load(str(path), environ={})
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ipc:///run/kvdepot.sock",
-        "ipc://here.sock",
-        "ipc://@name",
-        "tcp://127.0.0.1:5555",
-        "tcp://[::1]:1",
-        "tcp://*:65535",
-    ],
-)
-def test_an_endpoint_is_taken_as_it_was_given(url: str) -> None:
-    assert load(flags={"url": url}, environ={}).url == url
 
 
 def test_the_default_endpoint_is_in_the_first_folder_that_is_usable_and_short(

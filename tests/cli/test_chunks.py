@@ -69,15 +69,6 @@ def test_forget_refuses_what_was_not_said_clearly(words: list[str], said: str, t
 
 
 @pytest.mark.faults
-def test_a_mistyped_model_is_named_and_nothing_of_others_is_forgotten(depot: Depot, used: Engine) -> None:
-    for words in (["--dry-run"], ["--yes"]):
-        done = run("forget", "--model", "nosuch", *words, "--url", depot.url)
-        assert done.returncode == 0, "tiers may have it"
-        assert "no model of this server has a name that begins with 'nosuch'; models: " in done.stderr
-        assert used.model in done.stderr and "memory: 0 chunks" in done.stdout
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize(("answer", "code"), [("\n", 1), ("no\n", 1), ("\x04", 130), ("SIGINT", 130), ("y\n", 0)])
 def test_on_a_terminal_the_question_shows_what_would_go(depot: Depot, used: Engine, answer: str, code: int) -> None:
     with terminal("forget", "--all", "--url", depot.url) as shown:

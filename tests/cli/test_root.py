@@ -50,19 +50,6 @@ def test_every_command_has_help_and_the_first_help_has_the_exit_codes(capsys: py
         assert [line for line in told.splitlines() if len(line) > 80] == []
 
 
-def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
-    context = click.Context(root)
-    owners: dict[str, set[str]] = {}
-    for name in root.list_commands(context):
-        command = root.get_command(context, name)
-        assert command is not None
-        for option in (each for each in command.params if isinstance(each, click.Option)):
-            for word in option.opts:
-                owners.setdefault(word, set()).add(name)
-    assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
-    assert owners["--hashes"] == {"inspect", "warm", "lease", "release"}
-
-
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--some", "option"]) == 2
@@ -139,7 +126,7 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["config"], ["--help"]], ids=" ".join)
 def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -148,23 +135,6 @@ def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: lis
         )  # fmt: skip
     assert done.returncode == 1
     assert re.fullmatch(r"kvdepot: .*No space left on device.*\n", done.stderr)
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["check"], "--on-stop keep"),
-        (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_what_is_not_there_is_told_with_what_to_do(
-    words: list[str], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*words, "--url", f"ipc://{tmp_path}/x"]) in (1, 2)
-    said = capsys.readouterr().err
-    assert said.startswith("kvdepot: ") and said.count("\n") == 1
-    assert "No such file" in said and advice in said
 
 
 NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
@@ -190,12 +160,3 @@ def test_every_encoding_of_the_terminal_will_do(
         )
         assert b"Traceback" not in done.stderr and done.stdout, done.stderr
     assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout
-
-
-def test_help_is_a_command_and_no_guess_names_a_destructive_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["help"]) == 0
-    assert "Run and watch" in capsys.readouterr().out
-    assert cli.main(["help", "status"]) == 0
-    assert "Show the state of a running server" in capsys.readouterr().out
-    assert cli.main(["get"]) == 2
-    assert "forget" not in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -21,14 +20,6 @@ else:
     import tomli as tomllib
 
 from kvdepot.protocol.curve import read_client_key
-from tests.cli.command import run
-
-
-def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
-    done = run("keygen", str(tmp_path / "keys"), "alice", "--json")
-    assert done.returncode == 0
-    files = json.loads(done.stdout)["files"]
-    assert all(Path(file).is_file() for file in files) and str(tmp_path / "keys" / "alice.key") in files
 
 
 @pytest.mark.faults

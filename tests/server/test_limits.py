@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from kvdepot.client import MessageQueueClient
-from kvdepot.errors import Busy, KVDepotError, ProtocolError
+from kvdepot.errors import Busy, KVDepotError
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -78,25 +78,6 @@ def start(start_depot: StartDepot, *flags: str) -> tuple[Depot, Raw]:
     return server, Raw(server).hello()
 
 
-def test_registrations_of_a_client_are_bounded_and_one_can_still_be_replaced(
-    start_depot: StartDepot, tensors: Tensors
-) -> None:
-    server, raw = start(start_depot, "--max-instances", "3")
-    for instance in range(3):
-        assert raw.ask(tensors.register(instance)) is None
-    refused = raw.ask(tensors.register(3))
-    assert type(refused) is Busy
-    assert "max_instances" in str(refused)
-    assert server.status()["instances"] == 3
-    assert raw.ask(tensors.register(2)) is None
-    eventually(lambda: raw.ask(tensors.register(2)) is None)
-    assert raw.ask(wire.Unregister(0)) is None
-    eventually(lambda: raw.ask(tensors.register(3)) is None)
-    assert server.status()["instances"] == 3
-    assert counters(server)["registrations_refused"] >= 1
-    raw.close()
-
-
 def test_a_status_stays_small_however_many_models_there_are(start_depot: StartDepot, tensors: Tensors) -> None:
     server, raw = start(start_depot)
     raw.ask(tensors.register(1))
@@ -106,38 +87,6 @@ def test_a_status_stays_small_however_many_models_there_are(start_depot: StartDe
     assert status["chunks"] == 150
     assert len(status["namespaces"]) == 100
     assert len(json.dumps(status)) < 64 << 10
-    raw.close()
-
-
-@pytest.mark.parametrize("kind", ["lookup", "store", "retrieve", "many parts"])
-def test_a_request_that_names_too_many_chunks_is_refused(start_depot: StartDepot, tensors: Tensors, kind: str) -> None:
-    server, raw = start(start_depot)
-    raw.ask(tensors.register(1))
-    most = hashes(wire.MAX_CHUNKS)
-    assert raw.ask(lookup(most)) == 0
-    request: wire.Request
-    if kind == "lookup":
-        request = lookup(most + hashes(1))
-    elif kind == "many parts":
-        request = wire.Store(1, 1, [shards(b"")] * (wire.MAX_CHUNKS + 1))
-    else:
-        part = wire.Shards("r", "m", 1, 0, ROOT, 0, most + hashes(1), b"")
-        request = wire.Store(1, 1, [part]) if kind == "store" else wire.Retrieve(1, [part])
-    refused = raw.ask(request)
-    assert type(refused) is Busy
-    assert str(wire.MAX_CHUNKS) in str(refused)
-    status = server.status()
-    assert (status["chunks"], status["sessions"], status["operations"]) == (0, 0, 0)
-    assert status["counters"]["large_requests_refused"] == 1
-    raw.close()
-
-
-def test_an_error_that_quotes_what_was_sent_stays_short(start_depot: StartDepot) -> None:
-    _, raw = start(start_depot)
-    body = b"\x91\xdb" + (2 * MIB).to_bytes(4, "big") + b"x" * (2 * MIB)  # a message of an unknown, very long, kind
-    error = raw.ask_bytes(body)
-    assert type(error) is ProtocolError
-    assert len(str(error)) <= wire.MAX_ERROR
     raw.close()
 
 

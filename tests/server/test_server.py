@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import re
 import shutil
@@ -20,10 +19,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import __version__, cli
 from kvdepot.adapters import (
-    LMCacheMPSchedulerAdapter,
-    LMCacheMPWorkerAdapter,
     LoadStoreOp,
     MessageQueueClient,
 )
@@ -52,18 +48,6 @@ def files(depot: Depot) -> list[Path]:
     """Socket, lock and arena."""
     path = socket_path(depot)
     return [path, path.with_name(path.name + ".lock"), SHM / depot.name]
-
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
-
-
-def test_the_process_itself_exits_2_on_a_wrong_value() -> None:
-    ended = run_serve("--chunk-size", "0")
-    assert ended.returncode == 2
-    assert "--chunk-size" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(("limit", "most", "says"), [("NOFILE", 16, "ulimit -n"), ("AS", 300 << 20, "ulimit -v")])
@@ -125,38 +109,7 @@ def test_a_server_without_standard_files_keeps_their_numbers_from_its_own(tmp_pa
     assert process.returncode == 0
 
 
-def test_the_log_has_one_line_when_an_engine_comes_and_one_when_it_is_gone(start_depot: StartDepot) -> None:
-    depot = start_depot()
-    for _ in range(3):
-        depot.status()
-    scheduler = LMCacheMPSchedulerAdapter(depot.url, depot.context, "m", 1, 0, 64)
-    scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
-    eventually(lambda: scheduler.check_lookup_result("r") == 0)
-    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, "m", 1, 0, 64)
-    worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
-    scheduler.shutdown()
-    worker.shutdown()
-    asking = MessageQueueClient(depot.url, depot.context)  # one for all, or each would be a client that has to go
-    eventually(lambda: asking.ask(wire.Status()).result(HANG_S)["clients"] == 1)
-    asking.close()
-    depot.stop()
-    (came, gone) = re.findall(r"INFO engine (\S+) (.+)", depot.logged())
-    assert came[0] == gone[0] and (came[1], gone[1]) == ("connected: m", "is gone")
-    assert "INFO client" not in depot.logged()
-
-
 # -- status
-
-
-def test_status_prints_what_the_server_holds_as_json(depot: Depot, capsys: pytest.CaptureFixture[str]) -> None:
-    assert works(depot)
-    assert cli.main(["status", "--url", depot.url, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["chunk_size_tokens"] == CHUNK
-    assert printed["chunks"] >= 1
-    assert printed["used_bytes"] > 0
-    assert printed["devices"] == []  # no GPU before a worker registers from it
-    assert {"clients", "sessions", "instances", "holds", "operations", "namespaces", "counters"} <= set(printed)
 
 
 # -- one server a place
@@ -184,23 +137,6 @@ def test_a_second_server_in_the_same_place_is_refused_and_the_first_goes_on(
     assert all(path.exists() for path in files(small)) and works(small)
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("ipc:///no/such/folder/depot.sock", "No such file"),
-        ("ipc:///" + "x" * 120, "107 bytes"),
-        ("tcp://[::1%no-such-interface]:7000", "cannot listen"),
-    ],
-)
-def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:
-    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    ended = run_serve("--url", url, "--arena-name", name, "--arena-gib", "0.01")
-    assert ended.returncode == 1
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (SHM / name).exists()
-
-
 @pytest.mark.parametrize(("gib", "said"), [("1000000", "does not fit in /dev/shm"), ("0.000001", "raise --arena-gib")])
 def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, said: str) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
@@ -210,18 +146,6 @@ def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, sai
     assert "Traceback" not in ended.stderr
     assert not (SHM / name).exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_foreign_file_in_the_arenas_place_is_left_alone(tmp_path: Path) -> None:
-    path = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    path.write_bytes(b"somebody's data" * 100)
-    try:
-        ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", path.name, "--arena-gib", "0.01")
-        assert ended.returncode == 1
-        assert "not a kvdepot arena" in ended.stderr
-        assert path.read_bytes() == b"somebody's data" * 100
-    finally:
-        path.unlink()
 
 
 # -- files
@@ -337,19 +261,6 @@ def test_a_removed_folder_of_the_socket_is_reported_and_used_again(start_depot: 
     assert server.stop() == 0
 
 
-def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:
-    server = start_depot(arena_mib=4)
-    client = MessageQueueClient(server.url, server.context)
-    client.learn_chunk_size(HANG_S)
-    other = socket_path(server).with_suffix(".other")
-    other.write_text("somebody else's")
-    other.rename(socket_path(server))
-    eventually(lambda: "socket" in client.ask(wire.Status()).result(HANG_S)["unreachable"])
-    eventually(lambda: "another file has replaced the unix socket" in server.logged())
-    client.close()
-    server.process.kill()
-
-
 def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -> None:
     server = start_depot()
     engine = Engine(server)
@@ -452,19 +363,6 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.wait_connected()
     engine.store([99] * CHUNK, [0, 1, 2, 3])
     assert engine.lookup([99] * CHUNK) == CHUNK
-    engine.close()
-
-
-def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
-    first = start_depot(arena_mib=8)
-    engine = Engine(first)
-    engine.store([1] * CHUNK, [0, 1, 2, 3])
-    kill(first)
-    for url in ("tcp://192.0.2.1:5555", "tcp://127.0.0.1:notaport"):
-        ended = run_serve("--url", url, "--arena-name", first.name, "--arena-gib", str(8 / 1024))
-        assert ended.returncode in (1, 2)
-    second = start_depot(url=first.url, name=first.name, arena_mib=8)
-    assert second.status()["chunks"] == 1
     engine.close()
 
 
