@@ -188,19 +188,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
     chunk_size: Annotated[int, _memory("tokens per chunk", ge=1, le=1 << 20)] = 256
     arena_gib: Annotated[
-        float,
-        _memory(
-            "arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of what is free if less",
-            "SIZE",
-            ge=0,
-            le=_MOST_GIB,
-        ),
+        float, _memory("arena size, e.g. 64GiB; 0 = 4 GiB, or a quarter of what is free", "SIZE", ge=0, le=_MOST_GIB)
     ] = 0.0
     keys: Annotated[
-        str,
-        _access(
-            "folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host", "DIR"
-        ),
+        str, _access("folder of `kvdepot keygen`; clients then need a key; required for TCP beyond this host", "DIR")
     ] = ""
     arena_name: Annotated[str, _memory("name of the arena in /dev/shm; empty = derived from user and url", "NAME")] = ""
     copy_threads: Annotated[int, _copies("threads that copy KV", ge=1, le=256)] = 2
@@ -208,13 +199,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
     ] = 64
     gpu_dma_from_kib: Annotated[
-        int,
-        _copies(
-            "KiB per copy from which on a GPU's copy engines are used, whatever an idle GPU's "
-            "figures say; kvdepot calibrate --busy measures it",
-            ge=0,
-            le=1 << 20,
-        ),
+        int, _copies("KiB per copy from which on copy engines are used; see `kvdepot calibrate`", ge=0, le=1 << 20)
     ] = 28
     gpu_idle_s: Annotated[
         float, _copies("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
@@ -231,12 +216,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_namespaces: Annotated[int, _limit("distinct models, parallel shapes and layouts", ge=1)] = 1024
     max_rate: Annotated[int, _limit("requests per second and client; large ones count more", ge=16)] = 20_000
     max_hint_s: Annotated[
-        int,
-        _limit(
-            "seconds for which a request's hints keep chunks, at most; 0 = hints neither keep nor remove chunks",
-            ge=0,
-            le=1 << 31,
-        ),
+        int, _limit("seconds for which hints keep chunks, at most; 0 = they only forbid to store", ge=0, le=1 << 31)
     ] = HINT_S
     max_hint_priority: Annotated[
         int, _limit("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)
@@ -246,11 +226,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, _life("seconds without an engine after which the server stops; 0 = never", ge=0, le=1e9)
     ] = 0.0
     on_stop: Annotated[
-        str,
-        _memory(
-            "what to do with the arena on stop: remove, or keep it for the next server",
-            pattern=_one_of("remove", "keep"),
-        ),
+        str, _memory("on stop, remove the arena or keep it for the next server", pattern=_one_of("remove", "keep"))
     ] = "remove"
     tiers: Annotated[
         tuple[str, ...],
@@ -261,28 +237,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1.0
     ttl_s: Annotated[int, _memory("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
     tenants: Annotated[
-        dict[str, Share],
-        _memory(
-            "memory and disk by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight, "
-            "ttl_s, disk_floor_gib and disk_cap_gib"
-        ),
+        dict[str, Share], _memory("floors, caps, weight and expiry by tenant: tables [tenants.NAME], see SECURITY.md")
     ] = {}
     salts: Annotated[
-        dict[str, SaltShare],
-        _memory("expiry, memory and disk by cache salt: tables [salts.SALT] as for tenants, and with tenant"),
+        dict[str, SaltShare], _memory("the same by cache salt: tables [salts.SALT] as for tenants, and with tenant")
     ] = {}
     verify: Annotated[
-        str,
-        _memory(
-            "checksums of chunks in memory: off, sampled (one chunk in 16) or always",
-            pattern=_one_of("off", "sampled", "always"),
-        ),
+        str, _memory("checksums: off, sampled (1 chunk in 16), always", pattern=_one_of("off", "sampled", "always"))
     ] = "sampled"
     http: Annotated[
-        str,
-        _access(
-            "HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys", "HOST:PORT"
-        ),
+        str, _access("page, metrics and API, or off; a token is needed beyond this host, or with keys", "HOST:PORT")
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
         str, _access("file with the HTTP token (mode 0600); empty = created beside the unix socket", "FILE")
@@ -292,12 +256,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "info"
     log_format: Annotated[str, _life("human, or json: one object per line", pattern=_one_of("human", "json"))] = "human"
     kv_events: Annotated[
-        str,
-        _access(
-            "endpoint where routers receive vLLM's KV events: ipc://PATH or tcp://HOST:PORT; replays on PATH.replay or "
-            "the next port; empty = off",
-            "URL",
-        ),
+        str, _access("vLLM's KV events for routers; replays on PATH.replay or the next port; empty = off", "URL")
     ] = ""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -25,25 +25,6 @@ from tests.web.conftest import NEEDED, StartWeb, Web, need
 from tests.web.sockets import connect, open_connections
 
 pytestmark = pytest.mark.faults  # a server and a web process each
-
-
-@contextlib.contextmanager
-def serving(app: Any, on_end: Callable[[], None] = int) -> Iterator[tuple[Any, Any]]:
-    """A web server of this process, and its address."""
-    import uvicorn
-
-    from kvdepot.web.server import HttpConnection, HttpServer
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = HttpServer(uvicorn.Config(app, http=HttpConnection, lifespan="off", log_config=None), int, on_end)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield server, listener.getsockname()
-        finally:
-            server.end()
-            thread.join(HANG_S)
-            assert not thread.is_alive()
 
 
 STREAM = b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -159,13 +140,21 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
 def test_a_stream_that_is_not_read_is_given_up() -> None:
     need(*NEEDED)
     from kvdepot.web.dispatch import Dispatch, get
+    from kvdepot.web.server import http_server
 
     async def large(state: object) -> AsyncIterator[bytes]:
         while True:
             yield b"data: %b\n\n" % (b"x" * (1 << 20))
 
     app = Dispatch([get("/v1/stream")(large)], {}, None)
-    with serving(app) as (server, address), socket.create_connection(address, 10.0) as reader:
-        reader.sendall(STREAM)
-        eventually(lambda: server.server_state.connections)
-        eventually(lambda: not server.server_state.connections and not server.server_state.tasks)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = http_server(app, int)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        with socket.create_connection(listener.getsockname(), 10.0) as reader:
+            reader.sendall(STREAM)
+            eventually(lambda: server.server_state.connections)
+            eventually(lambda: not server.server_state.connections and not server.server_state.tasks)
+        server.should_exit = True
+        thread.join(HANG_S)
+        assert not thread.is_alive()

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,12 @@ from kvdepot.errors import KVDepotError
 from kvdepot.processes import prepare_standard_files
 from kvdepot.protocol.curve import Key
 from kvdepot.web.child import Order
-from kvdepot.web.server import MOST_CONNECTIONS, HttpConnection, HttpServer
+from kvdepot.web.server import http_server
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from kvdepot.web.live import LiveStatus
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +60,12 @@ def main() -> int:
         return 1
 
 
-def _await_end(server: HttpServer) -> None:
-    """End the web server when standard input closes, then the process if it does not end by itself."""
+def _await_end(server: uvicorn.Server, live: LiveStatus) -> None:
+    """End streams and web server when standard input closes, then the process if it does not end by itself."""
     while os.read(0, 1):  # not sys.stdin, whose lock would block the interpreter's exit
         pass
-    server.end()
+    live.end()
+    server.should_exit = True
     time.sleep(_END_S)
     os._exit(0)
 
@@ -90,8 +97,6 @@ class _Watchdog:
 
 
 def _serve(order: Order) -> int:
-    import uvicorn
-
     from kvdepot.web.app import make_app
     from kvdepot.web.live import LiveStatus
     from kvdepot.web.poll import Poll
@@ -100,24 +105,8 @@ def _serve(order: Order) -> int:
     poll = Poll(order.url, key)
     live = LiveStatus(poll)
     try:
-        config = uvicorn.Config(
-            make_app(poll, live, order.settings, order.address, order.token),
-            http=HttpConnection,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=MOST_CONNECTIONS,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=16 << 10,
-        )
-        server = HttpServer(config, _Watchdog().reset, live.end)
-        threading.Thread(target=_await_end, args=(server,), daemon=True).start()
+        server = http_server(make_app(poll, live, order.settings, order.address, order.token), _Watchdog().reset)
+        threading.Thread(target=_await_end, args=(server, live), daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
         server.run(sockets=[listener])

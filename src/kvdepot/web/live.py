@@ -98,9 +98,9 @@ class LiveStatus:
             yield event
 
     def end(self) -> None:
-        """End all streams."""
+        """End all streams. Any thread may call this."""
         self._is_ending = True
-        self._wake()
+        self._notify()
 
     def _notify(self) -> None:
         if self._loop is not None:
