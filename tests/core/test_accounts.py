@@ -341,19 +341,6 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index.validate()
 
 
-def test_a_load_of_another_account_is_not_taken_over() -> None:
-    house = House(32)
-    house.index.set_quota("a", pages(cap=2), TAGS[1])
-    account = house.index.accounts.of("a", tenant_salt("a", TAGS[1]))
-    for number in range(2):
-        house.reserve("a", (number,), PAGE, is_load=True, tag=TAGS[1])
-    for number in range(2):  # it would be paid with the room of one account, and charged to the other
-        made = house.reserve("a", (number,), PAGE)
-        assert (made.known, made.chunks) == (1, [])
-    assert account.used == account.cap == 2 * PAGE
-    house.index.validate()
-
-
 def test_chunks_of_another_account_take_no_room() -> None:
     house = House(8)
     for rank in range(2):

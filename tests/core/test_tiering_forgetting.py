@@ -57,6 +57,23 @@ def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: 
     assert host.find(b"one", look(chain)) == 3
 
 
+def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(prompt("o", 4)))
+    there.depot.removals.step_chunks = 1
+    asked = there.send(b"one", look(chain))
+    there.work()
+    (load,) = there.tier_tasks
+    forgot = there.send(b"one", wire.Forget())
+    there.work(load)
+    assert there.answers[asked] == 0 and there.depot.removals, "memory is still being gone through"
+    there.rest()
+    assert there.answers[forgot] == {"memory": 4, "disk:///d": 7}
+    assert there.index.chunks == 0 and not tier.objects
+
+
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     faulty = FaultyTier(tier)
     host = new_host(faulty)

@@ -1,21 +1,12 @@
 """The upper bound of what can be found: the tokens that an infinite cache would have, estimated online.
 
-Called by core/usage.py on the deciding thread. It is an estimate and must stay cheap: half a MiB,
-and a fraction of a microsecond per chunk looked up.
+Called by core/usage.py on the deciding thread. It takes half a MiB, and a fraction of a microsecond per chunk.
 
-What the depot had is counted exactly; here is what it missed although an infinite cache would have had it. An infinite
-cache misses a chunk exactly once, so it has every chunk of a prompt but those that are looked up for the first time. A
-HyperLogLog sketch (P. Flajolet et al., 2007) of all chunks estimates their number by its growth. Growth is counted as
-it happens (HIP; E. Cohen, "All-distances sketches, revisited", 2014): for the few new chunks of a minute, this is far
-more accurate than the difference between two estimates of the total.
-
-A sketch becomes less accurate with the number of chunks seen, and chunks of last year are of no interest. So sketches
-rotate: a new one begins each day and is used from its second day on; at least one day is remembered. With ten million
-chunks seen, the share among 200,000 chunks is off by about one percentage point.
-
-Sketches come from `datasketches` (Apache), which the default install has; without it there is no upper bound, and
-nothing else changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond per chunk;
-subtracting what engines have in their own caches from a sum over all chunks, which is wrong until they report it.
+An infinite cache misses a chunk exactly once, so it has every chunk of a prompt but those that are looked up for the
+first time. Their number is the growth of a HyperLogLog sketch (P. Flajolet et al., 2007) of all chunks, counted as it
+happens (HIP; E. Cohen, "All-distances sketches, revisited", 2014). Sketches rotate, because they become less accurate
+with the number of chunks: a new one begins each day and is used from its second day on. With ten million chunks seen,
+the share among 200,000 chunks is off by about one percentage point. Without `datasketches` there is no upper bound.
 """
 
 from __future__ import annotations

@@ -10,14 +10,8 @@ other models of a tenant share an entry, and so do tenants beyond the most.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
-the upper bound. The lookups of clients that report nothing count at once, in full. What an engine reports as saved is
-believed: it may come from a lookup that another run of the server answered. A false report makes the figures of its own
-tenant and model and the totals wrong; it changes nothing about which chunks are kept or found.
-
-Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
-where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
-fall, and all readings in between are wrong; a series for whichever models are the largest now, because a model that
-comes back would start anew.
+the upper bound. The lookups of clients that report nothing count at once, in full. A false report makes these figures
+wrong; it changes nothing about which chunks are kept or found.
 """
 
 from __future__ import annotations
