@@ -162,10 +162,7 @@ class NativeEngine:
             build_layout([wrap_kv_caches({f"layer.{group}": cache})[0].view], [0]) for group, cache in enumerate(caches)
         ]
         try:
-            if spec.groups:
-                self.worker.register_groups(layouts)
-            else:
-                self.worker.register_layout(layouts[0])
+            self.worker.register(layouts)
         except KVDepotError:
             self.close()
             raise

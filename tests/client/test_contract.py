@@ -661,9 +661,7 @@ def test_a_store_that_does_not_fit_is_dropped_and_the_rest_goes_on(
     small = make_engine(start_depot(arena_mib=1), caches=[make_caches(width=1024)])  # a chunk of 1 MiB
     tokens = prompt(CHUNK)
     small.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    assert [why for worker in small.workers for why in worker.get_failed_stores().values()] == [
-        "the server had no space for it, or could not copy it"
-    ]
+    assert small.worker.counters["stores_dropped"] == 1
     assert small.lookup(token_ids=tokens) == 0
     assert small.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
 
@@ -706,10 +704,8 @@ def test_a_worker_that_has_not_registered_stores_nothing_and_fails_its_retrieves
     assert worker.get_block_ids_with_load_errors() == {0, 1, 2, 3}
     worker.submit_store_request("again", op, None)
     assert eventually(lambda: worker.get_finished({"again"})[0]) == {"again"}
-    failed = worker.get_failed_stores()
-    assert list(failed) == ["s", "again"] and worker.get_failed_stores() == {}
     (warned,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "not stored" in r.getMessage()]
-    assert "'s'" in warned and failed["s"] in warned
+    assert "'s'" in warned
     worker.shutdown()
 
 

@@ -53,7 +53,7 @@ def worker(peer: Any) -> WorkerClient:
 
 def test_each_group_is_registered_under_its_own_number_beside_all_groups() -> None:
     groups = [wire.Group(0, 2, 200, bytes(32)), wire.Group(3, 4, 120, b"\1" * 32)]
-    assert SPEC.register_groups(7, LAYOUTS) == [
+    assert SPEC.register(7, LAYOUTS) == [
         wire.Register(7, LAYOUTS[0], "model", 2, 1, 2, CHUNK, 0, groups),
         wire.Register(8, LAYOUTS[1], "model", 2, 1, 4, CHUNK, 1, groups),
     ]
@@ -64,7 +64,7 @@ def test_each_group_is_registered_under_its_own_number_beside_all_groups() -> No
 @pytest.mark.parametrize("layouts", [[], LAYOUTS[:1], [*LAYOUTS, LAYOUTS[0]]])
 def test_another_number_of_layouts_than_of_groups_is_refused(layouts: list[Layout]) -> None:
     with pytest.raises(BadRequest, match=f"{len(layouts)} layouts for 2 KV cache groups"):
-        SPEC.register_groups(7, layouts)
+        SPEC.register(7, layouts)
 
 
 def test_a_group_that_the_server_refuses_is_the_callers_error(worker: WorkerClient, peer: Answering) -> None:
@@ -77,7 +77,7 @@ def test_a_group_that_the_server_refuses_is_the_callers_error(worker: WorkerClie
 
     peer.ask = ask  # type: ignore[method-assign]
     with pytest.raises(BadRequest, match="no"):
-        worker.register_groups(LAYOUTS)
+        worker.register(LAYOUTS)
 
 
 def test_a_store_is_one_message_a_group_all_of_one_ticket(worker: WorkerClient, peer: Answering) -> None:

@@ -155,7 +155,7 @@ class Engine:
                 for group, pool in zip(self.groups, self._pools, strict=True)
             ]
             self._add_rank(worker, memories)
-            worker.register_groups([memory.layout for memory in memories])
+            worker.register([memory.layout for memory in memories])
 
     def _connect(self, part: str) -> Any:
         client = self._client(part)

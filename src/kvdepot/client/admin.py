@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -23,36 +23,13 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import LeaseStatus
-from kvdepot.protocol.prefixes import MOST_CHUNKS, ChunkStatus, Prefix
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, read
-
-__all__ = [
-    "Preview",
-    "connect",
-    "drop",
-    "end_lease",
-    "find_prompt",
-    "forget",
-    "inspect",
-    "lease",
-    "leases",
-    "make_prompt",
-    "not_forgotten",
-    "prefixes",
-    "preview",
-    "reset",
-    "set_quota",
-    "status",
-    "unknown_model",
-    "warm",
-]
 
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
-_PAGE = MOST_CHUNKS // wire.MAX_GROUPS
-"""Chunks in one request to inspect: an answer has room for their parts in all KV cache groups of a model."""
 _RETAINED = LeaseTerms()
 T = TypeVar("T")
 
@@ -131,27 +108,21 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
 
     If the server lists only some of its namespaces, a full name means the listed shape, which is the largest.
     """
-    told = client.ask(wire.Status()).result(_ANSWER_S)
-    namespaces = told["namespaces"]
-    unlisted = told.get("namespace_count", len(namespaces)) - len(namespaces)
-    known = [namespace for namespace in namespaces if namespace["model"] == model]
+    found = status(client)
+    namespaces, unlisted = found.namespaces, found.namespace_count - len(found.namespaces)
+    known = [each for each in namespaces if each.model == model]
     is_whole = bool(known)
-    known = known or [namespace for namespace in namespaces if namespace["model"].startswith(model[:MOST_NAME])]
+    known = known or [each for each in namespaces if each.model.startswith(model[:MOST_NAME])]
     shapes = {
-        (each["model"], each["world_size"], 0, each["chunk_tokens"] or client.chunk_size, each["blocks_in_chunk"])
-        for each in known
+        (each.model, each.world_size, 0, each.chunk_tokens or client.chunk_size, each.blocks_in_chunk) for each in known
     }
-    if not namespaces and not unlisted:
+    if not namespaces and unlisted <= 0:
         raise ConfigError("no engine has registered yet, so the server knows no model")
-    if len(shapes) != 1:
-        names = ", ".join(sorted({namespace["model"] for namespace in namespaces}))
+    if is_whole and len(shapes) > 1:
+        raise ConfigError(f"model {model!r} is registered in {len(shapes)} shapes: only its engines can name a prompt")
+    if len(shapes) != 1 or (unlisted > 0 and not is_whole):
+        names = ", ".join(sorted({each.model for each in namespaces}))
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
-        if not shapes:
-            raise ConfigError(f"no model of this server matches {model!r}; models: {names}{more}")
-        if is_whole:
-            raise ConfigError(
-                f"model {model!r} is registered in {len(shapes)} shapes: only its engines can name a prompt"
-            )
         what = f"{model!r} matches {len(shapes)} models" if model else f"the server has {len(shapes)} models"
         raise ConfigError(f"{what}; give the full name of one: {names}{more}")
     (shape,) = shapes
@@ -159,11 +130,6 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
         raise ConfigError(
             f"model {model[:80]!r}: the server reports {MOST_NAME} characters of a name, and this one may be longer: "
             f"only its engines can load and pin its chunks"
-        )
-    if unlisted > 0 and not is_whole:
-        raise ConfigError(
-            f"model {model!r} may also match other models than {shape[0]}: the server does not list its {unlisted} "
-            f"smallest models and shapes; give the full name"
         )
     return ShardSpec(*shape)
 
@@ -233,7 +199,7 @@ def leases(client: Client) -> list[LeaseStatus]:
 
     Raises ProtocolError if the answer is not of this version.
     """
-    return _answer(client, wire.Leases(), list[LeaseStatus], "leases")
+    return _answer(client, wire.Leases(), list[LeaseStatus])
 
 
 def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
@@ -242,60 +208,25 @@ def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20
     Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
     if the answer is not of this version.
     """
-    return _answer(client, wire.Prefixes(model, sort, most), list[Prefix], "prefixes")
+    return _answer(client, wire.Prefixes(model, sort, most), list[Prefix])
 
 
 def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
     """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
 
-    It asks for some chunks at a time, so a prompt may be of any length, and the answer mixes what was there meanwhile.
     Raises BadRequest unless exactly one of `hashes` and `end` is given, or if there are too many models or chunks;
     Busy if too many ask at once; ProtocolError if the answer is not of this version.
     """
-    if bool(hashes) == bool(end) or len(hashes) % HASH_BYTES:
-        return _page(client, wire.Inspect(model, hashes, end))  # the server says what is wrong
-    pages = _pages_up_to(client, model, end) if end else _pages_of(client, model, hashes)
-    namespaces: dict[tuple[object, ...], list[ChunkStatus]] = {}
-    for each in (each for page in pages for each in page):
-        kind = each.tenant, each.model, each.world_size, each.group, each.reach, each.chunk_tokens
-        namespaces.setdefault(kind, []).append(each)
-    return [each for parts in namespaces.values() for each in parts]
+    return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus])
 
 
-def _pages_of(client: Client, model: str, hashes: bytes) -> Iterator[list[ChunkStatus]]:
-    keys = list(dict.fromkeys(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)))
-    for at in range(0, len(keys), _PAGE):
-        yield _page(client, wire.Inspect(model, b"".join(keys[at : at + _PAGE])))
-
-
-def _pages_up_to(client: Client, model: str, end: bytes) -> list[list[ChunkStatus]]:
-    """The pages of one chain, in its order; they are asked for from its end."""
-    pages: list[list[ChunkStatus]] = []
-    seen: set[str] = set()
-    while True:
-        told = _page(client, wire.Inspect(model, b"", end, _PAGE))
-        page = [each for each in told if each.hash not in seen]  # it tells the first chunk of the page before again
-        if not page:
-            return pages[::-1]
-        pages.append(page)
-        seen.update(each.hash for each in page)
-        first = min((each for each in page if each.position), key=lambda each: each.position, default=None)
-        if first is None or first.position == 1:
-            return pages[::-1]
-        end = bytes.fromhex(first.hash)
-
-
-def _page(client: Client, request: wire.Inspect) -> list[ChunkStatus]:
-    return _answer(client, request, list[ChunkStatus], "chunks")
-
-
-def _answer(client: Client, request: wire.Request, kind: type[T], what: str) -> T:
+def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:
     """The answer to a request. Blocks until it is there; raises ProtocolError if it is of another version."""
     answer = client.ask(request).result(_ANSWER_S)
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not {what} of this version: {exc}") from exc
+        raise ProtocolError(f"the answer to {type(request).__name__} is not of this version: {exc}") from exc
 
 
 class Preview(msgspec.Struct, frozen=True):
@@ -318,7 +249,7 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 def preview(client: Client, model: str, salt: str) -> Preview:
     """The chunks that `forget` would remove now. Raises ProtocolError if the server is too old to count."""
-    chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
+    chunks, size = _answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
     return Preview(
         MemoryPreview(chunks, size),
         {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
@@ -327,21 +258,20 @@ def preview(client: Client, model: str, salt: str) -> Preview:
 
 def unknown_model(client: Client, model: str) -> str:
     """Why no chunk here has a model that begins with this name, with the names there are; empty if some have."""
-    told = client.ask(wire.Status()).result(_ANSWER_S)
-    names = sorted({namespace["model"] for namespace in told["namespaces"]})
-    unlisted = told.get("namespace_count", 0) - len(told["namespaces"])
+    found = status(client)
+    names = sorted({each.model for each in found.namespaces})
+    unlisted = found.namespace_count - len(found.namespaces)
     if not model or unlisted > 0 or any(name.startswith(model[:MOST_NAME]) for name in names):
         return ""
     return f"no model of this server has a name that begins with {model!r}; models: {', '.join(names) or 'none'}"
 
 
-def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
+def forget(client: Client, model: str, salt: str) -> dict[str, int | str]:
     """Remove the chunks of models whose names begin with `model`, and of one salt (empty: all), from memory and tiers.
 
     Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
     """
-    said: dict[str, Any] = client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S)
-    return said
+    return _answer(client, wire.Forget(model, salt_tag(salt)), dict[str, int | str])
 
 
 def not_forgotten(said: Mapping[str, object]) -> list[str]:

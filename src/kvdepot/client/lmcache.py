@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
@@ -75,15 +75,7 @@ class _OfSpec(Generic[_Value]):
     def __init__(self, field: str) -> None:
         self._field = field
 
-    @overload
-    def __get__(self, adapter: None, owner: object) -> _OfSpec[_Value]: ...
-
-    @overload
-    def __get__(self, adapter: _Adapter, owner: object) -> _Value: ...
-
-    def __get__(self, adapter: _Adapter | None, owner: object) -> _OfSpec[_Value] | _Value:
-        if adapter is None:
-            return self
+    def __get__(self, adapter: _Adapter, owner: object) -> _Value:
         value: _Value = getattr(adapter.spec, self._field)
         return value
 
@@ -297,7 +289,7 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
                 f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored: name the block "
                 "axis (block_axes=...), or register tensors with more blocks"
             )
-        self.register_layout(layout, kv_caches)
+        self.register([layout], kv_caches)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
@@ -364,11 +356,6 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         return self.take_failed_blocks()
-
-    def get_failed_stores(self) -> dict[str, str]:
-        """Ids of requests with a store that failed since the last call, and why. `get_finished` reports them as any
-        other: their blocks are free. The latest 1,024 are kept."""
-        return self.take_failed_stores()
 
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""

@@ -100,28 +100,21 @@ class ShardSpec:
         """Blocks of a KV cache group per chunk."""
         return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
-    def register(self, instance: int, layout: Layout, topic: str = "") -> wire.Register:
-        """The message that shares tensors. topic: see wire.Register."""
-        shape = self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens
-        return wire.Register(instance, layout, *shape, topic=topic)
-
-    def register_groups(self, instance: int, layouts: Sequence[Layout], topic: str = "") -> list[wire.Register]:
+    def register(self, instance: int, layouts: Sequence[Layout], topic: str = "") -> list[wire.Register]:
         """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
 
         layouts: one per group, in order. topic: see wire.Register. Raises BadRequest for another number of layouts.
         """
-        if len(layouts) != len(self.groups):
-            raise BadRequest(f"{len(layouts)} layouts for {len(self.groups)} KV cache groups")
+        if len(layouts) != max(1, len(self.groups)):
+            raise BadRequest(f"{len(layouts)} layouts for {max(1, len(self.groups))} KV cache groups")
         groups = [
             wire.Group(reach, blocks, blocks * layout.block_bytes, layout.fingerprint)
-            for (reach, blocks), layout in zip(self.groups, layouts, strict=True)
+            for (reach, blocks), layout in zip(self.groups, layouts, strict=False)
         ]
         shape = self.model, self.world_size, self.rank
         return [
-            wire.Register(
-                instance + number, layout, *shape, group.blocks_in_chunk, self.chunk_tokens, number, groups, topic
-            )
-            for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
+            wire.Register(instance + i, layout, *shape, self.blocks_of(i), self.chunk_tokens, i, groups, topic)
+            for i, layout in enumerate(layouts)
         ]
 
     def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:

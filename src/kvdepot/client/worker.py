@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SHUTDOWN_S = 5.0
-_MOST_FAILED = 1024
-"""Requests whose failed stores are kept for a caller that may never ask."""
 
 
 @dataclass(eq=False)
@@ -121,27 +119,21 @@ class WorkerClient:
         self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._failed_stores: dict[str, str] = {}  # by request id, why; the oldest first
         self._warned: set[type[KVDepotError]] = set()  # errors of stores that were logged
         self._last_ticket = 0
         self._device_events = EventQueue("kvdepot-events", self._choose_device)
 
     # -- registering
 
-    def register_layout(self, layout: Layout, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+    def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor] | None = None) -> None:
         """Have the server map tensors that are already shared. Returns once it has; blocks 30 s at most.
 
-        kv_caches: the tensors by layer, if this process has them. Raises the server's error (LayoutError for a layout
-        that it refuses), or Unavailable without a server, which gets the registration once it is there.
+        layouts: one per KV cache group. kv_caches: the tensors by layer, if this process has them. Raises the server's
+        error (LayoutError for a layout that it refuses), or Unavailable without a server, which gets the registration
+        once it is there.
         """
-        self._register([self.spec.register(self.instance_id, layout, self._topic)], kv_caches)
-
-    def register_groups(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-        """Have the server map the tensors of each KV cache group of the spec, as `register_layout` does."""
-        self._register(self.spec.register_groups(self.instance_id, layouts, self._topic), kv_caches)
-
-    def _register(self, messages: list[wire.Register], kv_caches: dict[str, torch.Tensor] | None) -> None:
-        self._block_bytes = [message.layout.block_bytes for message in messages]
+        messages = self.spec.register(self.instance_id, layouts, self._topic)
+        self._block_bytes = [layout.block_bytes for layout in layouts]
         if kv_caches is not None:
             self.kv_caches = kv_caches
         for answer in [self.client.ask(message) for message in messages]:
@@ -272,14 +264,9 @@ class WorkerClient:
         self._report("store", submitted, sum(transfer.chunks for transfer in stored), size)
 
     def _store_failed(self, submitted: Submitted[bool], error: KVDepotError | None) -> None:
-        """Keep and log why a store has failed; error: None if the server had no space, or could not copy."""
+        """Log why a store has failed; error: None if the server had no space, or could not copy."""
         self.counters["stores_dropped"] += 1
         why = str(error) if error is not None else "the server had no space for it, or could not copy it"
-        for request_id in submitted.request_ids:
-            self._failed_stores.pop(request_id, None)
-            self._failed_stores[request_id] = why
-        while len(self._failed_stores) > _MOST_FAILED:
-            del self._failed_stores[next(iter(self._failed_stores))]
         if error is None or type(error) in self._warned:
             log.info("not stored for %s: %s", submitted.request_ids[:4], why)
         else:
@@ -335,12 +322,6 @@ class WorkerClient:
         """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         self._failed_requests.clear()
-        return failed
-
-    def take_failed_stores(self) -> dict[str, str]:
-        """Ids of requests with a store that failed, in part or as a whole, since the last call, and why: what they
-        wrote may be missing from the depot. The latest 1,024 are kept."""
-        failed, self._failed_stores = self._failed_stores, {}
         return failed
 
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:

@@ -25,46 +25,6 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 
-__all__ = [
-    "NOTHING_ASKED",
-    "VERSION",
-    "Answer",
-    "Asked",
-    "ChunkSize",
-    "Clear",
-    "Count",
-    "Describe",
-    "Drop",
-    "EndLease",
-    "EndSession",
-    "Failure",
-    "Forget",
-    "Group",
-    "Hello",
-    "Inspect",
-    "Lease",
-    "Leases",
-    "Lookup",
-    "Noop",
-    "Prefixes",
-    "Proof",
-    "Prove",
-    "Register",
-    "Request",
-    "Retrieve",
-    "SetQuota",
-    "Shards",
-    "Status",
-    "Store",
-    "Unregister",
-    "Welcome",
-    "decode_reply",
-    "decode_request",
-    "encode_answer",
-    "encode_failure",
-    "encode_request",
-]
-
 VERSION = 7
 ID_BYTES = 8
 BOOT_BYTES = 8

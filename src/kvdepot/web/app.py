@@ -301,7 +301,7 @@ def forget(state: ApiState, data: ForgetBody) -> dict[str, int]:
         if left := admin.not_forgotten(removed):
             done = "; ".join(f"{place}: {what} chunks" for place, what in removed.items() if isinstance(what, int))
             raise TierError(f"some chunks may remain: {'; '.join(left)}; removed: {done}")
-        return removed
+        return {place: chunks for place, chunks in removed.items() if isinstance(chunks, int)}
 
 
 @post("/v1/quota")

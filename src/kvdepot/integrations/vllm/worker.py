@@ -179,7 +179,4 @@ class WorkerHalf:
 
 def register(client: WorkerClient, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
     """Have the server map the paged KV that `share_kv` has shared. Blocks 30 s at most; raises KVDepotError."""
-    if client.spec.groups:
-        client.register_groups(layouts, kv_caches)
-    else:
-        client.register_layout(layouts[0], kv_caches)
+    client.register(layouts, kv_caches)
