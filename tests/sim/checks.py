@@ -84,11 +84,11 @@ class Checks:
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
-        arrivals = tiering._lookups._arrivals.values()
+        arrivals = tiering.lookups._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
-        given_up = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         assert (given_up > 0) == (self.index.given_up > 0) and given_up <= self.index.given_up
-        assert self.index.accounts.leaving >= 0 and tiering.tier_lookups >= 0
+        assert self.index.accounts.leaving >= 0 and len(tiering.lookups) >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():
                 for chunk in namespace.chunks.values():
@@ -342,8 +342,8 @@ class Checks:
         waiting = self.depot.sessions._awaiting, self.depot.removals._ready, self.depot.removals._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
-        assert not tiering.tier_lookups and not tiering._lookups._arrivals and not tiering.forgettings, tiering
-        assert not tiering._lookups.arriving_bytes
+        assert not tiering.lookups and not tiering.lookups._arrivals and not tiering.forgettings, tiering
+        assert not tiering.lookups.arriving_bytes
         demoting_bytes = self.index.accounts.leaving
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:

@@ -250,7 +250,7 @@ class Server(Checks, Harness):
         self._event(self._drain)
 
     def _drain(self) -> None:
-        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.tier_lookups)
+        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.lookups)
         self.act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()

@@ -228,7 +228,7 @@ class Depot:
         self.now = now
         if isinstance(token, Token):
             assert outcome is not None and not isinstance(outcome, list | Mapped)
-            actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
+            actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
         elif isinstance(token, CopyToken):
             actions = self.transfers.copied(token, outcome if isinstance(outcome, list) else None, self.wall)
         else:
@@ -313,7 +313,7 @@ class Depot:
         """Before shutdown: finish removals, and answer every list and every request that waits for stores or tiers."""
         actions = [*self.removals.stop(), *self.lists.stop()]
         actions += self.sessions.stop(list(self._clients.values()))
-        for forgetting in self.tiering.stop():
+        for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
         return self._publish(actions)
 

@@ -125,8 +125,8 @@ class Removals:
     def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
         """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
         namespaces, salt = self._named(client, request)
-        if self._tiering.forgettings >= MOST_FORGETTINGS:
-            raise Busy(f"tiers are forgetting {self._tiering.forgettings} models or salts: retry later")
+        if len(self._tiering.forgettings) >= MOST_FORGETTINGS:
+            raise Busy(f"tiers are forgetting {len(self._tiering.forgettings)} models or salts: retry later")
         # Without keys there are no tenants; with keys, a client may only forget chunks of its own tenant.
         tenant = client.tenant if self._config.keys or request.model else None
         forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt)
@@ -223,13 +223,13 @@ class Removals:
             if part.children > sum(other.parent is part for other in parts):
                 return _Outcome.STAYS
         busy = [part for part in parts if part.holds]
-        if any(part.holds > self._tiering.saves_of(part) for part in busy):
+        if any(part.holds > self._tiering.saves.holds_of(part) for part in busy):
             return _Outcome.STAYS
         if busy:
             return _Outcome.BEING_SAVED
         salt = tenant_salt(tenant, prompt.salt)
         stored = {part.namespace: part.salt for part in parts}  # else the tiers have it under the salt that is named
-        self._tiering.erase([Unsaved(group, key, stored.get(group, salt)) for group in groups])
+        self._tiering.erasures.add([Unsaved(group, key, stored.get(group, salt)) for group in groups])
         for part in sorted(parts, key=lambda part: part.children):  # those of bounded groups first
             if not part.gone and not index.remove_forgotten(part):  # gone: it was pending removal until the one behind
                 index.remove(part, Reason.DROPPED)
@@ -258,7 +258,7 @@ class Removals:
             except StopIteration as end:
                 self._ready.popleft()
                 actions += self._end(removal, end.value)
-        return [*actions, *self._tiering.erase_some()]
+        return [*actions, *self._tiering.erasures.dispatch()]
 
     def stop(self) -> list[Action]:
         """Before shutdown: finish all, but end drops where they are."""
@@ -279,7 +279,7 @@ class Removals:
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
                 self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
                 assert removal.forgetting is not None
-                is_last = self._tiering.forgotten_here(removal.forgetting, chunks)
+                is_last = self._tiering.forgettings.memory_ended(removal.forgetting, chunks)
                 return self.answer(removal.forgetting) if is_last else []
             case wire.Drop() | wire.Lease(), int(chunks):
                 self._counters["released_chunks"] += chunks

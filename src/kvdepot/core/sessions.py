@@ -187,7 +187,7 @@ class Sessions:
             if not pending.by_hand:
                 self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
             actions.append(self._reply(pending, namespaces, pins, matched))
-        self._tiering.release(tier_lookup)  # after the pin, or the match could be evicted in between
+        self._tiering.lookups.release(tier_lookup)  # after the pin, or the match could be evicted in between
         return actions
 
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
@@ -237,7 +237,7 @@ class Sessions:
         return [reply]
 
     def _end_tier_lookup(self, tier_lookup: TierLookup) -> list[Action]:
-        self._tiering.end(tier_lookup)
+        self._tiering.lookups.end(tier_lookup)
         return self.answer(tier_lookup)
 
     def _answer(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:

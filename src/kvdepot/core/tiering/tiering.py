@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
@@ -21,7 +21,6 @@ from kvdepot.core.tiering.forgetting import (
     Forgetting,
     Forgettings,
     ForgetToken,
-    Unsaved,
 )
 from kvdepot.core.tiering.lookup import FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
@@ -34,7 +33,6 @@ from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_prefix
 from kvdepot.tiers.worker import (
     Enforced,
-    Erase,
     Erased,
     Forget,
     Forgotten,
@@ -65,10 +63,10 @@ class Tiering:
         self._tiers = [TierState(number, config) for number, config in enumerate(configs)]
         self._local = [tier for tier in self._tiers if tier.config.is_local]
         self._lookup_s = lookup_s
-        self._forgettings = Forgettings(self._tiers)
-        self._lookups = Lookups(self._tiers, index, self._forgettings)
-        self._saves = Saves(self._tiers, index)
-        self._erasures = Erasures(self._tiers)
+        self.forgettings = Forgettings(self._tiers)
+        self.lookups = Lookups(self._tiers, index, self.forgettings)
+        self.saves = Saves(self._tiers, index)
+        self.erasures = Erasures(self._tiers)
         self._deadlines: list[_Deadline] = []
         self._numbers = itertools.count()
         self._accounts = index.accounts
@@ -76,7 +74,7 @@ class Tiering:
         self.set_rules()
 
     def __repr__(self) -> str:
-        return f"<Tiering {len(self._tiers)} tiers, {self._lookups}, {self._saves}, {self._forgettings}>"
+        return f"<Tiering {len(self._tiers)} tiers, {self.lookups}, {self.saves}, {self.forgettings}>"
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -96,15 +94,15 @@ class Tiering:
         """Handle the earliest deadline. Its decisions must be carried out before the next call."""
         _, _, subject, is_half_time = heapq.heappop(self._deadlines)
         if isinstance(subject, Forgetting):
-            return [subject] if self._forgettings.end(subject) else []
-        return [*self._lookups.half_time(subject)] if is_half_time else self._overdue(subject, now)
+            return [subject] if self.forgettings.end(subject) else []
+        return [*self.lookups.half_time(subject)] if is_half_time else self._overdue(subject, now)
 
     def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
         if tier_lookup.ended:
             return []
-        for tier in self._lookups.late_tiers(tier_lookup):
+        for tier in self.lookups.late_tiers(tier_lookup):
             self._failed(tier, now, "does not answer")
-        self._lookups.end(tier_lookup)
+        self.lookups.end(tier_lookup)
         return [tier_lookup]
 
     def tick(self, now: float) -> list[TierTask]:
@@ -155,33 +153,20 @@ class Tiering:
     ) -> tuple[TierLookup, list[TierTask]] | None:
         """Begin a tier lookup for the chunks of a lookup from `first` on; None if tiers cannot help.
 
-        held: chunks of the prefix in memory; held, as are the loaded ones, until `release`. If the tier lookup has not
-        ended on return, it is returned once as a decision when it ends, unless `end` is called first.
+        held: chunks of the prefix in memory, to be held until `Lookups.release`, as the loaded ones are. A tier lookup
+        that has not ended on return is returned once as a decision when it ends, unless `Lookups.end` is called first.
         """
         by_place = {(chunk.namespace.number, chunk.key): chunk for chunk in held}
         tier_lookup = TierLookup(
             namespace, request.request, request.hashes, request.chained, salt, first, now, by_place
         )
-        tier_tasks = self._lookups.begin(tier_lookup)
+        tier_tasks = self.lookups.begin(tier_lookup)
         if tier_tasks is None:
             return None
         if not tier_lookup.ended:
             self._add_deadline(now + self._lookup_s / 2, tier_lookup, is_half_time=True)
             self._add_deadline(now + self._lookup_s, tier_lookup)
         return tier_lookup, tier_tasks
-
-    def end(self, tier_lookup: TierLookup) -> None:
-        """End a tier lookup early; the caller replies with what is in memory by now."""
-        self._lookups.end(tier_lookup)
-
-    def release(self, tier_lookup: TierLookup) -> None:
-        """Release what an ended tier lookup holds; called after its reply."""
-        self._lookups.release(tier_lookup)
-
-    @property
-    def tier_lookups(self) -> int:
-        """Number of tier lookups in progress."""
-        return len(self._lookups)
 
     # -- writing
 
@@ -195,50 +180,19 @@ class Tiering:
                 case Stored(chunk, rank):
                     shards.append((chunk, rank))
                 case Removed(_, _, Reason.EVICTED, tiers):
-                    self._saves.removed(tiers)
-        return [*self._saves.stored(shards), *self._saves.make_room(shards[0][0].account)] if shards else ()
-
-    def make_room(self, by: Account | None = None) -> list[Save]:
-        """Save the next victims in tiers with `on_evict`; see `Saves.make_room`."""
-        return self._saves.make_room(by)
+                    self.saves.removed(tiers)
+        return [*self.saves.stored(shards), *self.saves.make_room(shards[0][0].account)] if shards else ()
 
     # -- forgetting
-
-    @property
-    def forgettings(self) -> int:
-        """Number of forgettings in progress."""
-        return len(self._forgettings)
 
     def forget(self, forgetting: Forgetting, now: float) -> list[Forget]:
         """Begin to forget in the tiers; returned once as a decision when tiers and memory are done, or at its deadline.
 
         Loads in progress are dropped when they arrive; a tier begins once its saves in progress have ended. The caller
-        removes from memory, and then calls `forgotten_here`.
+        removes from memory, and then calls `Forgettings.memory_ended`.
         """
         self._add_deadline(now + FORGET_S, forgetting)
-        return self._forgettings.begin(forgetting)
-
-    def forgotten_here(self, forgetting: Forgetting, chunks: int) -> bool:
-        """Note that the removal from memory has ended; returns whether the forgetting is to be answered now."""
-        return self._forgettings.memory_ended(forgetting, chunks)
-
-    def stop(self) -> list[Forgetting]:
-        """Before shutdown: returns the forgettings that are still to be answered."""
-        return self._forgettings.end_all()
-
-    # -- dropping
-
-    def saves_of(self, chunk: Chunk) -> int:
-        """The number of saves and demotions in progress that hold a chunk."""
-        return self._saves.holds_of(chunk)
-
-    def erase(self, parts: Iterable[Unsaved]) -> None:
-        """Queue parts of chunks that were dropped, to be erased from every tier."""
-        self._erasures.add(parts)
-
-    def erase_some(self) -> list[Erase]:
-        """Begin to erase what is queued; the rest follows by itself."""
-        return self._erasures.dispatch()
+        return self.forgettings.begin(forgetting)
 
     # -- outcomes
 
@@ -250,19 +204,19 @@ class Tiering:
             if isinstance(token, ProbeToken):
                 self._failed(tier, now, str(outcome), is_probe=True)
             elif tier.call_failed(now, str(outcome), token.kind):
-                self._saves.drop_queue(tier)
+                self.saves.drop_queue(tier)
         elif not isinstance(outcome, Unwanted):
             tier.succeeded(now, token.kind)
         match token, outcome:
             case FindToken(), Located() | Unwanted() | KVDepotError():
-                return [*self._lookups.located(token, outcome)]
+                return [*self.lookups.located(token, outcome)]
             case LoadToken(), Loaded() | KVDepotError():
-                return [*self._lookups.arrived(token, outcome)]
+                return [*self.lookups.arrived(token, outcome)]
             case SaveToken(), Saved() | KVDepotError():
-                self._saves.saved(token, outcome)
-                return [*self._forgettings.save_ended(tier, token.number), *self._saves.dispatch(tier)]
+                self.saves.saved(token, outcome)
+                return [*self.forgettings.save_ended(tier, token.number), *self.saves.dispatch(tier)]
             case ForgetToken(), Forgotten() | KVDepotError():
-                return [token.forgetting] if self._forgettings.tier_ended(token, outcome) else []
+                return [token.forgetting] if self.forgettings.tier_ended(token, outcome) else []
             case ProbeToken(), Usage() | KVDepotError():
                 tier.probed(outcome)
                 return []
@@ -270,12 +224,12 @@ class Tiering:
                 tier.rules_enforced(token, outcome, now)
                 return []
             case EraseToken(), Erased() | KVDepotError():
-                return [*self._erasures.ended(token, outcome)]
+                return [*self.erasures.ended(token, outcome)]
         raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
 
     def _failed(self, tier: TierState, now: float, why: str, is_probe: bool = False) -> None:
         if tier.failed(now, why, is_probe):
-            self._saves.drop_queue(tier)
+            self.saves.drop_queue(tier)
 
     # -- status
 
@@ -283,8 +237,8 @@ class Tiering:
     def busy(self) -> bool:
         """Whether anything is being saved, loaded, forgotten or erased."""
         is_saving = any(tier.saving or tier.queue for tier in self._tiers)
-        return bool(self._lookups.arriving_bytes or self._forgettings or self._erasures or is_saving)
+        return bool(self.lookups.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
         """The status of each tier."""
-        return [tier.status(now, self._saves.undemoted(tier)) for tier in self._tiers]
+        return [tier.status(now, self.saves.undemoted(tier)) for tier in self._tiers]
