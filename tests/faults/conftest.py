@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.toy_engine import ToyEngine
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, suspend
-from tests.faults.engine import ToyEngine
 
 ANSWER_S = 300.0
 ROOT = Path(__file__).parent.parent.parent
 
 
 class Driver:
-    """A toy engine (see engine.py) in a process of its own."""
+    """A toy engine (tools/toy_engine.py) in a process of its own."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid

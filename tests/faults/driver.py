@@ -16,7 +16,8 @@ import sys
 import traceback
 from typing import Any
 
-from tests.faults.engine import ToyEngine
+from tools.toy_engine import ToyEngine
+
 from tests.programs import die_with_parent
 
 _PACE_S = 0.002

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tools.toy_engine import ToyEngine
 
 from kvdepot.errors import ArenaError
 from kvdepot.keys import HASH_BYTES, ChunkChain
@@ -18,7 +19,6 @@ from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import MakeEngine
-from tests.faults.engine import ToyEngine
 
 pytestmark = pytest.mark.faults
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tools.toy_engine import BLOCK, ToyEngine
 
 from kvdepot.adapters import KVCacheHandle
 from kvdepot.client import MessageQueueClient
@@ -25,7 +26,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Connect, MakeEngine, StartDriver
-from tests.faults.engine import BLOCK, ToyEngine
 
 pytestmark = pytest.mark.faults
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -126,24 +125,6 @@ def test_what_was_being_written_when_the_server_was_killed_is_gone_after_its_res
     assert not driver.tell("stats")["wrong"]
 
 
-def test_100_000_chunks_are_back_after_a_restart(start_depot: StartDepot, start_driver: StartDriver) -> None:
-    """How soon, the benchmark measures."""
-    chunks, families = 1000, list(range(100))
-    options: dict[str, Any] = {"arena_mib": 1700, "chunk_size": 16}
-    depot = start_depot(**options)
-    driver = start_driver(depot.url, blocks=chunks, width=4)  # each takes a page of the arena
-    for family in families:
-        assert driver.tell("store", family=family, chunks=chunks) is True
-    assert depot.status()["chunks"] == 100_000
-    kill(depot)
-    server = again(start_depot, depot, **options)
-    recovered(driver)
-    assert server.status()["chunks"] >= 99_000
-    assert sum(driver.tell("lookup", family=family, chunks=chunks) for family in families) >= 99_000
-    assert driver.tell("hits", families=families[::10], chunks=chunks) >= 9_900
-    assert not driver.tell("stats")["wrong"]
-
-
 def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwise(
     start_depot: StartDepot, start_driver: StartDriver
 ) -> None:
@@ -166,23 +147,3 @@ def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwis
     assert driver.tell("store", family=1, chunks=3) is True
     assert driver.tell("hits", families=[1], chunks=3) == 3
     assert not driver.tell("stats")["wrong"]
-
-
-def test_an_arena_of_another_version_is_refused_and_left_alone(start_depot: StartDepot) -> None:
-    depot = start_depot("--on-stop", "keep", arena_mib=4)
-    assert depot.stop() == 0
-    path = SHM / depot.name
-    with path.open("r+b") as file:
-        file.seek(8)
-        (version,) = struct.unpack("<I", file.read(4))
-        file.seek(8)
-        file.write(struct.pack("<I", version + 1))
-    before = path.read_bytes()
-    other = Depot(url=depot.url, name=depot.name, arena_mib=4)
-    try:
-        assert other.process.wait(HANG_S) == 1
-        said = other.logged()
-        assert "version" in said and "remove" in said and str(path) in said
-        assert path.read_bytes() == before
-    finally:
-        other.close()

@@ -14,12 +14,11 @@ from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load, Part
-from tests.sim.behind import Behind
 from tests.sim.content import Memory, chunk_image
 from tests.sim.groups import deepest, needed
+from tests.sim.lookups import Behind, Waits, keys_in
 from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
-from tests.sim.waits import Waits
 from tests.sim.world import Link, World
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class Checks:
 
     def _prefix(self, request: wire.Lookup, groups: list[Namespace]) -> list[bytes]:
         """What memory can restore of what a lookup asks for."""
-        keys = _keys(request)
+        keys = keys_in(request)
 
         def is_there(group: Namespace, i: int) -> bool:
             chunk = group.chunks.get(keys[i])
@@ -182,9 +181,9 @@ class Checks:
         if is_awaited:
             self._waits.answered(request, waited_s, value)
         groups = self._asked_groups(request)
-        self._check_found(groups, _keys(request)[:value])
+        self._check_found(groups, keys_in(request)[:value])
         if value:
-            self._check_pinned(asked[0], request, groups, _keys(request)[:value])
+            self._check_pinned(asked[0], request, groups, keys_in(request)[:value])
         counters = self.world.counters
         late = waited_s >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
@@ -352,7 +351,3 @@ class Checks:
         self.check_sealed()
         for tier_worker in self.tier_workers:
             self.host.forgettings.check_store(tier_worker.store)
-
-
-def _keys(request: wire.Lookup) -> list[bytes]:
-    return [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]

@@ -30,11 +30,10 @@ from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
 from tests.harness import Harness
-from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
+from tests.sim.lookups import Behind, Waits
 from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
-from tests.sim.waits import Waits
 from tests.sim.world import Link
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -9,17 +10,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from tests.conftest import eventually
 from tests.ports import free_port
 
 __all__ = ["Host", "Master", "needed"]
-
-START_S = 120.0
 
 
 def program() -> Path:
@@ -71,43 +70,31 @@ class _Process:
 class Master(_Process):
     """A `mooncake_master` process."""
 
-    def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, prefix: tuple[str, ...] = (), flags: tuple[str, ...] = ()
-    ) -> None:
-        """prefix: what the command begins with, e.g. `ip netns exec name`."""
-        self.host = host
+    def __init__(self, port: int = 0, flags: tuple[str, ...] = ()) -> None:
         self.port = port or free_port()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
             [
-                *prefix, str(program()), f"--rpc_port={self.port}", f"--rpc_address={host}", f"--metrics_host={host}",
+                str(program()), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1",
                 f"--metrics_port={free_port()}", *flags,
             ],
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        self.prefix = prefix
 
     @property
     def url(self) -> str:
-        return f"mooncake://{self.host}:{self.port}/"
+        return f"mooncake://127.0.0.1:{self.port}/"
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, f"mooncake_master ended:\n{self.logged()}"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
 
     def wait_ready(self) -> Master:
         """Until it accepts connections."""
-        ask = f"import socket; socket.create_connection(({self.host!r}, {self.port}), 1)"
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None, f"mooncake_master ended:\n{self.logged()}"
-            if self.prefix:
-                if subprocess.run([*self.prefix, sys.executable, "-c", ask], capture_output=True).returncode == 0:
-                    return self
-            else:
-                try:
-                    socket.create_connection((self.host, self.port), 1).close()
-                    return self
-                except OSError:
-                    pass
-            assert time.monotonic() < deadline, f"mooncake_master does not listen:\n{self.logged()}"
-            time.sleep(0.02)
+        eventually(self._listens)
+        return self
 
 
 class Host(_Process):
@@ -117,11 +104,11 @@ class Host(_Process):
     and does not end. The answer is a line.
     """
 
-    def __init__(self, url: str, local_host: str = "127.0.0.1", segment_mib: int = 512, prefix: tuple[str, ...] = ()):
+    def __init__(self, url: str, segment_mib: int = 512) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        options = [f"local_host={local_host}", f"segment_gib={segment_mib / 1024}"]
+        options = ["local_host=127.0.0.1", f"segment_gib={segment_mib / 1024}"]
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.tiers.mooncake_servers", url, *options],
+            [sys.executable, "-m", "tests.tiers.mooncake_servers", url, *options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
 

@@ -130,24 +130,6 @@ def test_kv_comes_back_however_it_is_cut(
 
 
 @coded
-def test_a_read_may_have_filled_the_very_memory_that_is_decoded_into(codec: Codec) -> None:
-    """As it is done: the header elsewhere, what follows where KV belongs, and the rest in the slack."""
-    kv = normal(BLOCK_BYTES + 4096)
-    header, rest = coding_of(codec, kv)
-    target = Guarded(len(kv), [4096])
-    tail = np.zeros(codec.slack, np.uint8)
-    room = [*target.pieces, tail.data]
-    body, at = np.frombuffer(b"".join(rest), np.uint8), 0
-    for piece in room:
-        taken = body[at : at + len(piece)]
-        np.frombuffer(piece, np.uint8)[: len(taken)] = taken
-        at += len(taken)
-    assert codec.decode(header, room, target.pieces)
-    assert (target.bytes == kv).all()
-    target.assert_untouched_outside()
-
-
-@coded
 def test_other_threads_run_while_bytes_are_coded(codec: Codec) -> None:
     kv = normal(1 << 20).repeat(32)
     header = header_of(kv)
@@ -222,30 +204,6 @@ def test_frames_that_lie_cost_neither_memory_nor_an_exception(lie: bytes) -> Non
     finally:
         tracemalloc.stop()
     target.assert_untouched_outside()
-
-
-@pytest.mark.parametrize(
-    ("table", "plane_bytes"),
-    [
-        ([500], 1000), ([500, 499], 1000), ([500, 501], 1000), ([2**32 - 1, 501], 1000), ([1, 999], 1000),
-        ([500, 500], 999), ([500, 500], 1001), ([500, 500], 0), ([], 0), ([], 3), ([500], 2),
-    ],
-)  # fmt: skip
-def test_a_table_of_planes_that_lies_is_noticed(table: list[int], plane_bytes: int) -> None:
-    body = np.array(table, "<u4").tobytes() + bytes(plane_bytes)
-    header = header_of(np.zeros(1000, np.uint8), stored=len(body), coding=1 | 1 << 2)
-    target = Guarded(1000)
-    assert not PLAIN.decode(header, [memoryview(body)], target.pieces)
-    target.assert_untouched_outside()
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
-def test_an_object_of_another_size_than_there_is_room_for_is_not_decoded(codec: Codec) -> None:
-    header, rest = coding_of(codec, normal(1000))
-    for size in (0, 998, 999, 1001, 1002):
-        assert not codec.decode(header, rest, [np.zeros(size, np.uint8).data])
-    wrong = msgspec.structs.replace(header, size=1002)
-    assert not codec.decode(wrong, rest, [np.zeros(1000, np.uint8).data])
 
 
 # -- bytes that are anyone's

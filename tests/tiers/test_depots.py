@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import redis
+from tools.toy_engine import ToyEngine
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.faults.engine import ToyEngine
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
-import subprocess
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -357,51 +354,3 @@ def test_an_address_or_a_segment_that_this_host_has_not_is_refused(pool: Master)
 def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -> None:
     with ends(), pytest.raises(TierError):
         parse(f"{pool.url}?protocol=rdma&device=none_0&segment_gib=0").open()
-
-
-# -- two hosts
-
-
-@pytest.fixture
-def namespaces() -> Iterator[dict[str, str]]:
-    """Two network namespaces that see each other: name -> address."""
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
-    tag = uuid.uuid4().hex[:6]
-    names = {f"kvd-{tag}-a": "10.201.77.1", f"kvd-{tag}-b": "10.201.77.2"}
-    one, two = names
-    commands = [f"ip netns add {one}", f"ip netns add {two}", f"ip link add va{tag} type veth peer name vb{tag}"]
-    for name, link in ((one, f"va{tag}"), (two, f"vb{tag}")):
-        commands += [
-            f"ip link set {link} netns {name}",
-            f"ip -n {name} addr add {names[name]}/24 dev {link}",
-            f"ip -n {name} link set {link} up",
-            f"ip -n {name} link set lo up",
-        ]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {command}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_hosts_with_networks_of_their_own_share_a_pool(namespaces: dict[str, str]) -> None:
-    (one, address), (two, other_address) = namespaces.items()
-    inside, elsewhere = (("ip", "netns", "exec", name) for name in (one, two))
-    with started(Master(address, port=free_port(), prefix=inside)) as master:
-        near = Host(master.url, address, 128, inside)
-        far = Host(master.url, other_address, 128, elsewhere)
-        try:
-            near.wait_ready()
-            far.wait_ready()
-            for number in range(12):
-                writer, reader = (near, far) if number % 2 else (far, near)
-                assert writer.ask(f"write {number} {MIB + number}") == "True"
-                assert reader.ask(f"read {number} {MIB + number}") == "right"
-        finally:
-            near.close()
-            far.close()

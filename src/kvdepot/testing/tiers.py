@@ -207,21 +207,10 @@ class TierConformance(Generic[Place]):
 
     def test_names_differ_in_every_part_and_to_the_last_character(self, tier: Tier) -> None:
         zero, last = "0" * 32, "f" * 32
-        names = [
-            f"{zero}/{zero}/0.0",
-            f"{zero}/{zero}/0.1",
-            f"{zero}/{zero}/0.10",
-            f"{zero}/{zero}/00.1",
-            f"{zero}/{last}/0.0",
-            f"{last}/{zero}/0.0",
-            f"{last}/{last}/{'f' * 64}.{'f' * 29}",
-            f"{last}/{last}/{'f' * 64}.{'f' * 28}",
-            f"{last}/{last}/{'f' * 64}.{'f' * 28}0",
-            f"{last}/{last}/{'f' * 92}.f",
-            f"{last}/{last}/f.{'f' * 92}",
-            name_of(1, rank=0),
-            name_of(1, rank=255),
-        ]
+        rests = ["0.0", "0.1", "0.10", "00.1"]
+        longest = [f"{'f' * 64}.{'f' * 29}", f"{'f' * 64}.{'f' * 28}0", f"{'f' * 92}.f", f"f.{'f' * 92}"]
+        names = [f"{zero}/{zero}/{rest}" for rest in rests] + [f"{last}/{last}/{rest}" for rest in longest]
+        names += [f"{zero}/{last}/0.0", f"{last}/{zero}/0.0", name_of(1, rank=0), name_of(1, rank=255)]
         assert all(NAME.fullmatch(name) for name in names) and max(map(len, names)) == 160
         for number, name in enumerate(names):
             assert tier.find([name]) == [False], name

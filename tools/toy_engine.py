@@ -3,6 +3,8 @@
 The bytes of a block are a function of the model and of all tokens up to the block's end, as in a real engine; no code
 is shared with what is tested. Free blocks hold a pattern of their own that is checked when they are taken again, so a
 late write into a block that was given back is seen, and a late read stores bytes that some retrieve will find wrong.
+
+Used by tests/faults and by the soak.
 """
 
 from __future__ import annotations
@@ -87,14 +89,22 @@ class ToyEngine:
         self.model = model
         self.context = context or zmq.Context()
         self.scheduler = LMCacheMPSchedulerAdapter(url, self.context, model, 1, 0, BLOCK)
-        self.worker = LMCacheMPWorkerAdapter(url, self.context, model, 1, 0, BLOCK)
+        try:
+            self.worker = LMCacheMPWorkerAdapter(url, self.context, model, 1, 0, BLOCK)
+        except KVDepotError:
+            self.scheduler.shutdown()
+            raise
         self.chunk_size = self.worker.chunk_size
         self.per_chunk = self.worker.blocks_in_chunk
         self.caches = {
             "layer.0": torch.zeros((2, blocks, BLOCK, width), dtype=torch.uint8),
             "layer.1": torch.zeros((blocks, BLOCK, 2 * width), dtype=torch.uint8),
         }
-        self.worker.register_kv_caches(self.caches)
+        try:
+            self.worker.register_kv_caches(self.caches)
+        except KVDepotError:
+            self.close()
+            raise
         self.use(self.caches)
         self.random = random.Random(seed)
         self.name = secrets.token_hex(4)

@@ -1,8 +1,9 @@
-"""What a lookup of a hybrid model must find where nothing is in its way: the parts of all groups, in memory or a tier.
+"""What must hold of lookups that wait, for tiers (`Behind`) or for stores (`Waits`).
 
-Tiers may shorten a hit for many reasons. This looks at lookups that have none of them: nothing failed, was evicted,
-stored, removed or late while they waited. Those must find the deepest boundary of which memory and the stores together
-have all parts.
+Tiers may shorten a hit for many reasons. `Behind` looks at lookups of hybrid models that have none of them: nothing
+failed, was evicted, stored, removed or late while they waited. Those must find the deepest boundary of which memory and
+the stores together have all parts. `Waits` looks at runs without tiers, in which lookups wait for stores alone, and at
+the chunks alone: which part a lookup waits for, and since when, is the server's business.
 """
 
 from __future__ import annotations
@@ -10,13 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvdepot.core.index.chunk import Namespace, is_hidden
+from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
+from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
 from tests.sim.groups import deepest, needed
 
 if TYPE_CHECKING:
     from tests.sim.server import Server
+
+_SLACK_S = 1e-6
+
+
+def keys_in(request: wire.Lookup) -> list[bytes]:
+    """The keys that a lookup names."""
+    return [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Behind:
         are_well = all(tier.is_searchable for tier in server.depot.tiering._tiers)
         if not (server.host.stores and is_known and is_one and is_calm and are_well):
             return
-        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
+        keys = keys_in(request)
         boundary = deepest(groups, len(keys), lambda group, i: self._is_somewhere(group, keys[i], request.salt))
         parts = [(group, keys[i]) for group in groups for i in needed(group.reach, boundary)]
         if not self._waiting:
@@ -121,4 +130,83 @@ class Behind:
         server.world.counters["groups_found_behind_memory"] += waiting.boundary > 0
         assert value >= waiting.boundary, (
             f"memory and tiers had all parts of {waiting.boundary} chunks, and the answer is {value}"
+        )
+
+
+class Waits:
+    """The lookups of one server that wait for stores."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._late: set[tuple[int, bytes]] = set()  # parts whose store has let a lookup wait until its deadline
+
+    def check(self) -> None:
+        """Each lookup that is not answered has a store to wait for, although what that brings may have become useless:
+        other parts that it would have needed were evicted.
+        """
+        server = self._server
+        if server.host.stores or server.depot.removals:
+            return
+        for _, request, _ in server._lookups.values():
+            groups, keys = server._asked_groups(request), keys_in(request)
+            written = any(self._is_written(group, key) for group in groups for key in keys)
+            assert written, f"the lookup of {request.request} waits for nothing"
+
+    def answered(self, request: wire.Lookup, waited_s: float, value: int) -> None:
+        """A lookup is answered that nobody gave up."""
+        server = self._server
+        if server.host.stores:
+            return
+        coming = self._coming(request)
+        if waited_s >= STORE_S - _SLACK_S:
+            self._late |= coming  # also while a removal goes on, for the lookups after it
+        if server.depot.removals:
+            return
+        server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
+        server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and not value
+        assert not coming or coming & self._late, (
+            f"a lookup was answered with {value} chunks after {waited_s:.3f} s, while more was being stored"
+        )
+
+    def died(self, identity: bytes) -> None:
+        """A client is found dead."""
+        server, counters = self._server, self._server.world.counters
+        if server.host.stores:
+            return
+        waits = [asked for asked in server._lookups if asked[0] == identity]
+        counters["asker_died_while_waiting"] += bool(waits)
+        storing = {
+            (chunk.namespace.number, chunk.key)
+            for running in server._running
+            for operation in [getattr(running.task.token, "operation", None)]
+            if operation is not None and operation.is_store and operation.client.identity == identity
+            for chunk, _ in operation.chunks
+        }
+        others = [request for asked, (_, request, _) in server._lookups.items() if asked not in waits]
+        counters["storer_died_while_awaited"] += any(storing & self._coming(request) for request in others)
+
+    def _coming(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
+        """Parts being written that would make a lookup's answer larger."""
+        groups = self._server._asked_groups(request)
+        if len({id(group.groups) for group in groups}) != 1:
+            return set()
+        keys = keys_in(request)
+
+        def there(group: Namespace, i: int) -> bool:
+            chunk = group.chunks.get(keys[i])
+            return chunk is not None and is_there(chunk)
+
+        def coming(group: Namespace, i: int) -> bool:
+            return there(group, i) or self._is_written(group, keys[i])
+
+        if deepest(groups, len(keys), coming) <= deepest(groups, len(keys), there):
+            return set()
+        return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
+
+    def _is_written(self, group: Namespace, key: bytes) -> bool:
+        chunk = group.chunks.get(key)
+        return (
+            chunk is not None
+            and not is_hidden(chunk)
+            and any(shard.state is State.RESERVED for shard in chunk.shards.values())
         )
