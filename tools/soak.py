@@ -3,7 +3,7 @@
     python tools/soak.py [--minutes 10] [--seed S]
 
 It runs a real `kvdepot serve` with an arena so small that it evicts all the time, and toy engines on the public
-adapters that check every byte (soak_engine.py), one of which runs as long as the soak. Odd clients, fuzzed bytes, several
+adapters that check every byte (soak_engine.py), one of which runs as long as the soak. Odd clients, fuzzed bytes, many
 ranks and engines with hashes of their own are the simulation's.
 
 Growth shows only in a process that keeps running, under constant conditions. So there are three parts:
