@@ -70,7 +70,7 @@ class _Model:
         blocks = max(_NAMES.values())
         caches = {f"layer.{i}": torch.zeros((blocks, _CHUNK_TOKENS, 4), dtype=torch.uint8) for i in range(len(reaches))}
         layouts = [build_layout([h.view for h in wrap_kv_caches({k: v})], [0]) for k, v in caches.items()]
-        self._worker.register_groups(layouts, caches)
+        self._worker.register(layouts, caches)
 
     def store(self, chain: ChunkChain) -> None:
         blocks = pack_block_ids(list(range(len(chain))))

@@ -262,7 +262,7 @@ def _worker(plan: Plan) -> Iterator[WorkerClient]:
             worker = WorkerClient(client, spec)
             fingerprint = hashlib.blake2b(b"kvdepot bench %d" % plan.chunk_bytes, digest_size=32).digest()
             blocks = plan.chunks * BLOCKS
-            worker.register_layout(Layout([Mapping(name, size)], [Segment(0, 0, block, block)], blocks, fingerprint))
+            worker.register([Layout([Mapping(name, size)], [Segment(0, 0, block, block)], blocks, fingerprint)])
         finally:
             os.close(descriptor)
             path.unlink()  # the server has mapped it; so nothing is left, however this process ends
