@@ -602,20 +602,6 @@ def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_
     index.validate()
 
 
-def test_a_namespace_is_found_again_only_by_what_agrees_with_it(shelf: Shelf) -> None:
-    index = shelf.index
-    one = index.namespaces.find("model", 2, 0, b"a" * 32, 4)
-    assert index.namespaces.find("model", 2, 0, b"a" * 32, 4) is one
-    assert index.namespaces.find("model", 2, 1, b"b" * 32, 4) is one, "another rank may lie differently"
-    others = [
-        index.namespaces.find("model", 2, 1, b"c" * 32, 4),
-        index.namespaces.find("model", 1, 0, b"a" * 32, 4),
-        index.namespaces.find("model", 2, 0, b"a" * 32, 8),
-        index.namespaces.find("other", 2, 0, b"a" * 32, 4),
-    ]
-    assert len({id(namespace) for namespace in [one, *others]}) == 5
-
-
 def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: Shelf) -> None:
     for number in range(2000):
         shelf.store(keys(f"x{number}", 2))

@@ -17,7 +17,7 @@ from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
 from kvdepot.tiers import Tier
 from kvdepot.tiers.breaker import FAILURES
-from kvdepot.tiers.worker import MOST_PARTS, Erase, Erased, Find, Load, Probe, Save
+from kvdepot.tiers.worker import MOST_PARTS, Erased, Find, Load, Probe, Save
 from tests.conftest import clear
 from tests.core.desk import PER_CHUNK, group_stores, instance_of, layout, prompt, retrieve, shards, store
 from tests.core.groups import SHAPES, Reaches, deepest, wire_groups
@@ -221,40 +221,6 @@ def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> N
     there.assert_quiet()
 
 
-def test_a_chunk_that_is_corrupt_on_two_ranks_is_loaded_anew_on_both() -> None:
-    tier = MemoryTier()
-    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
-    chain, ranks = prompt("a", 2), range(2)
-    for rank in ranks:
-        there.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
-    assert there.find(b"one", look(chain, "holds the second", world_size=2)) == 2
-    there.find(b"one", wire.Forget())  # the first one is not held, but the second is behind it
-    for rank in ranks:
-        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
-    head = prompt("a", 1)
-    assert there.find(b"one", look(head, world_size=2)) == 1
-    assert there.find(b"one", retrieve(head, instance=2, world_size=2, rank=1)) == [True]
-    for request in ("r", "holds the second"):
-        there.ask(b"one", wire.EndSession(request))
-    there.assert_quiet()
-
-
-def test_half_time_does_not_end_a_tier_lookup_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
-    slow = MemoryTier()
-    here = new_host(slow)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    tier.objects.update({name: data for name, data in slow.objects.items() if chain.slice(2, 3).hex() in name})
-    there = new_host(("disk:///d", tier), ("redis://slow", slow), lookup_s=1.0)
-    asked = there.send(b"one", look(prompt("a", 4)))
-    there.work(there.tier_tasks[0])
-    there.pass_time(0.5)
-    assert asked not in there.answers, "half a second was left"
-    there.work(there.tier_tasks[0])
-    there.rest()
-    assert there.answers[asked] == 3
-
-
 def test_a_load_that_hangs_behind_an_open_breaker_keeps_no_other_tier_waiting(tier: MemoryTier) -> None:
     near = MemoryTier()
     here = new_host(tier)
@@ -278,22 +244,6 @@ def test_a_load_that_hangs_behind_an_open_breaker_keeps_no_other_tier_waiting(ti
         there.work(next(tier_task for tier_task in there.tier_tasks if tier_task.tier == 1))
     there.pass_time(0.5)
     assert there.answers[asked] == 3, "the far tier has it all"
-
-
-def test_no_chunk_is_broken_where_there_is_none(tier: MemoryTier) -> None:
-    """While `_broken` is not 0 each lookup walks its whole chain."""
-    faulty = FaultyTier(tier)
-    here, there = new_host(tier), new_host(("disk:///d?write=off", faulty))
-    chain = prompt("a", 2)
-    there.find(b"one", store(chain))
-    assert there.find(b"one", look(chain, "holds the second")) == 2
-    there.find(b"one", wire.Forget())
-    here.find(b"one", store(chain))
-    faulty.inject(corrupt=1)
-    assert there.find(b"one", look(prompt("a", 1))) == 0  # the first is loaded anew, and corrupt
-    there.ask(b"one", wire.EndSession("holds the second"))
-    assert there.index.chunks == 0
-    assert not any(each.broken for each in there.index.namespaces.all())
 
 
 def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:
@@ -543,54 +493,6 @@ def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
     there.assert_quiet()
 
 
-@pytest.mark.parametrize("fault", ["corrupt", "truncate", "hide", "down"])
-@pytest.mark.parametrize("group", range(3))
-def test_a_part_that_does_not_arrive_leaves_the_boundary_that_memory_had(
-    tier: MemoryTier, group: int, fault: str
-) -> None:
-    reaches, chain = (0, 2, 1), prompt("a", 6)
-    fill(tier, reaches, chain)
-    # Only the group's last part is behind the faulty tier; the other one has the rest.
-    (layout,) = {part for part in _names(tier, chain, 5) if _is_of_group(part, chain, reaches, group)}
-    bad = MemoryTier()
-    bad.objects[layout] = tier.objects.pop(layout)
-    faulty = FaultyTier(bad)
-    there = group_host(reaches, faulty, tier, url="disk:///d?write=off")
-    put(there, reaches, prompt("a", 3))
-    asked = there.send(b"one", look(chain))
-    while "Load" not in there.kinds():
-        there.work()
-    faulty.inject(**{fault: 1.0})
-    there.rest()
-    assert there.answers[asked] == 3
-    take(there, reaches, chain, 3)
-    there.assert_quiet()
-    is_corrupt = fault in ("corrupt", "truncate")
-    assert any(isinstance(task, Erase) for task in there.done) == is_corrupt
-    # What did arrive serves the next lookup.
-    faulty.inject()
-    before = loaded(there, chain)
-    found = there.find(b"one", look(chain, "r2"))
-    assert found == (3 if is_corrupt else 6)
-    if not is_corrupt:
-        expected: list[list[int]] = [[], [], []]
-        expected[group] = [5]
-        assert [sorted(now)[len(then) :] for now, then in zip(loaded(there, chain), before, strict=True)] == expected
-    there.ask(b"one", wire.EndSession("r2"))
-    there.assert_quiet()
-
-
-def _names(tier: MemoryTier, chain: ChunkChain, number: int) -> list[str]:
-    return [name for name in tier.objects if chain.slice(number, number + 1).hex() in name]
-
-
-def _is_of_group(name: str, chain: ChunkChain, reaches: Reaches, group: int) -> bool:
-    """Whether a host with only this group's part stores an object of this name."""
-    alone = MemoryTier()
-    fill(alone, reaches, chain, [[5] if number == group else [] for number in range(len(reaches))])
-    return name in alone.objects
-
-
 @pytest.mark.parametrize(("numbers", "is_enough"), [([1], False), ([4, 5], True)])
 def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of_it(
     tier: MemoryTier, numbers: list[int], is_enough: bool
@@ -608,25 +510,6 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of
     assert there.answers[asked] == (6 if is_enough else 0)
     if is_enough:
         take(there, reaches, chain, 6)
-    there.assert_quiet()
-
-
-def test_what_a_lookup_loads_and_what_it_needs_of_memory_outlive_any_pressure(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 6)
-    fill(tier, reaches, chain, [range(6), range(4, 6)])
-    there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)
-    put(there, reaches, chain, [range(3), [5]])
-    asked = there.send(b"one", look(chain))
-    there.work()
-    assert there.kinds() == ["Load"]
-    for number in range(20):
-        there.ask(b"one", store(prompt(f"other {number}", 1)))
-    there.index.validate()
-    there.rest()
-    assert there.answers[asked] == 6 and loaded(there, chain) == [[3, 4, 5], [4]]
-    for number in range(20, 40):
-        there.find(b"one", store(prompt(f"other {number}", 1)))
-    take(there, reaches, chain, 6)
     there.assert_quiet()
 
 
