@@ -274,8 +274,8 @@ def planted(tree: Path, names: list[str], python: str, seconds: float, jobs: int
                 noticed = plant(tree, copied, fault, python, seconds)
             finally:
                 trees.append(copied)
-            print(f"{fault['name']}: {noticed or 'NOT NOTICED'}", flush=True)
-            if not noticed:
+            print(f"{fault['name']}: {noticed}", flush=True)
+            if noticed.startswith("NOT"):
                 missed.append(fault["name"])
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -285,13 +285,13 @@ def planted(tree: Path, names: list[str], python: str, seconds: float, jobs: int
 
 
 def plant(origin: Path, tree: Path, fault: dict[str, Any], python: str, seconds: float) -> str:
-    """Make a fault's edits in a copy, run what must notice it, and undo them; returns what it said, or nothing."""
+    """Make a fault's edits in a copy, run what must notice it, and undo them; returns what it said, or NOT ..."""
     files = {file for file, _, _ in fault["edits"]}
     sources = {file: (origin / "src/kvdepot" / file).read_text() for file in files}
     changed = dict(sources)
     for file, old, new in fault["edits"]:
         if changed[file].count(old) != 1:
-            return ""  # the source has changed: mend the line
+            return f"NOT PLANTED: {file} has changed, mend the line"
         changed[file] = changed[file].replace(old, new)
     simulate = [python, "-m", "tests.sim", "--jobs", "1", "--first", str(fault["seed"])]
     command = [python, *PYTEST, *fault["by"]] if "by" in fault else simulate
@@ -301,7 +301,7 @@ def plant(origin: Path, tree: Path, fault: dict[str, Any], python: str, seconds:
     for file, source in sources.items():
         (tree / "src/kvdepot" / file).write_text(source)
     said = [line for line in lines if line.startswith(("FAILED", "seed "))]
-    return said[0] if status == 1 and said else ""
+    return said[0] if status == 1 and said else "NOT NOTICED"
 
 
 def show(faults: list[Fault], done: dict[str, dict[str, object]]) -> None:
