@@ -35,6 +35,7 @@ import pytest
 from kvdepot.protocol.counters import SERVER, TIER
 from tests.observability.samples import full_status
 from tests.ports import free_port
+from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
 
 ROOT = Path(__file__).parents[1]
@@ -314,11 +315,27 @@ def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> Non
         assert (page.parent / link).exists(), link
 
 
+def test_the_table_of_vllms_settings_is_what_the_connector_reads() -> None:
+    source = ast.parse((SOURCE / "integrations" / "vllm" / "settings.py").read_text())
+    (settings,) = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"]
+    read = {f"kvdepot.{_name(field.target)}" for field in settings.body if isinstance(field, ast.AnnAssign)}
+    assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
+
+
 # -- the architecture, the internals, the decisions, the glossary
 
 
 def _files_told(page: Path) -> set[str]:
     return set(re.findall(r"`([\w./-]+\.py)`", page.read_text()))
+
+
+def test_the_layers_of_the_architecture_are_those_that_are_tested_on_one_page() -> None:
+    assert len(ARCHITECTURE.read_bytes()) <= 8192
+    (picture,) = [block.text for block in blocks(ARCHITECTURE)]
+    drawn = [set(re.findall(r"[\w/]+", line)) for line in picture.splitlines()]
+    layers = [line.split() for line in LAYERS.split("\n") if line.strip()]
+    for names, line in zip(layers, reversed(drawn), strict=True):
+        assert {f"{name}/" if (SOURCE / name).is_dir() else name for name in names} <= line
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
 
 
 def advice(extra: str = "") -> str:
-    """How to install the missing packages of an extra; all of them if none is missing.
+    """How to install the packages of an extra.
 
     Without an extra: the packages that kvdepot itself needs.
     """
     needed = requirements(extra)
     if not needed:  # not installed (a source tree), or installed before the extra was declared
         return again(extra)
-    return f"{_PIP} {shlex.join([each for each in needed if not _is_installed(each)] or needed)}"
+    return f"{_PIP} {shlex.join(needed)}"
 
 
 def again(extra: str = "") -> str:
@@ -59,13 +59,3 @@ def requirements(extra: str = "") -> list[str]:
         if (found[1] if found else marker) == extra:  # other markers are of older Pythons, where pip has heeded them
             needed.append(package.strip())
     return needed
-
-
-def _is_installed(requirement: str) -> bool:
-    from importlib import metadata
-
-    try:
-        metadata.version(re.split(r"[^\w.-]", requirement)[0])
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -38,7 +38,7 @@ def lock(fd: int) -> bool:
         if exc.errno not in _NO_FLOCK:
             raise
         advice = "use a folder on a local disk, or mount this file system with locks (flock)"
-        raise OSError(exc.errno, f"its file system ({_file_system(fd)}) has no file locks; {advice}") from exc
+        raise OSError(exc.errno, f"its file system has no file locks; {advice}") from exc
     if not _locked:
         os.register_at_fork(after_in_child=_leave_to_parent)
     info = os.fstat(fd)
@@ -53,17 +53,6 @@ def _try(fd: int) -> bool:
         time.sleep(_PAUSE_S)
         return False
     return True
-
-
-def _file_system(fd: int) -> str:
-    """The type of the file system that a file is on, such as `nfs4`; `unknown` if the kernel does not say."""
-    device = os.fstat(fd).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if f" {name} " in line:
-                return line.partition(" - ")[2].partition(" ")[0]
-    return "unknown"
 
 
 def _leave_to_parent() -> None:

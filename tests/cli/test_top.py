@@ -236,13 +236,3 @@ def test_top_without_a_terminal_or_textual_says_what_there_is_instead(depot: Dep
     with terminal("top", "--url", depot.url, TERM="dumb") as dumb:
         assert dumb.end() == 2
         assert "needs a terminal" in dumb.text
-
-
-def test_top_without_textual_says_how_to_install_it(tmp_path: Path) -> None:
-    hide = (
-        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'textual' else f(n, *a)"
-    )
-    (tmp_path / "sitecustomize.py").write_text(f"{hide}\n")
-    with terminal("top", "--url", "ipc:///x", columns=200, PYTHONPATH=str(tmp_path)) as top:
-        assert top.end() == 2
-    assert "top needs the package textual" in top.text and "pip install" in top.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import secrets
@@ -27,7 +26,6 @@ from tests.protocol.raw import Raw
 
 SHM = Path("/dev/shm")
 BLOCK_BYTES = 512
-MIB = 1 << 20
 
 pytestmark = pytest.mark.faults
 
@@ -71,23 +69,6 @@ def lookup(names: bytes, request: str = "r", model: str = "m") -> wire.Lookup:
 def counters(server: Depot) -> dict[str, int]:
     found: dict[str, int] = server.status()["counters"]
     return found
-
-
-def start(start_depot: StartDepot, *flags: str) -> tuple[Depot, Raw]:
-    server = start_depot(*flags, arena_mib=8)
-    return server, Raw(server).hello()
-
-
-def test_a_status_stays_small_however_many_models_there_are(start_depot: StartDepot, tensors: Tensors) -> None:
-    server, raw = start(start_depot)
-    raw.ask(tensors.register(1))
-    for number in range(150):
-        raw.ask(wire.Store(1, 1, [shards(hashes(1), f"{number:03}" + "x" * 4000)]))
-    status = server.status()
-    assert status["chunks"] == 150
-    assert len(status["namespaces"]) == 100
-    assert len(json.dumps(status)) < 64 << 10
-    raw.close()
 
 
 # -- descriptors

@@ -185,20 +185,6 @@ def test_prefixes_and_leases_are_listed_while_they_can_be_seen(site: Site, open_
     open_page().locator("#leases tbody tr").nth(1).wait_for()  # one list does not need the other
 
 
-def test_a_server_that_has_just_started_shows_no_figures_that_it_does_not_have(site: Site, open_page: OpenPage) -> None:
-    site.status = empty_status()
-    page = open_page()
-    assert text(page, "#hit-rate") == NONE
-    assert "No engine has looked anything up yet" in text(page, "#hit-ceiling")
-    assert "No engine is connected" in text(page, "#engines-none")
-    assert "--kv-transfer-config" in text(page, "#verdict"), "what to do next comes first"
-    assert page.is_hidden("#engines")
-    assert re.search(f"Total prefill saved {NONE}", text(page, "#gain-facts"))
-    saved = page.locator("figure", has_text="TTFT saved per request").locator(".plot")
-    assert saved.inner_text().strip() == "No values yet"
-    assert not re.search(r"NaN|undefined|Infinity|null", page.inner_text("body"))
-
-
 def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -> None:
     evil = "<img src=x onerror=alert(1)>"
     site.status = msgspec.structs.replace(
@@ -309,38 +295,6 @@ def test_lines_continue_with_each_status_and_what_memory_lost_is_named_by_the_se
     lost.filter(has_text="failed their checksum").wait_for()
     assert "2/s" in lost.inner_text()
     assert site.asked.count("/v1/history") == 1
-
-
-def legends(page: Page) -> str:
-    return " ".join(" ".join(page.locator(".legend").all_inner_texts()).split())
-
-
-def test_counters_are_drawn_as_what_they_rose_in_a_second_or_for_each_request(site: Site, open_page: OpenPage) -> None:
-    now, site.ticks = site.status.wall_s, False
-    site.history = {
-        "times_s": [now - 20, now - 10, now],
-        "series": {
-            "boot": [1, 1, 1],
-            "asked_tokens": [9000, 9000, 14000],
-            "reused_tokens": [5000, 7000, 8500],
-            "saved_prefill_s": [100, 101, 104],
-            "saved_requests": [7, 7, 12],
-        },
-    }
-    page = open_page()
-    assert "Reused 150/s Asked 500/s" in legends(page)
-    assert "Reused 70.0%" in legends(page)
-    assert "Saved 600 ms" in legends(page)
-
-
-def test_without_uplot_the_page_says_what_is_missing_and_shows_tables(site: Site, open_page: OpenPage) -> None:
-    site.missing = "/vendor/"
-    site.history = example_history(site.status.wall_s)
-    page = open_page()
-    assert "uPlot could not be loaded" in text(page, "#charts-missing")
-    assert page.locator(".plot canvas").count() == 0
-    first = page.locator("#gain figure", has_text="Share of tokens").locator("tbody tr").first.inner_text()
-    assert "%" in first
 
 
 # -- for everybody

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,7 +22,7 @@ from prometheus_client.registry import Collector
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
-from kvdepot.protocol.status import OTHERS, Histogram, Status, TierStatus
+from kvdepot.protocol.status import OTHERS, Histogram, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
@@ -183,7 +184,7 @@ def _labelled(
         family = kind(f"kvdepot_{of}_{_SERIES.get(field, field)}", meaning, labels=names)
         for row in rows:
             if (found := value(row, field)) is not None:
-                family.add_metric([getattr(row, label) for label in labels], float(found))
+                family.add_metric([str(getattr(row, label) or "") for label in labels], float(found))
         yield family
 
 
@@ -240,35 +241,21 @@ def _buckets(bounds: Iterable[str], counts: Sequence[int]) -> list[tuple[str, in
     return list(zip((*bounds, "+Inf"), accumulate(counts), strict=True))
 
 
-class _Shape(NamedTuple):
-    """The namespaces of one tenant, model and shape together; their layouts differ."""
-
-    tenant: str
-    model: str
-    world_size: str
-    blocks_in_chunk: str
-    chunks: int
-    bytes: int
-    engines: int
-
-
-def _shapes(status: Status) -> list[_Shape]:
-    """The largest shapes, and the sum of the others."""
-    sums: dict[tuple[str, str, str, str], tuple[int, int, int]] = {}
-
-    def add(shape: tuple[str, str, str, str], chunks: int, size: int, engines: int) -> None:
-        before = sums.get(shape, (0, 0, 0))
-        sums[shape] = before[0] + chunks, before[1] + size, before[2] + engines
-
+def _shapes(status: Status) -> list[NamespaceStatus]:
+    """The largest namespaces, those of one tenant, model and shape added up, and the sum of the others."""
+    shapes: dict[tuple[object, ...], list[NamespaceStatus]] = {}
     for each in status.namespaces:
-        shape = each.tenant, each.model, str(each.world_size), str(each.blocks_in_chunk)
-        add(shape, each.chunks, each.bytes, each.engines)
-    others = OTHERS, OTHERS, "", ""
-    for smaller in sorted(sums, key=lambda shape: -sums[shape][1])[_NAMESPACES:]:
-        add(others, *sums.pop(smaller))
-    if (rest := status.other_namespaces) is not None:
-        add(others, rest.chunks, rest.bytes, rest.engines)
-    return [_Shape(*shape, *held) for shape, held in sums.items()]
+        shapes.setdefault((each.tenant, each.model, each.world_size, each.blocks_in_chunk), []).append(each)
+    sums = sorted(map(_sum, shapes.values()), key=lambda shape: -shape.bytes)
+    rest = sums[_NAMESPACES:] + ([status.other_namespaces] if status.other_namespaces is not None else [])
+    others = [replace(_sum(rest), tenant=OTHERS, model=OTHERS, world_size=0, blocks_in_chunk=0)] if rest else []
+    return sums[:_NAMESPACES] + others
+
+
+def _sum(parts: Sequence[NamespaceStatus]) -> NamespaceStatus:
+    """What several namespaces hold together, under the name of the first."""
+    sums = {field: sum(getattr(each, field) for each in parts) for field in _OF_NAMESPACE}
+    return replace(parts[0], **sums)
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
@@ -281,16 +268,9 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
     yield from _labelled(
         _TIER, helps, tiers, lambda tier, series: tier.counters.get(names[series], 0), CounterMetricFamily
     )
-    own = CounterMetricFamily(
-        "kvdepot_tier_events", "Counters of a store that this version does not know.", labels=["tier", "event"]
-    )
     histograms: dict[str, dict[str, Histogram]] = {}
     for tier in tiers:
-        for event in sorted(tier.counters.keys() - {*names.values()}):
-            own.add_metric([tier.name, event], tier.counters[event])
         for histogram in tier.histograms:
             histograms.setdefault(histogram.name, {})[tier.name] = histogram
-    if own.samples:
-        yield own
     for name, by_tier in histograms.items():
         yield _histogram(f"kvdepot_tier_{name}", by_tier)
