@@ -323,9 +323,17 @@ class Lookups:
         chunk = group.chunks.get(key)
         if far and self._forgettings.is_under_way(group, tier_lookup.salt if chunk is None else chunk.salt):
             return False  # the tier may have answered before it began to forget
-        reserved = self._reserve_shards(tier_lookup, group, i, far)
-        if reserved is None:
-            return False
+        parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
+        position = i + 1 if tier_lookup.chained else 0
+        reserved: list[Arrival] = []
+        for rank, tier in far:
+            run = Run(key, group.sizes[rank], parent, position, tier_lookup.salt)
+            made = self._index.reserve(group, rank, run, None)
+            if not made.chunks:  # no room: without this shard, the others are useless
+                for arrival in reserved:
+                    self._index.discard(arrival.chunk, arrival.rank)
+                return False
+            reserved.append(Arrival(made.chunks[0], rank, made.chunks[0].shards[rank], tier))
         for arrival in reserved:
             self._arrivals[arrival.place] = arrival
             self.arriving_bytes += arrival.shard.size
@@ -338,25 +346,6 @@ class Lookups:
             tier_lookup.held[place] = group.chunks[key]
             self._index.hold([group.chunks[key]])
         return True
-
-    def _reserve_shards(
-        self, tier_lookup: TierLookup, namespace: Namespace, i: int, far: list[tuple[int, int]]
-    ) -> list[Arrival] | None:
-        """Reserve these shards (rank, tier) of a part; returns None, with none reserved, if there is no room."""
-        key = tier_lookup.key(i)
-        parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
-        position = i + 1 if tier_lookup.chained else 0
-        fresh: list[Arrival] = []
-        for rank, tier in far:
-            run = Run(key, namespace.sizes[rank], parent, position, tier_lookup.salt)
-            made = self._index.reserve(namespace, rank, run, None)
-            if not made.chunks:  # no room: without this shard, the others are useless
-                for arrival in fresh:
-                    self._index.discard(arrival.chunk, arrival.rank)
-                return None
-            (chunk,) = made.chunks
-            fresh.append(Arrival(chunk, rank, chunk.shards[rank], tier))
-        return fresh
 
     # -- what arrives
 
