@@ -38,17 +38,6 @@ BAILIAN = """\
 {"chat_id": 8, "parent_chat_id": 7, "timestamp": 62.5, "input_length": 50, "output_length": 8, "type": "text", "turn": 2, "hash_ids": [10, 11, 12, 13]}
 {"chat_id": 9, "parent_chat_id": -1, "timestamp": 63.0, "input_length": 30, "output_length": 8, "type": "file", "turn": 1, "hash_ids": [14, 11]}
 """  # noqa: E501
-SESSION_A = {
-    "id": "a", "block_size": 64, "hash_id_scope": "local",
-    "requests": [
-        {"t": 0.0, "type": "n", "in": 128, "out": 9, "hash_ids": [1, 2]},
-        {"t": 20.0, "type": "s", "in": 190, "out": 9, "hash_ids": [1, 2, 3]},
-    ],
-}  # fmt: skip
-SESSION_B = {
-    "id": "b", "block_size": 64, "hash_id_scope": "local",
-    "requests": [{"t": 10.0, "type": "n", "in": 128, "out": 9, "hash_ids": [1, 2]}],
-}  # fmt: skip
 
 
 def trace_of(*prompts: Sequence[int | str]) -> Trace:
@@ -81,48 +70,6 @@ def test_the_same_bailian_id_behind_another_beginning_is_another_block(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps(SESSION_A) + "\n" + json.dumps(SESSION_B) + "\n",
-        json.dumps([SESSION_A, SESSION_B]),
-        json.dumps([SESSION_A, SESSION_B], indent=2),
-    ],
-    ids=["lines", "array", "indented array"],
-)
-def test_weka_sessions_have_ids_of_their_own_unless_they_are_global(tmp_path: Path, text: str) -> None:
-    shared = text.replace('"local"', '"global"')
-    assert numbers(load(written(tmp_path, shared))) == [[0, 1], [0, 1], [0, 1, 2]]
-    trace = load(written(tmp_path, text))
-    first, second, third = numbers(trace)
-    assert len(first) == len(second) == 2
-    assert set(first).isdisjoint(second)
-    assert third[:2] == first
-    assert (trace.unique, trace.block_tokens) == (5, 64)
-    with pytest.raises(ConfigError, match="16 and 64 tokens"):
-        load(written(tmp_path, text.replace('"block_size": 64', '"block_size": 16', 1)))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    written(folder, json.dumps(SESSION_A, indent=1), "a.json")
-    (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps(SESSION_B).encode()))
-    assert numbers(load(str(folder))) == [[0, 1], [3, 4], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("first_s", [0.5, 5.5], ids=["relative times", "absolute times"])
-def test_requests_of_weka_subagents_lie_between_those_of_their_session(tmp_path: Path, first_s: float) -> None:
-    inner = [{"t": first_s, "hash_ids": [7]}, {"t": first_s + 0.1, "hash_ids": [7, 8]}]
-    session = {
-        "block_size": 64, "hash_id_scope": "local",
-        "requests": [
-            {"t": 0.0, "hash_ids": [1]}, {"t": 5.0, "type": "subagent", "requests": inner},
-            {"t": 4.0, "type": "subagent"}, {"t": 9.0, "hash_ids": [1, 2]}, {"t": 2.0, "hash_ids": [1, 3]},
-        ],
-    }  # fmt: skip
-    prompts = numbers(load(written(tmp_path, json.dumps(session))))
-    assert [len(prompt) for prompt in prompts] == [1, 2, 1, 2, 2]
-    assert prompts[3][:1] == prompts[2] != prompts[0]
-
-
-@pytest.mark.parametrize(
     ("text", "line", "complaint"),
     [
         (MOONCAKE + '{"timestamp": 4, "hash_ids": [1', 5, "truncated"),
@@ -133,10 +80,8 @@ def test_requests_of_weka_subagents_lie_between_those_of_their_session(tmp_path:
         (BAILIAN + "\xff", 4, "not JSON"),
         ("once upon a time\n", 1, "not JSON"),
         ("17\n", 1, "object"),
+        ('{"block_size": 64, "requests": []}', 1, "write a line per request"),
         ("\n\n{}\n", 3, "timestamp"),
-        ('[\n{"timestamp": 0, "hash_ids": []},\n{"timestamp": "soon", "hash_ids": []}]', 3, "timestamp"),
-        (json.dumps(SESSION_A) + '\n{"block_size": 64}', 2, "requests"),
-        ('{"block_size": 64, "requests": [{"t": 1.0}]}', 1, "hash_ids"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, line: int, complaint: str) -> None:

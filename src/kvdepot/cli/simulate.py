@@ -40,8 +40,8 @@ def simulate(**given: Any) -> int:
     """Replay traces of requests through the server's own index and eviction policies, at several cache sizes,
     and print the hit rates.
 
-    A TRACE is a file of requests in the Mooncake, Bailian or WEKA format, also gzip, or a folder of such files as one
-    trace. --json prints an array of objects instead of tables.
+    A TRACE is a file of requests in the Mooncake or Bailian format, also gzip. --json prints an array of objects
+    instead of tables.
     """
     from kvdepot.simulate.sweep import Asked, run
 

@@ -2,23 +2,20 @@
 
 Called by simulate/sweep.py. Invariant: two blocks are the same exactly if they and all before them in their prompts
 are the same, like chunks in the index. So a block is identified by its id *and* its predecessor. That makes no
-difference in formats whose ids depend on the whole prefix; in those that name each block by its own tokens (Bailian),
-the same text behind two different beginnings is two blocks, as it is for an engine.
+difference in Mooncake's format, whose ids depend on the whole prefix; in Bailian's, whose ids name each block by its
+own tokens, the same text behind two different beginnings is two blocks, as it is for an engine.
 
-| format | a line is | ids | block |
-|---|---|---|---|
-| Mooncake | a request: `timestamp` (ms), `hash_ids` | of the whole file | 512 tokens |
-| Bailian | a request: `chat_id`, `timestamp` (s), `hash_ids` | of the whole file | 16 tokens |
-| WEKA | a session: `block_size`, `requests: [{t, hash_ids}]` (s) | of it (`hash_id_scope: local`) | its own |
+| format | a line is a request | block |
+|---|---|---|
+| Mooncake | `timestamp` (ms), `hash_ids` | 512 tokens |
+| Bailian | `chat_id`, `timestamp` (s), `hash_ids` | 16 tokens |
 
-A file may also be a JSON array of these or one object over several lines, and compressed with gzip; a folder is one
-trace of all files in it. Traces do not contain generated tokens until a later prompt includes them.
+A file may be compressed with gzip. Traces do not contain generated tokens until a later prompt includes them.
 """
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -100,64 +97,35 @@ class _Bailian(msgspec.Struct, gc=False):
     hash_ids: list[int | str]
 
 
-class _Call(msgspec.Struct):
-    """A request of a session, or a subagent with requests of its own."""
-
-    t: float
-    type: str = ""
-    hash_ids: list[int | str] | None = None
-    requests: list[_Call] = []
-
-    def __post_init__(self) -> None:
-        if self.hash_ids is None and not self.requests and self.type != "subagent":
-            raise ValueError("a request without `hash_ids`")
-
-
-class _Session(msgspec.Struct):
-    requests: list[_Call]
-    block_size: int = 0
-    hash_id_scope: str = "local"
-
-
 def load(path: str) -> Trace:
-    """Read a trace from a file or folder; detects its format from the contents.
+    """Read a trace from a file; detects its format from the first line.
 
     Raises ConfigError, with file and line, if it cannot be read.
     """
     sizes: set[int] = set()
-    trace = Trace(_requests(path, sizes), path)
-    if len(sizes) > 1:
-        listed = " and ".join(map(str, sorted(sizes)))
-        raise ConfigError(f"{path}: has blocks of {listed} tokens; a trace must have one block size")
+    trace = Trace(_requests(Path(path), sizes), path)
     trace.block_tokens = max(sizes, default=0)
     return trace
 
 
-def _requests(path: str, sizes: set[int]) -> Iterator[Request]:
-    """All requests, file by file. sizes: gets the tokens per block."""
-    sessions = itertools.count()  # some with ids of their own
-    for file in _files(path):
-        try:
-            with _open(file) as stream:
-                for entry in _entries(file, stream):
-                    if isinstance(entry, _Session):
-                        sizes.add(entry.block_size)
-                        session = next(sessions)
-                        yield from _calls(entry.requests, session if entry.hash_id_scope == "local" else _ROOT)
-                    elif isinstance(entry, _Bailian):
-                        sizes.add(BAILIAN_TOKENS)
-                        yield entry.timestamp, entry.hash_ids
-                    else:
-                        sizes.add(MOONCAKE_TOKENS)
-                        yield entry.timestamp / 1000, entry.hash_ids
-        except (OSError, EOFError, zlib.error) as exc:
-            raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-
-
-def _files(path: str) -> list[Path]:
-    if not Path(path).is_dir():
-        return [Path(path)]
-    return sorted(file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith("."))
+def _requests(file: Path, sizes: set[int]) -> Iterator[Request]:
+    """All requests. sizes: gets the tokens per block."""
+    decode: Callable[[bytes], _Mooncake | _Bailian] | None = None
+    try:
+        with _open(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if line.isspace():
+                    continue
+                try:
+                    decode = decode or _decoder(line)
+                    entry = decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                    raise ConfigError(f"{file}:{number}: {fault_of(exc)}") from exc
+                is_bailian = isinstance(entry, _Bailian)
+                sizes.add(BAILIAN_TOKENS if is_bailian else MOONCAKE_TOKENS)
+                yield entry.timestamp if is_bailian else entry.timestamp / 1000, entry.hash_ids
+    except (OSError, EOFError, zlib.error) as exc:
+        raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 def _open(file: Path) -> IO[bytes]:
@@ -168,66 +136,9 @@ def _open(file: Path) -> IO[bytes]:
     return gzip.open(file)  # type: ignore[return-value]  # it reads lines like any file
 
 
-def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _Session]:
-    """The objects of a file: one per line, or, if the first line is not JSON, those of the whole file."""
-    decode: Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session] | None = None
-    for number, line in enumerate(stream, 1):
-        if line.isspace():
-            continue
-        try:
-            decode = decode or _decoder(line)
-        except msgspec.DecodeError as exc:
-            yield from _whole(file, number, line + stream.read(), exc)
-            return
-        try:
-            yield decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{file}:{number}: {fault_of(exc)}") from exc
-
-
-def _whole(
-    file: Path, number: int, text: bytes, problem: msgspec.DecodeError
-) -> Iterator[_Mooncake | _Bailian | _Session]:
-    """The objects of a file that is one JSON value.
-
-    number, problem: the line where it begins, and why that line is not a value by itself.
-    """
-    try:
-        value = msgspec.json.decode(text, type=msgspec.Raw)
-        entries = msgspec.json.decode(text, type=list[msgspec.Raw]) if text.lstrip()[:1] == b"[" else [value]
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{file}:{number}: {fault_of(problem)}") from problem
-    for entry in entries:
-        try:
-            yield _decoder(entry)(entry)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            line = number + text.count(b"\n", 0, text.find(entry))
-            raise ConfigError(f"{file}:{line}: {fault_of(exc)}") from exc
-
-
-def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:
+def _decoder(line: bytes) -> Callable[[bytes], _Mooncake | _Bailian]:
     """The decoder for objects like this one. Raises msgspec.DecodeError if it is not a JSON object."""
-    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     if "requests" in fields:
-        return msgspec.json.Decoder(_Session).decode
-    if "chat_id" in fields:
-        return msgspec.json.Decoder(_Bailian).decode
-    return msgspec.json.Decoder(_Mooncake).decode
-
-
-def _calls(calls: list[_Call], scope: int, start_s: float = 0.0) -> Iterator[Request]:
-    """The requests of a session and its subagents.
-
-    Some files give the times of a subagent's requests from the session's start, others from the subagent's: those
-    earlier than the subagent's start must be the latter.
-    """
-    for call in calls:
-        if call.requests:
-            own = min(inner.t for inner in call.requests) < call.t
-            yield from _calls(call.requests, scope, start_s + call.t if own else start_s)
-        elif call.hash_ids is None:
-            continue
-        elif scope == _ROOT or not call.hash_ids:
-            yield start_s + call.t, call.hash_ids
-        else:  # tagging the first block is enough, because blocks are identified by their predecessors
-            yield start_s + call.t, [(scope, call.hash_ids[0]), *call.hash_ids[1:]]
+        raise msgspec.DecodeError("sessions of WEKA's format are no longer read: write a line per request")
+    return msgspec.json.Decoder(_Bailian).decode if "chat_id" in fields else msgspec.json.Decoder(_Mooncake).decode
