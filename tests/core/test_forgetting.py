@@ -22,9 +22,22 @@ from kvdepot.protocol import wire
 from tests.core.desk import Desk, lookup, prompt, shards, store
 from tests.core.heard import Heard
 from tests.core.host import look, new_host
-from tests.core.shelf import Path, Steps, key_of, reserve, sealed
+from tests.core.shelf import Path, Shelf, Steps, key_of, keys, reserve, sealed
 from tests.core.shelf import prompt as keys_of
 from tests.tiers.faulty import MemoryTier
+
+
+def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order() -> None:
+    shelf, chain = Shelf(64), keys("c", 5)
+    shelf.store(chain)
+    chunks = shelf.namespace.chunks
+    for key in chain[:4]:
+        chunks[key] = chunks.pop(key)  # as a server finds them that has taken over an arena
+    steps = Steps(shelf.index, 1)
+    scope = steps.clear([shelf.namespace])
+    steps.finish()
+    assert scope.removed == 5 and not shelf.index.chunks
+
 
 # -- as the depot does it
 

@@ -306,6 +306,22 @@ def test_a_chunk_that_is_being_demoted_is_waited_for_and_its_tier_loses_it() -> 
     host.assert_quiet()
 
 
+def test_a_drop_waits_for_a_save_for_thirty_seconds_and_ends_there() -> None:
+    host = new_host(MemoryTier())
+    host.send(b"one", store(prompt("a", 2)))
+    while host.copies():
+        host.finish(host.copies()[0])
+    assert "Save" in host.kinds()
+    asked = host.send(b"one", drop(prompt("a", 2)))
+    for second in (10.0, 29.0, 31.0):
+        assert asked not in host.answers
+        host.tick(second, 1000.0 + second)
+        host.expire()
+    assert host.answers[asked] == 0 and host.index.chunks == 2
+    host.rest()
+    host.assert_quiet()
+
+
 def test_a_tier_that_cannot_erase_is_counted() -> None:
     tier = MemoryTier()
     host = new_host(tier)
