@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Find, Load
-from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
+from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, store
 from tests.core.host import Host, look, new_host
 from tests.tiers.faulty import FaultyTier, MemoryTier
 
@@ -144,24 +144,6 @@ def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
     assert host.find(b"one", look(old, "r")) == 0
     assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
     host.tick(70.0, 1070.0)
-    assert host.index.chunks == 0
-
-
-def test_an_old_prefix_hides_what_was_computed_on_top_of_it_later() -> None:
-    host = new_host(ttl_s=60)
-    chain = prompt("a", 4)
-    host.find(b"one", store(chain, end=2))
-    host.tick(40.0, 1040.0)
-    host.find(b"one", wire.Store(1, 1, [shards(chain, 2, 4, blocks=[0, 1, 2, 3])]))
-    host.tick(61.0, 1061.0)
-    host.index.validate()
-    assert host.find(b"one", look(chain)) == 0
-    assert host.find(b"one", store(chain, end=2)) is True
-    assert host.find(b"one", look(chain)) == 4
-    host.ask(b"one", wire.EndSession("r"))
-    host.tick(101.0, 1101.0)
-    host.tick(125.0, 1125.0)
-    host.index.validate()
     assert host.index.chunks == 0
 
 
