@@ -32,8 +32,7 @@ from kvdepot.adapters import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client import connection, lmcache
-from kvdepot.client import scheduler as client_scheduler
+from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
@@ -385,12 +384,6 @@ def test_without_a_server_an_adapter_is_not_made(depot: Depot, monkeypatch: pyte
         adapter("ipc:///tmp/kvdepot-nobody-here.sock", depot.context, "m", 1, 0, BLOCK)
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999"])
-def test_an_address_that_is_none_is_named(depot: Depot, url: str) -> None:
-    with pytest.raises(errors.Unavailable):
-        LMCacheMPSchedulerAdapter(url, depot.context, "m", 1, 0, BLOCK)
-
-
 # -- lookups
 
 
@@ -448,11 +441,6 @@ def test_wrong_arguments_of_a_lookup_raise_bad_request_and_leave_no_lookup(
     assert engine.lookup(request_id="r", token_ids=prompt(CHUNK)) == 0
 
 
-def test_a_request_id_the_wire_cannot_carry_counts_as_a_miss(engine: Engine) -> None:
-    assert engine.lookup(request_id="long" * 2000, token_ids=prompt(CHUNK)) == 0
-    assert engine.lookup(token_ids=prompt(CHUNK)) == 0
-
-
 # -- store, look up, retrieve
 
 
@@ -498,13 +486,6 @@ def test_a_tail_shorter_than_a_chunk_is_left_out(engine: Engine, extra_blocks: i
     assert engine.retrieve(LoadStoreOp([20, 21, 22, 23, *range(24, 24 + extra_blocks)], token_ids=tokens)) == set()
     assert read_blocks(engine.caches[0], [20, 21, 22, 23]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
     assert read_blocks(engine.caches[0], [24, 25]) == tail
-
-
-def test_tokens_and_hashes_never_name_the_same_chunk(engine: Engine) -> None:
-    tokens = prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    _, chain = engine.worker.mq_client.chains.name("other", tokens, CHUNK, 0, 1)
-    assert engine.lookup(block_hashes=[chain] * PER_CHUNK) == 0
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, 48])
@@ -968,27 +949,6 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
     scheduler.end_session("r")
     barrier(scheduler)
     assert second.status()["sessions"] == 0
-
-
-@pytest.mark.faults
-def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next(
-    start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_scheduler, "LOOKUP_S", 60.0)
-    monkeypatch.setattr(connection, "GRACE_S", 60.0)
-    first = start_depot()
-    engine, tokens = make_engine(first), prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    os.kill(first.process.pid, signal.SIGSTOP)
-    engine.scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
-    engine.worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), None)
-    assert engine.scheduler.wait_lookup_result("r", 0.05) is None
-    kill(first)
-    second = start_depot(url=first.url, name=first.name)
-    assert answer(engine.scheduler, "r") == CHUNK
-    eventually(lambda: engine.worker.get_finished({"s"})[0] == {"s"})
-    assert engine.worker.counters["stores_dropped"] == 0
-    assert second.status()["chunks"] == 2
 
 
 @pytest.mark.faults

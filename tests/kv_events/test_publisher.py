@@ -291,18 +291,6 @@ def test_a_second_server_takes_neither_events_nor_replays_away(
     follower.wait(lambda router: (follower.last or 0) > before)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "complaint"),
-    [
-        ("tcp://0.0.0.0:5557", "keygen"),
-        *((wrong, "--kv-events") for wrong in ("nowhere", "tcp://127.0.0.1", "tcp://127.0.0.1:65535", "ipc://")),
-    ],
-)
-def test_endpoints_that_are_wrong_or_open_to_others_are_refused(endpoint: str, complaint: str) -> None:
-    ended = run_serve("--kv-events", endpoint, "--arena-gib", "0.01")
-    assert ended.returncode == 2 and complaint in ended.stderr and endpoint in ended.stderr
-
-
 @pytest.mark.faults
 def test_with_keys_events_are_for_clients_with_a_key_and_no_tenant(
     endpoint: str, follow: Follow, tmp_path: Path

@@ -157,7 +157,8 @@ class EngineView:
             model.credited[key] = model.others.pop(key)
             if parent is not None:
                 model.children[parent] += 1
-            self._note_stored(model, key, parent, tokens)
+            _add_stored(model.events, model.chunk_tokens, key, parent, tokens)
+            self._count_pending(model)
             waiting += model.behind.pop(key, ())
 
     def _remove(self, namespace: Namespace, key: bytes) -> None:
@@ -254,10 +255,6 @@ class EngineView:
 
     # -- events
 
-    def _note_stored(self, model: _Model, key: bytes, parent: bytes | None, tokens: bytes) -> None:
-        _add_stored(model.events, model.chunk_tokens, key, parent, tokens)
-        self._count_pending(model)
-
     def _note_removed(self, model: _Model, key: bytes) -> None:
         last = model.events[-1] if model.events else None
         if isinstance(last, _Removed):
@@ -285,38 +282,37 @@ class EngineView:
 
     def _list(self, model: _Model) -> Iterator[list[Event]]:
         """The chunks credited as of now, in batches of one message; at least one, which may be empty."""
-        tokens = self._tokens
-        known = [(key, parent, tokens[key]) for key, parent in model.credited.items()]  # parents come first
-
-        def batches() -> Iterator[list[Event]]:
-            for first in range(0, max(1, len(known)), BATCH):
-                events: list[Event] = []
-                for key, parent, ids in known[first : first + BATCH]:
-                    _add_stored(events, model.chunk_tokens, key, parent, ids)
-                yield events
-
-        return batches()
+        known = [(key, parent, self._tokens[key]) for key, parent in model.credited.items()]  # parents come first
+        return (
+            _stored(known[first : first + BATCH], model.chunk_tokens) for first in range(0, max(1, len(known)), BATCH)
+        )
 
     def listing(self) -> Iterator[tuple[bytes, list[Event]]]:
         """`messages` messages that list all chunks as of now, for a subscriber that has lost some."""
         lists = [(list(model.topics), self._list(model)) for model in self._models.values() if model.topics]
-
-        def messages() -> Iterator[tuple[bytes, list[Event]]]:
-            begun: set[bytes] = set()
-            for topics, batches in lists:
-                for events in batches:
-                    yield from ((topic, events if topic in begun else [_Cleared(), *events]) for topic in topics)
-                    begun.update(topics)
-            if not lists:
-                yield TOPIC, []
-
-        return messages()
+        return _with_clears(lists) if lists else iter([(TOPIC, [])])
 
     @property
     def messages(self) -> int:
         """The number of messages in a listing; never more than were sent."""
         models = self._models.values()
         return max(1, sum(len(model.topics) * max(1, -(-len(model.credited) // BATCH)) for model in models))
+
+
+def _with_clears(lists: list[tuple[list[bytes], Iterator[list[Event]]]]) -> Iterator[tuple[bytes, list[Event]]]:
+    """Messages of each topic in turn, the first of which takes back all that was said before."""
+    begun: set[bytes] = set()
+    for topics, batches in lists:
+        for events in batches:
+            yield from ((topic, events if topic in begun else [_Cleared(), *events]) for topic in topics)
+            begun.update(topics)
+
+
+def _stored(chunks: Iterable[tuple[bytes, bytes | None, bytes]], chunk_tokens: int) -> list[Event]:
+    events: list[Event] = []
+    for key, parent, ids in chunks:
+        _add_stored(events, chunk_tokens, key, parent, ids)
+    return events
 
 
 def _add_stored(events: list[Event], chunk_tokens: int, key: bytes, parent: bytes | None, tokens: bytes) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "lock_file",
     "make_folder",
     "note_serving",
-    "reach",
     "start_lock",
 ]
 
@@ -149,23 +148,6 @@ def _read_holder(fd: int) -> str:
     return f"pid {pid}" if host == os.uname().nodename else f"pid {pid} of {host}"
 
 
-def reach(url: str) -> socket.socket:
-    """A plain connection to an endpoint. Blocks for up to a second; raises OSError, ValueError, OverflowError."""
-    path = socket_path(url)
-    place = url.partition("://")[2]
-    if path is None and not place.startswith("@"):
-        host, _, port = place.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
-    asking = socket.socket(socket.AF_UNIX)
-    try:
-        asking.settimeout(_CONNECT_S)
-        asking.connect(os.fspath(path) if path is not None else f"\0{place[1:]}")
-    except OSError:
-        asking.close()
-        raise
-    return asking
-
-
 def make_folder(url: str) -> None:
     """Create the folder of a default endpoint, for this user alone. Raises Unavailable, OSError."""
     path = socket_path(url)
@@ -208,14 +190,18 @@ def note_serving(url: str) -> None:
 
 def is_taken(url: str) -> bool:
     """Whether a process listens at an endpoint, or holds it. Blocks for up to a second."""
-    if holder(url):
+    if socket_path(url) is not None:
+        return bool(holder(url))
+    place = url.partition("://")[2]
+    host, _, port = place.rpartition(":")
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        if place.startswith("@"):
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.settimeout(_CONNECT_S)
+                asking.connect(f"\0{place[1:]}")
+        else:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         return True
-    try:
-        if socket_path(url) is None:
-            reach(url).close()
-            return True
-    except (OSError, ValueError, OverflowError):
-        pass
     return False
 
 

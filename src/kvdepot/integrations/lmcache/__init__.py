@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -47,7 +47,7 @@ def _is_installed() -> bool:
     return "lmcache" in sys.modules or importlib.util.find_spec("lmcache") is not None
 
 
-def _load() -> type[Any]:
+def _load() -> type[object]:
     from kvdepot.integrations.lmcache.connector import LMCacheMPConnector, without_cuda_events
 
     without_cuda_events()

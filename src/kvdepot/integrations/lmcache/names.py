@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from kvdepot.errors import ConfigError
 
@@ -68,7 +68,7 @@ _MODULES = {
     for depth in range(1, len(parts) + 1)
 }
 
-KVCache = list[Any]
+KVCache = list[object]
 """Type of what a worker registers: one handle per layer."""
 
 
@@ -138,6 +138,6 @@ def annotate(function: _Function) -> _Function:
     return function
 
 
-def mla_enabled(model_config: Any) -> bool:
+def mla_enabled(model_config: object) -> bool:
     """Whether a model has one latent KV head, so that all tensor-parallel ranks hold the same KV."""
     return getattr(model_config, "use_mla", False) is True
