@@ -49,7 +49,7 @@ OLDER_VLLM := 0.30.0 0.31.0
 NEWER_VLLM := 0.33.0
 VERSIONS ?= $(OLDER_VLLM) $(NEWER_VLLM)
 test-versions: $(EVERYTHING) $(VERSIONS:%=$(VENV)-versions/%/ready)
-	$(BIN)/python scripts/test_versions.py $(VERSIONS)
+	$(BIN)/python -m scripts.test_versions $(VERSIONS)
 
 SEEDS ?= 10000
 SEED ?=

@@ -5,7 +5,8 @@
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
 the run succeeds. The run fails if a test fails twice, or by a failure that is not that of a single test: more than
 `MOST` failures in a part, a crashed worker, an error at collection, an interrupted pytest. No part runs after one that
-has failed. pytest also loads this file as a plugin, to report which tests failed.
+has failed. pytest also loads this file as a plugin, to report which tests failed. scripts/test_versions.py runs its
+parts with it, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,8 +32,17 @@ PARTS = {
     "gpu": ["-m", "gpu", "-n", "2", "--dist", "loadfile", "tests/gpu"],
     "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
 }
-WITHIN = {"gpu": ["-m", "tests.fakecuda", sys.executable]}
-"""What runs a part's pytest, where that is not Python itself: `make test-gpu` is for real GPUs."""
+
+
+class Interpreter(NamedTuple):
+    """What runs a part's pytest: the command of Python, and variables of its environment."""
+
+    command: Sequence[str] = (sys.executable,)
+    environ: Mapping[str, str] = MappingProxyType({})
+
+
+WITHIN = {"gpu": Interpreter([sys.executable, "-m", "tests.fakecuda", sys.executable])}
+"""Parts that are not run by this Python itself: `make test-gpu` is for real GPUs."""
 MOST = 5
 """Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""
 
@@ -57,16 +69,16 @@ def main() -> int:
     for name in names:
         if name not in PARTS:
             parser.error(f"{name!r} is none of {', '.join(PARTS)}")
-    return run({name: PARTS[name] for name in names})
+    return run({name: PARTS[name] for name in names}, WITHIN)
 
 
-def run(parts: dict[str, list[str]]) -> int:
-    """Run parts (pytest's arguments, by name) one after the other; returns the exit code."""
+def run(parts: dict[str, list[str]], within: Mapping[str, Interpreter] = {}) -> int:
+    """Run parts (pytest's arguments, by name) one after the other; returns the exit code. within: by name of part."""
     flaky: list[str] = []
     failure = ""
     try:
         for name, arguments in parts.items():
-            run_part(name, arguments, flaky)
+            run_part(name, arguments, within.get(name, Interpreter()), flaky)
     except PartFailed as exc:
         failure = str(exc)
     for test in flaky:
@@ -76,9 +88,8 @@ def run(parts: dict[str, list[str]]) -> int:
     return 1 if failure else 0
 
 
-def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
+def run_part(name: str, arguments: list[str], within: Interpreter, flaky: list[str]) -> None:
     """Run one part; appends flaky tests to `flaky`. Raises `PartFailed`."""
-    within = WITHIN.get(name, [])
     outcome, status = run_pytest(arguments, within)
     if status == 0:
         return
@@ -98,15 +109,14 @@ def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
         raise PartFailed(f"{name}: failed twice: {', '.join(failed_twice)}")
 
 
-def run_pytest(arguments: list[str], within: list[str]) -> tuple[Outcome, int]:
+def run_pytest(arguments: list[str], within: Interpreter) -> tuple[Outcome, int]:
     """Run pytest in a process of its own that shares our output; returns its report and exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "outcome.json")
-        command = [sys.executable, *within, "-m", "pytest", "-p", "scripts.run_tests"]
-        command += [f"--outcome={report}", *arguments]
+        command = [*within.command, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
         # Hundreds of processes import the same modules; the first one compiles them for all.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        status = subprocess.run(command, env=environ, check=False).returncode
+        status = subprocess.run(command, env={**environ, **within.environ}, check=False).returncode
         if not report.exists():  # it was killed, or never began
             return Outcome(broken=["it ended without a report"]), status or 1
         return Outcome(**json.loads(report.read_text())), status

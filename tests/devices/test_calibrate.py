@@ -203,30 +203,6 @@ def test_the_hint_to_overlap_reaches_the_driver_on_its_copy_path_alone(
     assert {value: made[f"batch_flags_{value}"] for value in (0, 1) if made[f"batch_flags_{value}"]} == flags
 
 
-def test_kernels_wait_for_a_busy_gpu_and_the_copy_engines_do_not(machine: Machine) -> None:
-    """On the clock of the fake driver, whose model is another process's time slices of 1.6 ms."""
-    from kvdepot.devices.cuda import calibrate, driver
-    from kvdepot.devices.cuda.gpus import Gpu
-
-    def measured() -> tuple[dict[tuple[str, int], float], list[tuple[int, str]]]:
-        found = calibrate.measure(gpu, clock=machine.clock)
-        speeds = {(one.path, one.size): one.gbps for one in found if one.direction == "retrieve"}
-        return speeds, calibrate.choose(found)["retrieve"]
-
-    with closing(Gpu(driver.load(), next(iter(driver.load().devices())), 64 * MIB)) as gpu:
-        idle, choice = measured()
-        machine.load(is_busy=True)
-        try:
-            busy, choice_of_busy = measured()
-        finally:
-            machine.load(is_busy=False)
-    assert choice[0][1] in ("kernel", "staged") and choice[-1][1] in ("dma", "overlap")
-    assert [path in ("dma", "overlap") for _, path in choice_of_busy] == [True]
-    for path in ("kernel", "staged"):
-        assert busy[path, 16 * KIB] < idle[path, 16 * KIB] / 2
-    assert round(busy["dma", 16 * KIB] / idle["dma", 16 * KIB], 1) == 1
-
-
 def test_measuring_ends_when_its_clock_says_so(machine: Machine) -> None:
     from kvdepot.devices.cuda import calibrate, driver
     from kvdepot.devices.cuda.gpus import Gpu
@@ -262,19 +238,6 @@ def test_a_driver_that_refuses_a_measurement_is_an_error_and_keeps_nothing(machi
 
 
 # -- accounting
-
-
-def test_what_a_context_takes_is_what_is_in_use_more_than_before_it_was_made(machine: Machine) -> None:
-    from kvdepot.devices.cuda import calibrate, driver
-
-    cuda = driver.load()
-    uuid, device = next(iter(cuda.devices().items()))
-    took, context = calibrate.cost_of(uuid, lambda: cuda.retain(device))
-    try:
-        assert took == machine.used_bytes(0) > 0
-        assert cuda.current(context)
-    finally:
-        cuda.release(device)
 
 
 def test_what_a_context_takes_is_unknown_without_nvidia_ml_py(

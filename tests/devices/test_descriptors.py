@@ -185,15 +185,6 @@ def test_descriptors_are_not_inherited(worker: Worker) -> None:
         assert not os.get_inheritable(fd)
 
 
-def test_who_stops_half_way_leaves_nothing_open(worker: Worker) -> None:
-    before = open_files()
-    pieces = descriptors.fetch(worker.handle)
-    next(pieces)
-    assert open_files() > before
-    pieces.close()
-    assert open_files() == before
-
-
 def test_an_offer_can_be_fetched_again_and_by_several_at_once(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker(pieces=200)
     got: list[list[tuple[bytes, int]]] = []
@@ -227,25 +218,24 @@ def test_the_socket_is_this_users_alone(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    "guess",
-    [b"", bytes(16), bytes(15), secrets.token_bytes(16), secrets.token_bytes(200)],
-    ids=["nothing", "zeros", "zeros, one short", "random", "random, too long"],  # the same in every process of a run
+    ("parts", "error"),
+    [
+        *(({1: guess}, "refuses") for guess in (b"", bytes(16), bytes(15), b"guessed guessed ", b"guessed" * 30)),
+        *(({2: number, 3: pieces}, ".") for number, pieces in ((1, 3), (1 << 62, 3), (0, 4), (0, 1 << 16))),
+    ],
+    ids=str,
 )
-def test_without_the_secret_nothing_is_handed_out(worker: Worker, guess: bytes) -> None:
+def test_without_the_secret_and_of_what_was_not_offered_nothing_is_handed_out(
+    worker: Worker, parts: dict[int, object], error: str
+) -> None:
+    handle = msgspec.msgpack.decode(worker.handle)
+    for place, value in parts.items():
+        handle[place] = value
     before = open_files()
-    with pytest.raises(DeviceError, match="refuses"):
-        fetch_all(worker.changed(1, guess))
+    with pytest.raises(DeviceError, match=error):
+        fetch_all(msgspec.msgpack.encode(handle))
     assert open_files() == before
     assert len(fetch_all(worker.handle)) == 3
-
-
-@pytest.mark.parametrize(("number", "pieces"), [(1, 3), (1 << 62, 3), (0, 4), (0, 1 << 16)])
-def test_what_was_not_offered_is_refused(worker: Worker, number: int, pieces: int) -> None:
-    parts = msgspec.msgpack.decode(worker.handle)
-    before = open_files()
-    with pytest.raises(DeviceError):
-        fetch_all(msgspec.msgpack.encode([*parts[:2], number, pieces]))
-    assert open_files() == before
 
 
 @as_root
@@ -482,24 +472,19 @@ def test_the_socket_of_a_killed_worker_is_swept_and_that_of_a_living_one_stays(
     assert len(fetch_all(worker.handle)) == 3
 
 
-def test_a_socket_that_is_being_made_is_not_swept_but_an_old_one_is(socket_file: Path) -> None:
+def test_a_socket_that_is_being_made_and_a_file_are_not_swept_but_an_old_socket_is(socket_file: Path) -> None:
     hidden = socket_file.with_name(f".{socket_file.name}")
+    socket_file.write_bytes(b"mine")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as making:
         making.bind(str(hidden))
         try:
             descriptors.sweep()
-            assert hidden.exists()
+            assert hidden.exists() and socket_file.exists()
             os.utime(hidden, (0, 0))
             descriptors.sweep()
-            assert not hidden.exists()
+            assert not hidden.exists() and socket_file.exists()
         finally:
             hidden.unlink(missing_ok=True)
-
-
-def test_files_that_are_no_sockets_are_not_swept(socket_file: Path) -> None:
-    socket_file.write_bytes(b"mine")
-    descriptors.sweep()
-    assert socket_file.exists()
 
 
 def test_a_worker_killed_between_two_messages_is_an_error(start_worker: Callable[..., Worker]) -> None:

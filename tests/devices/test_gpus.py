@@ -133,16 +133,6 @@ def test_a_gpu_without_workers_is_released_when_its_time_is_over_and_not_before(
     assert left.status() == [] and not left.is_overdue(now + IDLE_S)
 
 
-def test_a_gpu_with_a_worker_is_not_released_however_late_it_is(
-    machine: Machine, left: Devices, workers: list[WorkerProcess], arena: Arena
-) -> None:
-    with suite.case(workers[1], left, arena, model()) as case:
-        late = time.monotonic() + 2 * IDLE_S
-        assert not left.is_overdue(late)
-        left.release_idle(late)
-        round_trip(case)
-
-
 def fails_its_last_copy(machine: Machine, case: Case) -> None:
     machine.fail("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
     with pytest.raises(DeviceError):

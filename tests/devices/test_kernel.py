@@ -150,30 +150,22 @@ def built(tmp_path_factory: pytest.TempPathFactory, triton: Path) -> Built:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_bytes_are_loaded_and_stored_128_bits_at_a_time(built: Built, arch: str) -> None:
-    ptx, _ = built[arch]
-    accesses = re.findall(r"\b(ld|st)\.global(\S*)", ptx)
-    wide = [kind for kind, how in accesses if how.endswith((".v2.b64", ".v4.b32"))]
+def test_machine_code_loads_all_bytes_at_128_bits_before_the_first_store_and_spills_none(
+    built: Built, arch: str
+) -> None:
+    ptx, accesses = built[arch]
+    moved = re.findall(r"\b(ld|st)\.global(\S*)", ptx)
+    wide = [kind for kind, how in moved if how.endswith((".v2.b64", ".v4.b32"))]
     assert wide.count("ld") == wide.count("st") > 0
-    assert [kind for kind, _ in accesses].count("st") == wide.count("st"), "nothing else is stored"
-    assert all("evict_first" in how for kind, how in accesses if ".v" in how), "nothing is kept in caches"
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_all_bytes_and_the_next_rows_are_asked_for_before_the_first_store_waits(built: Built, arch: str) -> None:
-    _, accesses = built[arch]
+    assert [kind for kind, _ in moved].count("st") == wide.count("st"), "nothing else is stored"
+    assert all("evict_first" in how for kind, how in moved if ".v" in how), "nothing is kept in caches"
     stores = [i for i, name in enumerate(accesses) if name.startswith("STG")]
     assert all(".128" in accesses[i] for i in stores)
     assert not [name for name in accesses[stores[0] : stores[-1] + 1] if not name.startswith("STG")]
     loads = [i for i, name in enumerate(accesses) if name.startswith("LDG") and ".128" in name]
     assert len(loads) == len(stores) and loads[-1] < stores[0]
     assert accesses[stores[-1] + 1] == "BRA", "the next rows' entries are there when a round begins"
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_nothing_is_spilled_and_no_thread_waits_for_another(built: Built, arch: str) -> None:
-    _, accesses = built[arch]
-    assert not [name for name in accesses if not name.startswith(("LDG", "STG", "BRA"))]
+    assert not [name for name in accesses if not name.startswith(("LDG", "STG", "BRA"))], "spilled, or waits"
 
 
 # -- how it is compiled

@@ -107,7 +107,7 @@ struct counter { char name[40]; int64_t value; };
 struct fault { char function[48]; int result, pid; long nth, times, micros; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int is_ready, pid, gpus, visible_count, visible[MAX_GPUS], version, busy;
+static int is_ready, pid, gpus, visible_count, visible[MAX_GPUS], version;
 static uint64_t total_bytes, context_bytes, serial, random_state;
 static char folder[256], token[32], ledger_path[512];
 static int ledger_fd = -1;
@@ -129,7 +129,6 @@ static struct module *modules;
 static struct function *functions;
 static struct timespec gate_time;
 static long gate_passed;
-static double clock_ns;
 static __thread uint64_t stack[64];
 static __thread int depth;
 
@@ -179,7 +178,7 @@ static void read_config(void) {
     if (!file)
         return;
     config_inode = found.st_ino, config_time = found.st_mtim;
-    fault_count = attribute_count = busy = 0;
+    fault_count = attribute_count = 0;
     memset(calls, 0, sizeof calls);
     while (fgets(line, sizeof line, file)) {
         long long value = 0;
@@ -197,7 +196,6 @@ static void read_config(void) {
             if (!strcmp(word, "total_bytes")) total_bytes = (uint64_t)value;
             if (!strcmp(word, "context_bytes")) context_bytes = (uint64_t)value;
             if (!strcmp(word, "version")) version = (int)value;
-            if (!strcmp(word, "busy")) busy = (int)value;
             if (!strcmp(word, "seed") && !random_state) random_state = (uint64_t)value * 2654435761u + 88172645463325252u;
         }
     }
@@ -519,15 +517,6 @@ static int is_held_by_gate(void) { /* whether a gate stands before the next copy
     return 1;
 }
 
-/* The clock's model: the copy engines take a while for each piece, and longer to the GPU than from it; kernels move
- * small pieces at the bus's speed, but begin late where another process keeps the GPU busy. */
-static void pass_time(Address dst, Address src, uint64_t size, int by_kernel) {
-    int is_within = dst >= BIAS && src >= BIAS;
-    clock_ns += (double)size / (is_within ? 1000 : by_kernel ? 45 : 50);
-    if (!by_kernel)
-        clock_ns += dst >= BIAS ? 2500 : 300;
-}
-
 static int run_copy(struct stream *stream, struct work *work) {
     int reached, fault = meet_faults("copy");
     if (fault)
@@ -537,7 +526,6 @@ static int run_copy(struct stream *stream, struct work *work) {
     if (work->is_gone || !dst || !src)
         return ILLEGAL_ADDRESS;
     memmove(dst, work->early ? work->early : src, work->size);
-    pass_time(work->dst, work->src, work->size, work->by_kernel);
     return OK;
 }
 
@@ -547,7 +535,6 @@ static int run_kernel(struct stream *stream, struct work *work) { /* rows of (de
     uint64_t *rows = reach(work->src, work->size, stream->context, 1, &reached);
     if (work->is_gone || !rows)
         return ILLEGAL_ADDRESS;
-    clock_ns += 5000 + (busy ? 1.6e6 : 0);
     add_to("count", "kernel_copies", (int64_t)count);
     uint64_t *order = malloc(count * sizeof *order);
     for (uint64_t i = 0; i < count; i++) {
@@ -747,14 +734,6 @@ void fakecuda_leave(void) {
     }
     is_ready = depth = 0;
     pthread_mutex_unlock(&lock);
-}
-
-/* The fake's own: seconds that this process's copies and kernels have taken, by the model in pass_time. */
-double fakecuda_clock(void) {
-    pthread_mutex_lock(&lock);
-    double seconds = clock_ns / 1e9;
-    pthread_mutex_unlock(&lock);
-    return seconds;
 }
 
 int cuDriverGetVersion(int *out) {

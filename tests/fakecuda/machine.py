@@ -42,7 +42,7 @@ class Machine:
         self.folder = Path(tempfile.mkdtemp(prefix="fakecuda-", dir="/dev/shm"))
         self._attributes: dict[str, int] = more.pop("attributes", {})
         self._settings = {
-            "gpus": gpus, "total_bytes": total_mib << 20, "version": version, "seed": seed, "busy": 0,
+            "gpus": gpus, "total_bytes": total_mib << 20, "version": version, "seed": seed,
             "context_bytes": 64 << 20, **more,
         }  # fmt: skip
         self._faults: list[str] = []
@@ -110,16 +110,6 @@ class Machine:
         """No more failures and delays on purpose."""
         self._faults = []
         self._write()
-
-    def load(self, is_busy: bool) -> None:
-        """Whether another process computes on the GPUs: in the clock's model, a kernel then waits for a time slice."""
-        self._settings["busy"] = int(is_busy)
-        self._write()
-
-    def clock(self) -> float:
-        """Seconds that this process's copies and kernels have taken, by the model in driver.c."""
-        seconds: float = _load().fakecuda_clock()
-        return seconds
 
     @contextmanager
     def gate(self, after: int = 0) -> Iterator[Path]:
@@ -245,6 +235,4 @@ def libraries() -> Path:
 def _load() -> Any:
     """The driver, loaded into this process under the name by which NVIDIA's bindings look for it."""
     ctypes.CDLL(str(libraries() / "libnvidia-ml.so.1"))
-    driver = ctypes.CDLL(str(libraries() / "libcuda.so.1"))
-    driver.fakecuda_clock.restype = ctypes.c_double
-    return driver
+    return ctypes.CDLL(str(libraries() / "libcuda.so.1"))

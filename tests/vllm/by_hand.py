@@ -8,12 +8,11 @@ it was written, is found by the step that reads it. The text after a prompt foll
 
 from __future__ import annotations
 
-import inspect
 import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from tests.conftest import HANG_S
 
 BLOCK, CHUNK, BATCH = 32, 64, 160
 """Tokens of a block, of a chunk, and of a step."""
-DRAFTS = 2
 VOCABULARY = 16
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
-DRAFTER = "model.layers.2.self_attn.attn"
 
 
 class Text:
@@ -62,57 +59,28 @@ class Row:
     computed: int
     known: int
     """Tokens that it is to compute before it says one."""
-    drafts: list[int] = field(default_factory=list)
 
 
 class Worker:
-    """runner: "V1", which the runner for processors is as well, or "V2"."""
-
-    def __init__(self, config: Any, caches: Any, runner: str, drafts: bool, window: int) -> None:
+    def __init__(self, config: Any, caches: Any, window: int) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
         from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 
         ensure_kv_transfer_initialized(config, caches)
-        self.config, self.drafts, self.window = config, drafts, window
-        names = [*LAYERS, *([DRAFTER] if drafts else [])]
-        self.kv = {name: torch.zeros(caches.num_blocks, 1, BLOCK, 8, dtype=torch.bfloat16) for name in names}
+        self.config, self.window = config, window
+        self.kv = {name: torch.zeros(caches.num_blocks, 1, BLOCK, 8, dtype=torch.bfloat16) for name in LAYERS}
         self.connector = get_kv_transfer_group()
-        self.v2 = get_kv_connector(config, self.kv) if runner == "V2" else None
-        if self.v2 is None:
-            self.connector.register_kv_caches(self.kv)
+        self.v2 = get_kv_connector(config, self.kv)
         self.rows: dict[str, Row] = {}
         self.texts: dict[str, Text] = {}
         self.prompts: dict[str, int] = {}  # their lengths
         self.begun: dict[str, list[int]] = {}  # tokens that were there whenever a request came into the batch
 
     def step(self, planned: Any) -> Any:
-        return self._step_v1(planned) if self.v2 is None else self._step_v2(planned)
-
-    def _step_v1(self, planned: Any) -> Any:
-        """As in vllm/v1/worker/gpu_model_runner.py."""
-        from vllm.forward_context import set_forward_context
-        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Mixin
-
-        self.connector.handle_preemptions(planned.kv_connector_metadata)
-        self._update(planned)
-        if not planned.total_num_scheduled_tokens:
-            return Mixin.kv_connector_no_forward(planned, self.config)
-        with (
-            set_forward_context(None, self.config),
-            Mixin.maybe_get_kv_connector_output(planned, defer_finalize=self.drafts) as told,
-        ):
-            said = self._forward(planned)
-        if self.drafts:
-            self._draft(planned, said)
-            Mixin.finalize_kv_connector()
-        return self._output(said, told)
-
-    def _step_v2(self, planned: Any) -> Any:
         """As in vllm/v1/worker/gpu/model_runner.py."""
         from vllm.forward_context import set_forward_context
 
-        assert self.v2 is not None
         self._update(planned)
         if not planned.total_num_scheduled_tokens:
             return self.v2.no_forward(planned)
@@ -120,15 +88,7 @@ class Worker:
             self.v2.pre_forward(planned)
             said = self._forward(planned)
         self.v2.finish_forward()
-        if self.drafts and "defer_finalize" in inspect.signature(self.v2.post_forward).parameters:  # since 0.33
-            told = self.v2.post_forward(planned.finished_req_ids, defer_finalize=True)
-            self._draft(planned, said)
-            self.v2.finalize_step()
-        else:
-            if self.drafts:
-                self._draft(planned, said)
-            told = self.v2.post_forward(planned.finished_req_ids)
-        return self._output(said, told)
+        return self._output(said, self.v2.post_forward(planned.finished_req_ids))
 
     def _update(self, planned: Any) -> None:
         for request_id in {*planned.finished_req_ids, *(planned.preempted_req_ids or ())}:
@@ -154,37 +114,15 @@ class Worker:
         said = {}
         for request_id, number in planned.num_scheduled_tokens.items():
             row = self.rows[request_id]
-            drafted = len(planned.scheduled_spec_decode_tokens.get(request_id, ()))
-            start, end = row.computed, row.computed + number - drafted
-            text = row.text.until(end + DRAFTS + 2)
+            start, end = row.computed, row.computed + number
+            text = row.text.until(end + 2)
             for layer in LAYERS:
                 self._read(layer, row, text.states[:start])
-            states = text.states[start:end]
-            for draft in row.drafts[:drafted]:
-                states.append(follow(states[-1], draft))
             for layer in LAYERS:
-                self._write(layer, row, start, states)
-            said[request_id] = []
+                self._write(layer, row, start, text.states[start:end])
+            said[request_id] = text.tokens[end : end + 1] if end >= row.known else []
             row.computed = end
-            if end >= row.known:
-                right = 0
-                while right < drafted and row.drafts[right] == text.tokens[end + right]:
-                    right += 1
-                said[request_id] = text.tokens[end : end + right + 1]
-                row.computed += right
         return said
-
-    def _draft(self, planned: Any, said: dict[str, list[int]]) -> None:
-        """Have the drafter compute what the step did, and propose what comes next: it errs now and then."""
-        for request_id, number in planned.num_scheduled_tokens.items():
-            row = self.rows[request_id]
-            drafted = len(planned.scheduled_spec_decode_tokens.get(request_id, ()))
-            start = row.computed - max(0, len(said[request_id]) - 1) - (number - drafted)
-            self._read(DRAFTER, row, row.text.states[1 : start + 1])
-            self._write(DRAFTER, row, start, row.text.states[start + 1 : row.computed + 1])
-            last, right = row.computed, row.text.until(row.computed + DRAFTS + 1).tokens
-            self._write(DRAFTER, row, last, [0x5A5A5A5A] * (DRAFTS - 1))  # what it drafts by
-            row.drafts = [(right[last + 1 + i] + (row.text.states[last] % 3 == i)) % VOCABULARY for i in range(DRAFTS)]
 
     def _place(self, row: Row, start: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(start, start + number)
@@ -228,8 +166,6 @@ class Engine:
         self,
         url: str,
         model: Path,
-        runner: str,
-        drafter: Path | None = None,
         steps: int = 1,
         blocks: int = 64,
         window: int = 0,
@@ -249,16 +185,14 @@ class Engine:
             kv_connector="KVDepotConnector", kv_role="kv_both", engine_id="one of these",
             kv_connector_extra_config={"kvdepot.url": url, "kvdepot.required": True, **extra},
         )  # fmt: skip
-        speculation = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": DRAFTS}
         self.config = config = EngineArgs(
             model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=BLOCK, max_num_seqs=8,
             max_num_batched_tokens=BATCH, max_model_len=1024, async_scheduling=steps > 1,
-            speculative_config=speculation if drafter else None,
         ).create_engine_config()  # fmt: skip
         config.instance_id = "one of these"  # files that this process has written are shared with no other engine
         shape: Any = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.bfloat16}
         spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
-        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec([*LAYERS, *([DRAFTER] if drafter else [])], spec)])
+        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec([*LAYERS], spec)])
         config.cache_config.num_gpu_blocks = blocks
         hashed = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashed)
@@ -268,7 +202,7 @@ class Engine:
                 vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
             )  # fmt: skip
-            self.worker = Worker(config, caches, runner, drafter is not None, window)
+            self.worker = Worker(config, caches, window)
         self._steps = steps
         self._under_way: deque[tuple[Any, Any]] = deque()
 
@@ -294,14 +228,6 @@ class Engine:
         if self._under_way:
             planned, output = self._under_way.popleft()
             self.scheduler.update_from_output(planned, output)
-            if self.worker.drafts and self._steps == 1 and planned.total_num_scheduled_tokens:
-                self._take_drafts()
-
-    def _take_drafts(self) -> None:
-        from vllm.v1.outputs import DraftTokenIds
-
-        rows = self.worker.rows
-        self.scheduler.update_draft_token_ids(DraftTokenIds(list(rows), [row.drafts for row in rows.values()]))
 
     def work(self) -> None:
         """Step until there is nothing left to do."""

@@ -124,7 +124,7 @@ class Child:
                 return self.add(command["request"])
             case "abort":
                 return self.engine.abort_request([command["id"]])
-            case "step" | "link" | "meet" | "failed_chunks" | "record" | "calls" | "adapter" as inside:
+            case "step" | "link" | "meet" | "failed_chunks" | "adapter" as inside:
                 return self.inside(inside)
             case "finish":
                 return self.finish()

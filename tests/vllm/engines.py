@@ -417,14 +417,14 @@ def run_preempted(engine: Engine, prompts: list[list[int]], max_tokens: int) -> 
 
 
 def spoil_a_part(depot: Depot) -> None:
-    """Change one byte in the server's memory, of one chunk's part of a window or a state."""
+    """Change one byte in the server's memory, of one chunk's part of a window or a state, if the model has any."""
     with (SHM / depot.name).open("r+b") as file:
         header = ArenaHeader.read(file.fileno(), file.name)
         assert header is not None
         table = header.read_table(file.fileno())
         records = [record for _, record in Records(memoryview(table)).read().records]
         reaches = {r.number: r.groups[r.group][0] for r in records if isinstance(r, NamespaceRecord)}
-        part = next(r for r in records if isinstance(r, ShardRecord) and reaches[r.namespace])
+        part = max((r for r in records if isinstance(r, ShardRecord)), key=lambda r: reaches[r.namespace])
         place = part.extents[0][0] + 1000
         (value,) = os.pread(file.fileno(), 1, place)
         os.pwrite(file.fileno(), bytes([value ^ 1]), place)

@@ -26,7 +26,7 @@ def install() -> None:
         core.is_held = held
 
     EngineCoreProc._process_engine_step = step_unless_held
-    methods = (_failed_chunks, _is_alone, _link, _look_up, _meet, _record, _calls, _adapter)
+    methods = (_failed_chunks, _is_alone, _link, _look_up, _meet, _adapter)
     for name, method in {"hold": hold, "step": step, **{m.__name__[1:]: m for m in methods}}.items():
         setattr(EngineCore, f"test_{name}", method)
 
@@ -98,52 +98,6 @@ def _failed_chunks(core: Any) -> int:
 def _failed_chunks_of_worker(_worker: Any) -> int:
     failed: int = _worker_connector()._worker._depot.counters["chunks_failed"]
     return failed
-
-
-HOOKS = (
-    "handle_preemptions", "bind_connector_metadata", "start_load_kv", "finish_forward", "wait_for_save",
-    "get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events", "build_connector_worker_meta", "clear_connector_metadata",
-)  # fmt: skip
-"""What a runner calls in each step; those of layers, which do nothing, are left out."""
-
-
-def note_calls(owner: Any, name: str, calls: list[str], called: str = "") -> None:
-    """Have an object's method add its name, or another, to `calls` before it runs."""
-    method = getattr(owner, name)
-
-    def noting(*arguments: Any, **named: Any) -> Any:
-        calls.append(called or name)
-        return method(*arguments, **named)
-
-    setattr(owner, name, noting)
-
-
-def _record(core: Any) -> None:
-    core.model_executor.collective_rpc(_record_worker)
-
-
-def _record_worker(worker: Any) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    runner, calls = worker.model_runner, []
-    worker.model_runner.noted = calls
-    for name in HOOKS:
-        note_calls(get_kv_transfer_group(), name, calls)
-    runner.model.register_forward_pre_hook(lambda *_: calls.append("forward"))
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    if drafter is not None:
-        note_calls(drafter, "propose", calls, "draft")
-
-
-def _calls(core: Any) -> list[str]:
-    """The first worker's, in order."""
-    noted: list[str] = core.model_executor.collective_rpc(_calls_of_worker)[0]
-    return noted
-
-
-def _calls_of_worker(worker: Any) -> list[str]:
-    return list(worker.model_runner.noted)
 
 
 def _adapter(core: Any) -> str | None:

@@ -1,31 +1,66 @@
 """A real vLLM engine on a real server: what comes from the depot equals the engine's own prefix-cache hit, bit for bit.
 
 Prompts end just past a chunk: the engine's own cache (blocks of 128) and the depot (chunks of 256) then hold the same
-tokens of it, so both runs compute the same rest in the same batch.
+tokens of it, so both runs compute the same rest in the same batch. test_oracle.py has many prompts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import nothing_is_held, output, prompt, run_preempted, write_lora
+from tests.vllm.engines import (
+    Engine,
+    nothing_is_held,
+    output,
+    prompt,
+    run_preempted,
+    same_as_own,
+    spoil_a_part,
+    write_lora,
+)
+
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str]]:
+    """LoRA adapters that are there before the engine is."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [(name, i + 1, str(write_lora(folder / name, i))) for i, name in enumerate(("red", "blue"))]
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_depot: Depot, models: dict[str, Path], adapters: object) -> Iterator[Engine]:
+    """One that takes the ids of requests as they come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+        started = Engine(models["gqa"], vllm_depot.url, **LORA)
+    try:
+        yield started.wait_started()
+        started.stop()
+    finally:
+        started.close()
+
+
 def test_a_fresh_engine_gets_what_an_earlier_one_stored(
-    kind: str, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     tokens = prompt(1, 4 * 256 + 17)
-    first = start_engine(models[kind], vllm_depot.url).wait_started()
+    first = start_engine(models["mla"], vllm_depot.url).wait_started()
     assert first.run(tokens)["cached"] == 0
     assert first.run(tokens, max_tokens=1)["cached"] == 1024  # by itself
     first.stop()
 
-    second = start_engine(models[kind], vllm_depot.url).wait_started()
+    second = start_engine(models["mla"], vllm_depot.url).wait_started()
     from_depot = second.run(tokens)
     own = second.run(tokens)
     assert from_depot["cached"] == own["cached"] == 1024
@@ -44,17 +79,15 @@ def test_a_fresh_engine_gets_what_an_earlier_one_stored(
 
 
 def test_salts_and_lora_adapters_never_share_and_two_engines_do(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
-) -> None:
-    adapters = [(name, i + 1, str(write_lora(tmp_path / name, i))) for i, name in enumerate(("red", "blue"))]
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    one = start_engine(models["gqa"], vllm_depot.url, **options)
-    two = start_engine(models["gqa"], vllm_depot.url, **options)
-    one.wait_started(), two.wait_started()
+    engine: Engine, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine,
+    adapters: list[tuple[str, int, str]],
+) -> None:  # fmt: skip
+    two = start_engine(models["gqa"], vllm_depot.url, **LORA).wait_started()
     tokens = prompt(3, 2 * 256 + 9)
-    variants = [{}, {"salt": "tenant-1"}, {"salt": "tenant-2"}, *({"lora": adapter} for adapter in adapters)]
+    variants: list[dict[str, Any]] = [{}, {"salt": "tenant-1"}, {"salt": "tenant-2"}]
+    variants += [{"lora": adapter} for adapter in adapters]
     for variant in variants:
-        assert one.run_fresh(tokens, **variant)["cached"] == 0, variant
+        assert engine.run_fresh(tokens, **variant)["cached"] == 0, variant
     for variant in variants:
         from_depot = two.run_fresh(tokens, **variant)
         assert from_depot["cached"] == 512, variant
@@ -64,93 +97,128 @@ def test_salts_and_lora_adapters_never_share_and_two_engines_do(
     assert outputs[3] != outputs[0] and outputs[4] != outputs[0] and outputs[3] != outputs[4]
     mixed = two.tell("run", requests=[two.request(tokens, salt=f"tenant-{i}") for i in (1, 2)])
     assert len(mixed) == 2
-    one.stop(), two.stop()
+    two.stop()
 
 
-def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(models["gqa"], depot.url).wait_started()
-    tokens = prompt(7, 3 * 256 + 11)
-    cold = engine.run(tokens)
-    engine.tell("reset")
-    engine.tell("add", request=engine.request(tokens))  # the lookup says 768 tokens ...
-    depot.process.kill()
-    depot.process.wait(HANG_S)
-    (recomputed,) = engine.tell("finish").values()  # ... and then they are gone
-    assert engine.tell("failed_chunks") == 3
-    assert output(recomputed) == output(cold)
-    again = start_depot(url=depot.url, arena_mib=64)  # another arena
-    eventually(lambda: again.status()["instances"] == 1)
-    engine.tell("meet")
-    assert output(engine.run_fresh(tokens)) == output(cold)
-    engine.tell("reset")
-    from_depot = engine.run(tokens)  # what was computed anew was stored
-    assert from_depot["cached"] == 768
-    assert output(from_depot) == output(engine.run(tokens))
-    again.process.kill()
-    again.process.wait(HANG_S)
-    engine.tell("reset")
-    assert engine.run(tokens)["tokens"] == cold["tokens"]  # without a server at all
-    engine.stop()
+def test_what_was_decoded_is_not_stored_unless_that_is_asked_for(engine: Engine, vllm_depot: Depot) -> None:
+    before = vllm_depot.status()["chunks"]
+    engine.run(prompt(8, 2 * 256 + 11), max_tokens=300)
+    assert vllm_depot.status()["chunks"] == before + 2
 
 
-def test_a_reset_of_the_connector_forgets_the_model_or_says_that_it_may_not(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(models["gqa"], depot.url).wait_started()
-    tokens = prompt(8, 2 * 256 + 11)
-    cold = engine.run(tokens, max_tokens=300)
-    assert depot.status()["chunks"] == 2, "what was decoded is not stored unless that is asked for"
-    assert engine.tell("reset all") is True
-    assert depot.status()["chunks"] == 0
-    again = engine.run(tokens, max_tokens=300)
-    assert (again["cached"], output(again)) == (0, output(cold))
-    depot.process.kill()
-    depot.process.wait(HANG_S)
-    assert engine.tell("reset all") is False
-    assert "may remain stored" in engine.logged()
-    assert engine.run(tokens)["tokens"] == cold["tokens"][:8]
-    engine.stop()
-
-
-def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(
-        models["gqa"], depot.url, extra={"kvdepot.save_decode": True}, num_gpu_blocks_override=20, max_model_len=2048
-    ).wait_started()
-    prompts = [prompt(20 + i, 2 * 256 + 17 + i) for i in range(4)]
-    run_preempted(engine, prompts, max_tokens=400)
-    for tokens in prompts:
-        from_depot = engine.run_fresh(tokens)
-        own = engine.run(tokens)
-        assert from_depot["cached"] == own["cached"] == 512
-        assert output(from_depot) == output(own)
-    decoded = engine.run(prompts[0], max_tokens=300)["tokens"]
-    follow_up = prompts[0] + decoded[:260]
-    from_depot = engine.run_fresh(follow_up)
-    assert from_depot["cached"] == 3 * 256, "a decoded chunk, too"
-    assert output(from_depot) == output(engine.run(follow_up))
-    engine.stop()
-    eventually(lambda: nothing_is_held(depot.status()))
-
-
-def test_a_request_id_that_is_used_again_ends_each_time(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    engine = start_engine(models["gqa"], start_depot(arena_mib=64).url).wait_started()
+def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
     for turn in range(4):
         for tokens in (2 * 256 + 11, 40):  # one that stores, and one that is shorter than a chunk
             results = engine.tell("run", requests=[{"id": "same", "tokens": prompt(100 + turn, tokens)}])
             assert list(results) == ["same"]
+
+
+def test_a_chunk_is_the_fewest_whole_blocks_that_reach_the_servers_size(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    tokens = prompt(96, 2 * 288 + 17)
+    engine = start_engine(models["gqa"], depot.url, block_size=96).wait_started()
+    assert engine.run(tokens)["cached"] == 0
+    same_as_own(engine, tokens, 2 * 288)
+    (namespace,) = depot.status()["namespaces"]
+    assert namespace["chunk_tokens"] == 288
     engine.stop()
 
 
-def test_an_unknown_setting_is_named_at_start(models: dict[str, Path], start_engine: StartEngine) -> None:
-    said = start_engine(models["gqa"], "ipc:///nowhere", extra={"kvdepot.save_decodes": True}).start_error()
-    assert "kvdepot.save_decodes is not a kvdepot setting" in said
+class Kind(NamedTuple):
+    """A kind of model: tokens per chunk, the parts of three chunks that a prompt loads, and options of its engine."""
+
+    chunk: int
+    parts: int
+    options: dict[str, Any]
+
+
+KINDS = {
+    "gqa": Kind(256, 3, {"dtype": "float32"}),  # so that a batch of another shape gives the same tokens
+    "windows": Kind(256, 9, {"dtype": "float32"}),
+    "mistral": Kind(256, 2, {"dtype": "float32"}),
+    "states": Kind(640, 6, STATES),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
+    kind: str, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    chunk, parts, options = KINDS[kind]
+    depot = start_depot("--verify", "always", arena_mib=64)
+    engine = start_engine(models[kind], depot.url, **options).wait_started()
+    tokens = prompt(350, 3 * chunk + 11)
+    cold = engine.run(tokens)
+    spoil_a_part(depot)  # one part that is not what was stored fails the load of a model with several as a whole
+    recomputed = engine.run_fresh(tokens)
+    assert depot.status()["counters"]["corrupt_chunks"] == 1
+    assert engine.tell("failed_chunks") == 1
+    assert recomputed["tokens"] == cold["tokens"]
+    same_as_own(engine, tokens, 3 * chunk)  # what was recomputed was stored again
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))  # the lookup finds three chunks ...
+    instances = depot.status()["instances"]
+    depot.process.kill()
+    depot.process.wait(HANG_S)
+    (recomputed,) = engine.tell("finish").values()  # ... and then they are gone
+    assert engine.tell("failed_chunks") == 1 + parts
+    assert output(recomputed) == output(cold)
+    again = start_depot(url=depot.url, arena_mib=64)  # another arena
+    eventually(lambda: again.status()["instances"] == instances)
+    engine.tell("meet")
+    assert output(engine.run_fresh(tokens)) == output(cold)
+    same_as_own(engine, tokens, 3 * chunk)
+    again.process.kill()
+    again.process.wait(HANG_S)
+    assert engine.run_fresh(tokens)["tokens"] == cold["tokens"]  # without a server at all
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rest", "decoded", "options"),
+    [
+        ("gqa", 17, 400, {"num_gpu_blocks_override": 20, "max_model_len": 2048}),
+        ("windows", 256 + 17, 700, {"num_gpu_blocks_override": 76, "max_model_len": 2048}),
+        ("states", -140, 900, {"num_gpu_blocks_override": 24, "max_model_len": 2560}),
+    ],
+)
+def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
+    kind: str, rest: int, decoded: int, options: dict[str, Any], start_depot: StartDepot, models: dict[str, Path],
+    start_engine: StartEngine,
+) -> None:  # fmt: skip
+    chunk, depot = KINDS[kind].chunk, start_depot(arena_mib=256)
+    options = {**KINDS[kind].options, **options, "extra": {"kvdepot.save_decode": True}}
+    engine = start_engine(models[kind], depot.url, **options).wait_started()
+    prompts = [prompt(340 + i, 2 * chunk + rest + i) for i in range(4)]
+    run_preempted(engine, prompts, max_tokens=decoded)
+    for number, tokens in enumerate(prompts):
+        from_depot, own = engine.run_fresh(tokens), engine.run(tokens)
+        assert from_depot["cached"] == own["cached"] == len(tokens) // chunk * chunk
+        assert output(from_depot) == output(own)
+        assert from_depot["tokens"] == engine.run_fresh(tokens, salt=f"computed {number}")["tokens"]
+    if kind != "states":
+        tokens = prompt(345, 2 * 256 + 200)
+        said = engine.run(tokens, max_tokens=400)["tokens"]
+        same_as_own(engine, tokens + said[:70], 3 * 256, exact=False)  # decoded chunks are boundaries, too
+        same_as_own(engine, tokens + said[:330], 4 * 256, exact=False)
+    engine.stop()
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({"kvdepot.save_decodes": True}, "kvdepot.save_decodes is not a kvdepot setting"),
+        ({"kvdepot.start": "never", "kvdepot.required": True}, "no kvdepot server answers at .*kvdepot serve"),
+    ],
+)
+def test_an_engine_is_refused_before_it_loads_a_model(
+    transfer: dict[str, Any], message: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvdepot.integrations.vllm.settings.REQUIRED_S", 0.2)
+    told = KVTransferConfig(kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config=transfer)
+    with pytest.raises(Exception, match=message):
+        EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, kv_transfer_config=told).create_engine_config()

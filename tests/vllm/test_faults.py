@@ -168,7 +168,9 @@ def test_a_waiting_request_survives_a_restart_and_a_new_server_is_filled_again(
     assert again["cached"] == 9 * 256
     assert again["tokens"] == whole["tokens"]
 
-    # Without a server nothing changes, whatever it said before.
+    # Without a server nothing changes, whatever it said before; and what it has may remain.
     kill(depot)
+    assert output(engine.run_fresh(PROMPTS[0])) == cold
+    assert engine.tell("reset all") is False and "may remain stored" in engine.logged()
     assert output(engine.run_fresh(PROMPTS[0])) == cold
     engine.stop()

@@ -34,18 +34,6 @@ def covered(plan: list[Piece], group: int) -> set[int]:
 # -- loads
 
 
-def test_of_a_window_only_the_last_chunks_are_loaded_and_no_null_block_is_written() -> None:
-    plan = GroupPlan([whole(), window(512)], CHUNK)
-    tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128, skipped=8 * CHUNK - 511)]
-    full, windowed = plan.to_load(tables, 0, 8)
-    assert (full.first, full.end, full.skip) == (0, 8, 0)
-    assert windowed == Piece(1, 6, 8, tables[1][12:16])
-    # The engine has a part of the window.
-    full, windowed = plan.to_load(tables, 7 * CHUNK + 128, 8)
-    assert (full.first, full.skip) == (7, 1)
-    assert windowed == Piece(1, 7, 8, tables[1][14:16], skip=1)
-
-
 def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
     plan = GroupPlan([whole(), GroupBlocks(1, 2, 2, 3)], CHUNK)  # local chunks of 1,024 tokens
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128, skipped=4 * CHUNK)]
@@ -53,12 +41,6 @@ def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
     tables[1] = table(1, 6 * CHUNK, 128, skipped=4 * CHUNK)
     tables[0] = table(0, 6 * CHUNK, 128)
     assert plan.to_load(tables, 0, 6)[1] == Piece(1, 4, 6, tables[1][8:12])
-
-
-def test_the_last_token_of_a_prompt_is_computed_with_all_that_its_window_needs() -> None:
-    assert GroupPlan([whole()], CHUNK).most_chunks(4 * CHUNK) == 4
-    assert GroupPlan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK) == 3
-    assert GroupPlan([whole(), window(512)], CHUNK).most_chunks(4 * CHUNK + 1) == 4
 
 
 # -- stores
@@ -102,13 +84,6 @@ def test_behind_the_prompt_every_chunk_may_be_the_last() -> None:
     plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 12 * CHUNK, 128), table(1, 12 * CHUNK, 128)]
     assert covered(plan.to_store(tables, range(12), 4 * CHUNK + 9), 1) == set(range(2, 12))
-
-
-def test_what_has_left_the_window_is_not_read() -> None:
-    plan = GroupPlan([whole(), window(512)], CHUNK)
-    tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128, skipped=6 * CHUNK + 128)]
-    assert covered(plan.to_store(tables, range(8), 8 * CHUNK + 1), 0) == set(range(8))
-    assert covered(plan.to_store(tables, range(8), 8 * CHUNK + 1), 1) == {7}
 
 
 def test_blocks_that_were_read_come_before_computed_ones_without_null_blocks() -> None:

@@ -1,4 +1,8 @@
-"""The connector below both of vLLM's runners, step by step, in the order of each, with a drafter and without."""
+"""The connector below both of vLLM's runners, with a drafter and without, in real engines.
+
+And below runner V2 step by step (by_hand.py), which needs none of vLLM's compiled code: so also with releases that have
+no wheel for processors.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.vllm import drafters, engines, insides
-from tests.vllm.by_hand import BATCH, CHUNK, DRAFTS, VOCABULARY, Engine, check
+from tests.vllm import drafters, engines
+from tests.vllm.by_hand import BATCH, CHUNK, VOCABULARY, Engine, check
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import nothing_is_held
+from tests.vllm.engines import nothing_is_held, output, run_preempted
 
 StartByHand = Callable[..., Engine]
 
@@ -56,15 +60,15 @@ def depot(start_depot: StartDepot) -> Depot:
 def start(
     depot: Depot, paths: dict[str, Path], process_groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StartByHand]:
-    """Start an engine with a runner; the one before it ends."""
+    """Start an engine; the one before it ends."""
     started: list[Engine] = []
 
-    def begin(runner: str, drafter: bool, **options: Any) -> Engine:
+    def begin(**options: Any) -> Engine:
         if started:
             started.pop().close()
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
-        started.append(Engine(depot.url, paths["target"], runner, paths["drafter"] if drafter else None, **options))
+        started.append(Engine(depot.url, paths["target"], **options))
         return started[-1]
 
     yield begin
@@ -72,52 +76,49 @@ def start(
         started.pop().close()
 
 
-every_runner = pytest.mark.parametrize(
-    ("runner", "drafter", "steps"), [("V1", False, 2), ("V1", True, 1), ("V2", False, 1), ("V2", True, 2)]
-)
-"""Each runner, with and without a drafter, and with steps that are built ahead or not."""
-runners = pytest.mark.parametrize(("runner", "steps"), [("V1", 1), ("V2", 2)])
+in_turn = pytest.mark.parametrize("steps", [1, 2])
+"""Whether steps are built ahead."""
 
 
-@every_runner
+@in_turn
 def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
-    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand
+    steps: int, depot: Depot, start: StartByHand
 ) -> None:
     tokens = prompt(1, 5 * CHUNK + 9)
-    engine = start(runner, drafter, steps=steps)
+    engine = start(steps=steps)
     assert engine.run("first", tokens, says=40) == 0
-    engine = start(runner, drafter, steps=steps)
+    engine = start(steps=steps)
     assert not any(kv.any() for kv in engine.worker.kv.values())
     assert engine.run("second", tokens, says=40) == 5 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@every_runner
+@in_turn
 def test_preempted_requests_store_no_wrong_byte_and_end_once(
-    runner: str, drafter: bool, steps: int, depot: Depot, start: StartByHand, monkeypatch: pytest.MonkeyPatch
+    steps: int, depot: Depot, start: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine, stores take longer than a step that preempts waits for them, and are void then.
     monkeypatch.setattr("kvdepot.integrations.vllm.worker._PREEMPTION_S", HANG_S)
-    engine = start(runner, drafter, steps=steps, blocks=24, **{"kvdepot.save_decode": True})
+    engine = start(steps=steps, blocks=24, **{"kvdepot.save_decode": True})
     prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
     made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
     engine.finish()
     assert sum(request.num_preemptions for request in made) > 0
     for request in made:
         check(request)
-    engine = start(runner, drafter, steps=steps)
+    engine = start(steps=steps)
     for name, tokens in prompts.items():
         assert engine.run(name, tokens) == 3 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@every_runner
+@in_turn
 def test_a_load_that_fails_is_reported_once_and_computed(
-    runner: str, drafter: bool, steps: int, depot: Depot, start_depot: StartDepot, start: StartByHand
+    steps: int, depot: Depot, start_depot: StartDepot, start: StartByHand
 ) -> None:
     tokens = prompt(2, 3 * CHUNK + 9)
-    start(runner, drafter, steps=steps).run("first", tokens)
-    engine = start(runner, drafter, steps=steps)
+    start(steps=steps).run("first", tokens)
+    engine = start(steps=steps)
     engine.add("decoding", prompt(3, 40), says=60)  # so that there is something to compute meanwhile
     engine.step()
     lost = engine.add("lost", tokens)
@@ -130,64 +131,43 @@ def test_a_load_that_fails_is_reported_once_and_computed(
     assert engine.worker.begun["lost"] == [0]
     again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
     eventually(lambda: again.status()["instances"] == 1)
-    engine = start(runner, drafter, steps=steps)
+    engine = start(steps=steps)
     assert engine.run("second", tokens) == 0
-    engine = start(runner, drafter, steps=steps)
+    engine = start(steps=steps)
     assert engine.run("third", tokens) == 3 * CHUNK
 
 
-@runners
-def test_the_cache_can_be_reset_while_a_prompt_is_computed_and_stored(
-    runner: str, steps: int, start: StartByHand
+@in_turn
+@pytest.mark.parametrize("pauses", [False, True])
+def test_caches_can_be_reset_while_a_prompt_is_computed_and_its_blocks_are_held(
+    steps: int, pauses: bool, start: StartByHand
 ) -> None:
-    engine = start(runner, False, steps=steps)
-    kept = engine.add("kept", prompt(4, 9 * CHUNK))
-    while kept.num_computed_tokens < 3 * BATCH:
-        engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.finish()
-    check(kept)
-
-
-@runners
-def test_an_engine_that_is_paused_lets_go_of_the_blocks_that_are_held_for_stores(
-    runner: str, steps: int, start: StartByHand
-) -> None:
-    """As vLLM's /pause?mode=keep: it resets the caches once there is nothing left to do."""
+    """Paused as by vLLM's /pause?mode=keep, it resets the caches once there is nothing left to do."""
     from vllm.v1.core.sched.interface import PauseState
 
-    engine = start(runner, False, steps=steps, window=100)
+    engine = start(steps=steps, window=100 if pauses else 0)
     kept = engine.add("kept", prompt(5, 9 * CHUNK))
     while kept.num_computed_tokens < 3 * BATCH:
         engine.step()
     assert kept.num_computed_tokens < len(kept.prompt_token_ids)
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.work()
+    if pauses:
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        engine.work()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.finish()
     check(kept)
 
 
-def by_step(calls: list[str]) -> set[tuple[str, ...]]:
-    """The sequences of calls that steps consist of; each begins with the same one."""
-    steps: list[list[str]] = []
-    for call in calls:
-        if call == "handle_preemptions":
-            steps.append([])
-        steps[-1].append(call)
-    return {tuple(step) for step in steps}
-
-
-@pytest.mark.parametrize(("drafter", "steps"), [(False, 2), (True, 1)])
+@in_turn
 def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
-    drafter: bool, steps: int, depot: Depot, start: StartByHand
+    steps: int, depot: Depot, start: StartByHand
 ) -> None:
     """Runner V2 takes the connector away while it runs a dummy batch, and tells it once it has captured graphs."""
     from vllm.v1.request import RequestStatus
 
     tokens = prompt(7, 4 * CHUNK + 9)
-    engine = start("V2", drafter, steps=steps)
+    engine = start(steps=steps)
     engine.add("whole", tokens)
     engine.add("aborted", prompt(8, 4 * CHUNK + 9))
     while engine.scheduler.has_requests():
@@ -198,35 +178,47 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
         if "aborted" in engine.worker.rows:  # its first chunks are being stored
             engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
     engine.finish()
-    engine = start("V2", drafter, steps=steps)
+    engine = start(steps=steps)
     assert engine.run("whole", tokens) == 4 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
 
 
 @pytest.mark.parametrize(("runner", "drafter"), [("V1", False), ("V1", True), ("V2", False), ("V2", True)])
-def test_a_real_engine_makes_the_calls_of_these_tests(
-    runner: str, drafter: bool, depot: Depot, paths: dict[str, Path], start: StartByHand, start_engine: StartEngine
-) -> None:
-    speculation = {"method": "eagle", "model": str(paths["drafter"]), "num_speculative_tokens": DRAFTS}
-    options = {"speculative_config": speculation} if drafter else {}
+def test_in_a_real_engine_loads_preemptions_and_failures_change_no_token(
+    runner: str, drafter: bool, depot: Depot, start_depot: StartDepot, paths: dict[str, Path],
+    start_engine: StartEngine,
+) -> None:  # fmt: skip
+    speculation = {"method": "eagle", "model": str(paths["drafter"]), "num_speculative_tokens": 2}
     engine = start_engine(
         paths["target"], depot.url, model_runner=runner, dtype="float32", block_size=32, max_num_batched_tokens=BATCH,
-        **options,
+        num_gpu_blocks_override=22, max_model_len=640, extra={"kvdepot.save_decode": True},
+        speculative_config=speculation if drafter else None,
     ).wait_started()  # fmt: skip
-    engine.tell("record")
-    tokens = prompt(6, 4 * CHUNK + 9)
-    computed = engine.run(tokens, max_tokens=30)
-    from_depot = engine.run_fresh(tokens, max_tokens=30)
-    assert (computed["cached"], from_depot["cached"]) == (0, 4 * CHUNK)
-    assert computed["tokens"] == from_depot["tokens"] == engine.run(tokens, max_tokens=30)["tokens"]
-    calls = engine.tell("calls")
-    engine.stop()
     assert ("Using V2 Model Runner" in engine.logged()) == (runner == "V2")
+    tokens = prompt(6, 4 * CHUNK + 9)
+    computed = engine.run(tokens)
+    from_depot = engine.run_fresh(tokens)
+    assert (computed["cached"], from_depot["cached"]) == (0, 4 * CHUNK)
+    assert computed["tokens"] == from_depot["tokens"] == engine.run(tokens)["tokens"]
 
-    by_hand, noted = start(runner, drafter), []
-    for name in insides.HOOKS:
-        insides.note_calls(by_hand.worker.connector, name, noted)
-    insides.note_calls(by_hand.worker, "_forward", noted, "forward")
-    insides.note_calls(by_hand.worker, "_draft", noted, "draft")
-    by_hand.run("any", tokens)
-    assert by_step(calls) == by_step(noted)
+    prompts = [prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)]
+    run_preempted(engine, prompts, max_tokens=40)
+    for number, each in enumerate(prompts):
+        loaded = engine.run_fresh(each)
+        assert loaded["cached"] == 3 * CHUNK
+        assert loaded["tokens"] == engine.run_fresh(each, salt=f"computed {number}")["tokens"]
+
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))  # the lookup finds it ...
+    depot.process.kill()
+    depot.process.wait(HANG_S)
+    (recomputed,) = engine.tell("finish").values()  # ... and then it is gone
+    assert engine.tell("failed_chunks") == 4 and recomputed["tokens"] == computed["tokens"]
+    again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
+    eventually(lambda: again.status()["instances"] == 1)
+    engine.tell("meet")
+    assert engine.run_fresh(tokens)["cached"] == 0
+    loaded = engine.run_fresh(tokens)
+    assert loaded["cached"] == 4 * CHUNK and output(loaded) == output(engine.run(tokens))
+    engine.stop()
+    eventually(lambda: nothing_is_held(again.status()))

@@ -73,6 +73,15 @@ def greedy(kinds: dict[str, Speculating]) -> Iterator[list[list[int]]]:
     depot.close()
 
 
+@pytest.fixture(scope="module")
+def eagle(kinds: dict[str, Speculating], vllm_depot: Depot) -> Iterator[Engine]:
+    """An engine that stores what it decodes."""
+    engine = kinds["eagle"].start(vllm_depot.url, extra={"kvdepot.save_decode": True})
+    yield engine.wait_started()
+    engine.stop()
+    engine.close()
+
+
 PROMPTS = [prompt(700 + chunks, chunks * CHUNK + 17) for chunks in (1, 4)]
 
 
@@ -86,10 +95,10 @@ def speculated(engine: Engine, tokens: list[int], fresh: bool = True, **options:
 
 @pytest.mark.parametrize("kind", ["draft model", "eagle", "eagle3", "mtp"])
 def test_tokens_and_accepted_drafts_after_a_hit_are_those_of_a_computed_prompt(
-    kind: str, vllm_depot: Depot, kinds: dict[str, Speculating], greedy: list[list[int]]
+    kind: str, vllm_depot: Depot, kinds: dict[str, Speculating], eagle: Engine, greedy: list[list[int]]
 ) -> None:
     """vLLM drafts for the last token of a prompt if it is the only one left to compute: here there are more."""
-    engine = kinds[kind].start(vllm_depot.url).wait_started()
+    engine = eagle if kind == "eagle" else kinds[kind].start(vllm_depot.url).wait_started()
     for tokens, expected in zip(PROMPTS, greedy, strict=True):
         computed, (nothing, drafted, accepted) = speculated(engine, tokens)
         assert nothing == 0 < accepted < drafted
@@ -99,17 +108,15 @@ def test_tokens_and_accepted_drafts_after_a_hit_are_those_of_a_computed_prompt(
         if kind != "mtp":  # another model, which this backend rounds in another way once a part of a prompt is cached
             assert (own, figures[1:]) == (expected, [drafted, accepted])
             assert computed == expected
-    engine.stop()
-    engine.close()
+    if kind != "eagle":
+        engine.stop()
+        engine.close()
     eventually(lambda: nothing_is_held(vllm_depot.status()))
 
 
-def test_a_chunk_is_shared_only_by_prompts_that_go_on_with_the_same_token(
-    vllm_depot: Depot, kinds: dict[str, Speculating]
-) -> None:
+def test_a_chunk_is_shared_only_by_prompts_that_go_on_with_the_same_token(eagle: Engine) -> None:
     """EAGLE's KV at a position is computed from the token after it: a last chunk is stored once that is known."""
-    engine = kinds["eagle"].start(vllm_depot.url, extra={"kvdepot.save_decode": True}).wait_started()
-    head = prompt(720, 2 * CHUNK)
+    engine, head = eagle, prompt(720, 2 * CHUNK)
     first, second = [*head, 3, *prompt(721, CHUNK + 16)], [*head, 4, *prompt(722, CHUNK + 16)]
     for tokens, hit in ((first, 0), (second, CHUNK)):
         computed, figures = speculated(engine, tokens)
@@ -126,5 +133,3 @@ def test_a_chunk_is_shared_only_by_prompts_that_go_on_with_the_same_token(
     from_depot, figures = speculated(engine, follows)
     assert figures[0] == 3 * CHUNK
     assert speculated(engine, follows, salt="computed") == (from_depot, [0, *figures[1:]])
-    engine.stop()
-    engine.close()
