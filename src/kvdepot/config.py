@@ -188,7 +188,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
     chunk_size: Annotated[int, _memory("tokens per chunk", ge=1, le=1 << 20)] = 256
     arena_gib: Annotated[
-        float, _memory("arena size, e.g. 64GiB; 0 = 4 GiB, or a quarter of what is free", "SIZE", ge=0, le=_MOST_GIB)
+        float,
+        _memory("arena size, e.g. 64GiB; 0 = 4 GiB, or a quarter of free memory if less", "SIZE", ge=0, le=_MOST_GIB),
     ] = 0.0
     keys: Annotated[
         str, _access("folder of `kvdepot keygen`; clients then need a key; required for TCP beyond this host", "DIR")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.memory.shm import LivenessFile, LivenessView
-from tests.cli.command import doctor
+from tests.cli.command import run
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, Watcher, footprint
 
@@ -191,7 +191,7 @@ def test_the_memory_of_an_engine_killed_with_torchs_helper_is_removed(start_depo
         files = [SHM / str(engine.stdout and engine.stdout.readline().strip()) for engine in engines]
         helpers = [helper_of(engine.pid) for engine in engines]
         eventually(lambda: depot.status()["instances"] == 1)
-        doctor("--fix", "--url", depot.url)
+        assert run("check", "--remove-left").returncode == 0
         assert all(file.exists() for file in files), "their engines live"
     finally:
         for number in (*helpers, *(engine.pid for engine in engines)):
@@ -199,8 +199,7 @@ def test_the_memory_of_an_engine_killed_with_torchs_helper_is_removed(start_depo
         for engine in engines:
             engine.communicate()
     eventually(lambda: not files[0].exists())
-    assert files[1].exists(), "its engine was never connected: this is for doctor"
-    _, found = doctor("--url", depot.url)
-    assert any("of ended engines" in finding["text"] for finding in found["shared memory"])
-    doctor("--fix", "--url", depot.url)
+    assert files[1].exists(), "its engine was never connected: this is for check"
+    assert "of ended engines" in run("check", "--url", depot.url).stderr
+    assert run("check", "--remove-left").returncode == 0
     assert not files[1].exists()

@@ -39,24 +39,28 @@ _PROGRESS_CHUNKS = 64
 @click.command()
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks, while no server uses the arena; "
-              "remove KV in /dev/shm that ended engines have left")  # fmt: skip
+@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks; only while no server uses the "
+              "arena")  # fmt: skip
+@click.option("--remove-left", is_flag=True, help="instead, remove KV in /dev/shm that ended engines have left")
 @options.destructive
 @options.as_json
-def check(fix: bool, consent: options.Consent, as_json: bool, **flags: str | None) -> int:
+def check(fix: bool, remove_left: bool, consent: options.Consent, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong.
 
     Also counts the KV that engines which were killed have left in /dev/shm.
     """
+    left = {name: taken for name, taken in shm.left_tensors() if not remove_left or shm.remove_left_tensors(name)}
+    what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
+    if remove_left:
+        show(as_json, left, f"removed {what}")
+        return 0
+    if left:
+        print(f"kvdepot: {what}: --remove-left removes them", file=sys.stderr)
     arena = load(flags=flags).arena
     what, lost = "--fix drops damaged records, and so their chunks", "their chunks are lost: engines compute them again"
     fix = fix and not consent.dry_run
     if fix and not agreed(consent, what, f"Drop damaged records of {clean(arena)}?", lambda: [lost]):
         return 1
-    left = {name: taken for name, taken in shm.left_tensors() if not fix or shm.remove_left_tensors(name)}
-    if left:
-        what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
-        print(f"kvdepot: removed {what}" if fix else f"kvdepot: {what}: --fix removes them", file=sys.stderr)
     with progress() as update:
         report = audit(arena, fix, lambda done, total: update("reading chunks", done, total))
     show(as_json, report, *report.lines())

@@ -65,7 +65,7 @@ _REMOVED_OPTIONS = {
     "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
     "inspect --long": "use --json, which has each chunk with its whole hash",
     "inspect -l": "use --json, which has each chunk with its whole hash",
-    "doctor --fix": "use `kvdepot check --fix`, which removes KV that ended engines have left, too",
+    "doctor --fix": "use `kvdepot check --remove-left`, which removes KV that ended engines have left",
 }
 """Options of the release before this one, by command, and what to do instead; config.REMOVED has settings."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
