@@ -168,6 +168,29 @@ def test_a_lease_that_finds_no_room_is_refused_and_ends_no_other(desk: Desk) -> 
     assert desk.ask(blue, lease(prompt("second", 8), "first")) == 8, "it replaces the one of its name"
 
 
+def test_a_lowered_quota_ends_leases_of_low_priority_first_and_those_without_end_last(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
+    for name, ttl_s, priority in (("forever", 0, 0), ("high", 60, 90), ("low", 60, 10)):
+        desk.ask(blue, store(prompt(name, 5)))
+        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s, priority=priority)) == 5
+    for cap, left in ((26, {"forever", "high"}), (14, {"forever"}), (8, set())):
+        desk.ask(b"admin", wire.SetQuota("blue", pages(0, cap)))
+        assert names(desk) == left
+    assert desk.index.held == 0
+
+
+def test_a_lease_of_a_model_with_windows_grows_when_the_prompts_last_chunk_is_stored() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register_groups((0, 2))
+    chain = prompt("a", 5)
+    assert desk.ask(b"one", lease(chain)) == 0
+    for each in group_stores((0, 2), chain):  # windows of the last two chunks alone
+        desk.ask(b"one", each)
+    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [5]
+
+
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.leases._MOST_MATCHED", 1)
     blue = engine(desk, "blue")
