@@ -14,7 +14,9 @@ import pytest
 
 from kvdepot.errors import TierError
 from kvdepot.keys import ChunkChain
+from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
+from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers import Tier
 from kvdepot.tiers.breaker import FAILURES
 from kvdepot.tiers.worker import MOST_PARTS, Erased, Find, Load, Probe, Save
@@ -79,6 +81,56 @@ def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> No
     there.index.validate()
     there.ask(b"one", wire.EndSession("r"))
     there.assert_quiet()
+
+
+def test_loads_that_stores_overtake_count_for_their_tenants_cap_until_they_end(tier: MemoryTier) -> None:
+    tenants = {"blue": Quota(cap_bytes=4 * PAGE), "red": Quota(24 * PAGE)}
+    here, there = _with_tenants(tier, 200, {}), _with_tenants(tier, 32, tenants)
+    chains = [prompt(f"p{i}", 2) for i in range(10)]
+    for chain in chains:
+        here.find(b"blue", store(chain))
+    for i, chain in enumerate(chains):
+        there.send(b"blue", look(chain, f"r{i}"))
+        for find in [task for task in there.tier_tasks if isinstance(task, Find)]:
+            there.work(find)
+        there.pass_time(2.0)  # the lookup is answered, the engine computes the chunks and stores them
+        there.ask(b"blue", store(chain))
+        there.ask(b"blue", wire.EndSession(f"r{i}"))
+    allocator = there.index.allocator
+    assert allocator.capacity - allocator.free_bytes <= 4 * PAGE
+    for i in range(24):
+        assert there.ask(b"red", store(prompt(f"red{i}", 1))) is True
+    there.index.validate()
+    there.rest()
+    there.index.validate()
+
+
+def _with_tenants(tier: MemoryTier, pages: int, quotas: dict[str, Quota]) -> Host:
+    host = Host(pages=pages, tiers=[("disk:///d" if not quotas else "disk:///d?write=off", tier)])
+    host.tick(0.0, 1000.0)
+    host.rest()
+    for tenant in ("blue", "red"):
+        host.hello(tenant.encode(), tenant)
+        assert host.ask(tenant.encode(), wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)) is None
+    host.hello(b"admin", "")
+    for tenant, quota in quotas.items():
+        host.ask(b"admin", wire.SetQuota(tenant, quota))
+    return host
+
+
+def test_what_cannot_be_loaded_ends_the_prefix_of_models_with_groups_there(tier: MemoryTier) -> None:
+    chain, reaches = prompt("a", 6), (0, 1)
+    here, there = (group_host(reaches, tier, url=url) for url in ("disk:///d", "disk:///d?write=off"))
+    for request in group_stores(reaches, chain, [range(6), range(6)]):
+        assert here.find(b"one", request) is True
+    there.send(b"one", store(chain, instance_of(reaches, 0), first=3, end=4))  # its copy is in progress
+    asked = there.send(b"one", look(chain))
+    for _ in range(2):
+        while there.tier_tasks:
+            there.work()
+        there.pass_time(5.0)
+    assert there.answers[asked] == 3
+    there.rest()
 
 
 # -- late, failing, lying

@@ -86,7 +86,8 @@ class Checks:
         arrivals = tiering.lookups._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
         given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        assert (given_up > 0) == (self.index.given_up > 0) and given_up <= self.index.given_up
+        allocated = sum(size for _, size in self.index.given_up.values())
+        assert (given_up > 0) == (allocated > 0) and given_up <= allocated
         assert self.index.accounts.leaving >= 0 and len(tiering.lookups) >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():

@@ -68,7 +68,8 @@ class Index:
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
-        self.given_up = 0  # bytes that loads still write to, although their shards are in no chunk any more
+        self.given_up: dict[int, tuple[Account, int]] = {}  # by id() of shards in no chunk that loads still write to:
+        # the account that is charged until they end, and the bytes
         self.evicted = 0
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
@@ -216,7 +217,10 @@ class Index:
         others = [each for other, each in chunk.shards.items() if other != rank]
         if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
             return False
-        self.given_up += Allocator.rounded(self._take_out(chunk, rank).size)
+        shard = self._take_out(chunk, rank)
+        taken = Allocator.rounded(shard.size)
+        chunk.account.charge(taken)
+        self.given_up[id(shard)] = chunk.account, taken
         chunk.holds -= 1
         self.held -= 1
         self._renew(chunk, wall)
@@ -225,7 +229,8 @@ class Index:
     def give_back(self, shard: Shard) -> None:
         """Free the extents of a load that was given up, once it writes to them no more."""
         self.allocator.free(shard.extents)
-        self.given_up -= Allocator.rounded(shard.size)
+        account, taken = self.given_up.pop(id(shard))
+        account.charge(-taken)
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
         """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
@@ -440,5 +445,5 @@ class Index:
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        totals = self.chunks, self.reserved, self.held, self.given_up
-        check(self.namespaces.all(), self.allocator, self.accounts, totals)
+        totals = self.chunks, self.reserved, self.held
+        check(self.namespaces.all(), self.allocator, self.accounts, self.given_up.values(), totals)

@@ -268,13 +268,21 @@ class Lookups:
         return tier_tasks
 
     def _reserve_prefix(self, tier_lookup: TierLookup) -> list[Arrival]:
-        """Reserve what the deepest boundary needs and memory lacks, group by group, up to the first part that cannot be
-        completed; the parts of unbounded groups first, which later lookups can use without the others."""
-        first, groups = tier_lookup.first, sorted(tier_lookup.groups, key=lambda group: group.reach > 0)
+        """Reserve what the deepest boundary needs and memory lacks: of unbounded groups all chunks up to the first that
+        cannot be completed, then of bounded groups the last parts before the boundary that is left.
+        """
+        first, groups = tier_lookup.first, tier_lookup.groups
         end = tier_lookup.end if tier_lookup.namespace.is_simple else self._affordable(tier_lookup)
         fresh: list[Arrival] = []
-        for group in groups if end > first else ():
-            for i in needed_parts(group.reach, end) if group.reach else range(first, end):
+        for group in groups:
+            for i in range(first, end) if not group.reach else ():
+                if not self._reserve_part(tier_lookup, group, i, fresh):
+                    end = i
+                    break
+        if not tier_lookup.namespace.is_simple:
+            end = self._boundary(tier_lookup, end)
+        for group in groups:
+            for i in needed_parts(group.reach, end) if group.reach and end > first else ():
                 if not self._reserve_part(tier_lookup, group, i, fresh):
                     return fresh
         return fresh
