@@ -100,7 +100,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.over: dict[Owner, int] = {}  # those above a cap that was lowered, and the pages that they may have at most
         self.open: list[Chunk] = []
         self.pins: list[list[Chunk]] = []
-        self.late: list[Shard] = []  # of loads that a store has overtaken
+        self.late: list[tuple[Owner, Shard]] = []  # loads that a store has overtaken
 
     def account(self, owner: Owner) -> Owner:
         """Whose quota an owner's chunks count for; ("", b""): nobody's."""
@@ -112,10 +112,12 @@ class QuotaMachine(RuleBasedStateMachine):
         return next((tenant, tag) for tag in TAGS if tenant_salt(tenant, tag) == chunk.salt)
 
     def used(self) -> Counter[Owner]:
-        """Pages by account, from the chunks."""
+        """Pages by account, from the chunks, and from loads that a store has overtaken."""
         used: Counter[Owner] = Counter()
         for owner in OWNERS:
             used[self.account(owner)] += self.house.used(*owner)
+        for owner, shard in self.late:
+            used[self.account(owner)] += sum(size for _, size in shard.extents) // PAGE
         return used
 
     @rule(owner=st.sampled_from(OWNERS), path=OF_PATHS, is_load=st.booleans(), seals=st.booleans())
@@ -127,7 +129,7 @@ class QuotaMachine(RuleBasedStateMachine):
         owner = owner if old is None else self.owner_of(old)
         made = self.house.reserve(tenant, path, size, is_load, tag)
         if made.chunks and loading is not None and loading.state is State.FREED:
-            self.late.append(loading)
+            self.late.append((owner, loading))
             made.chunks.clear()
         after = self.used()
         for other in self.quotas.keys() - {self.account(owner)}:
@@ -174,7 +176,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule()
     def end_a_load_that_was_given_up(self) -> None:
-        self.index.give_back(self.late.pop())
+        self.index.give_back(self.late.pop()[1])
 
     @rule(tenant=st.sampled_from(TENANTS), path=OF_PATHS)
     def pin(self, tenant: str, path: tuple[int, ...]) -> None:
@@ -245,7 +247,7 @@ class QuotaMachine(RuleBasedStateMachine):
             self.index.release(pins)
         for chunk in getattr(self, "open", []):
             self.index.discard(chunk, 0)
-        for shard in getattr(self, "late", []):
+        for _, shard in getattr(self, "late", []):
             self.index.give_back(shard)
         if hasattr(self, "index"):
             self.index.validate()

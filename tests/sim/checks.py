@@ -86,7 +86,7 @@ class Checks:
         arrivals = tiering.lookups._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
         given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        allocated = sum(size for _, size in self.index.given_up.values())
+        allocated = sum(size for *_, size in self.index.accounts.given_up.values())
         assert (given_up > 0) == (allocated > 0) and given_up <= allocated
         assert self.index.accounts.leaving >= 0 and len(tiering.lookups) >= 0
         if self.host.forgettings.all:

@@ -35,6 +35,9 @@ class Accounts:
         self._all = [self.rest]
         self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
 
+        self.given_up: dict[int, tuple[str, bytes, int]] = {}
+        """Tenant, salt and bytes of loads that stores have overtaken, by id() of the shard, until they end."""
+
     def __repr__(self) -> str:
         return f"<Accounts {self._all}>"
 

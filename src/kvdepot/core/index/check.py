@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Account, Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.memory.allocator import Allocator
 
 __all__ = ["check"]
@@ -15,14 +15,10 @@ _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
 
 
 def check(
-    namespaces: Iterable[Namespace],
-    allocator: Allocator,
-    accounts: Accounts,
-    given_up: Iterable[tuple[Account, int]],
-    totals: tuple[int, int, int],
+    namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: tuple[int, int, int]
 ) -> None:
-    """Raise AssertionError unless every count, link and state agrees; O(n). given_up: bytes of loads given up,
-    with the accounts charged for them. totals: an index's own counts of chunks, reserved shards and holds."""
+    """Raise AssertionError unless every count, link and state agrees; O(n). totals: an index's own counts of chunks,
+    reserved shards and holds."""
     allocator.validate()
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
@@ -55,10 +51,9 @@ def check(
     for namespace in namespaces:
         for chunk in namespace.chunks.values():
             assert chunk.children == children.get(id(chunk), 0)
-    for account, size in given_up:
+    for tenant, salt, size in accounts.given_up.values():
         used += size
-        if id(account) in by_account:  # not of a quota that has ended since
-            by_account[id(account)][1] += size
+        by_account[id(accounts.of(tenant, salt))][1] += size
     for account in accounts.all():
         assert [account.chunks, account.used] == by_account[id(account)], account
         assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account

@@ -68,8 +68,6 @@ class Index:
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
-        self.given_up: dict[int, tuple[Account, int]] = {}  # by id() of shards in no chunk that loads still write to:
-        # the account that is charged until they end, and the bytes
         self.evicted = 0
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
@@ -220,7 +218,7 @@ class Index:
         shard = self._take_out(chunk, rank)
         taken = Allocator.rounded(shard.size)
         chunk.account.charge(taken)
-        self.given_up[id(shard)] = chunk.account, taken
+        self.accounts.given_up[id(shard)] = chunk.namespace.tenant, chunk.salt, taken
         chunk.holds -= 1
         self.held -= 1
         self._renew(chunk, wall)
@@ -229,8 +227,8 @@ class Index:
     def give_back(self, shard: Shard) -> None:
         """Free the extents of a load that was given up, once it writes to them no more."""
         self.allocator.free(shard.extents)
-        account, taken = self.given_up.pop(id(shard))
-        account.charge(-taken)
+        tenant, salt, taken = self.accounts.given_up.pop(id(shard))
+        self.accounts.of(tenant, salt).charge(-taken)
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
         """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
@@ -445,5 +443,4 @@ class Index:
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        totals = self.chunks, self.reserved, self.held
-        check(self.namespaces.all(), self.allocator, self.accounts, self.given_up.values(), totals)
+        check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))

@@ -47,12 +47,15 @@ def set_quota(accounts: Accounts, namespaces: Namespaces, owner: tuple[str, byte
             ids = set(map(id, moved))
             known = namespaces.all() if old is accounts.rest else of_tenant
             left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
+        size = sum(chunk.bytes for chunk in moved)
+        for each, each_salt, late in accounts.given_up.values():
+            is_named = each == tenant and (not tag or each_salt == salt)
+            size += late if is_named and accounts.of(each, each_salt) is old else 0
         if quota is None:
             accounts.detach(old)
         new = accounts.of(tenant) if quota is None else accounts.open(tenant, tag, quota)
         for chunk in moved:
             chunk.account = new
-        size = sum(chunk.bytes for chunk in moved)
         for account, sign in ((old, -1), (new, 1)):
             account.charge(sign * size)
             account.chunks += sign * len(moved)
