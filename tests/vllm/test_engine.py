@@ -147,6 +147,10 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     kind: str, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     chunk, parts, options = KINDS[kind]
+
+    def seen(result: dict[str, Any]) -> Any:
+        return output(result) if kind == "states" else result["tokens"]
+
     depot = start_depot("--verify", "always", arena_mib=64)
     engine = start_engine(models[kind], depot.url, **options).wait_started()
     tokens = prompt(350, 3 * chunk + 11)
@@ -155,7 +159,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     recomputed = engine.run_fresh(tokens)
     assert depot.status()["counters"]["corrupt_chunks"] == 1
     assert engine.tell("failed_chunks") == 1
-    assert recomputed["tokens"] == cold["tokens"]
+    assert seen(recomputed) == seen(cold)
     same_as_own(engine, tokens, 3 * chunk)  # what was recomputed was stored again
     engine.tell("reset")
     engine.tell("add", request=engine.request(tokens))  # the lookup finds three chunks ...
@@ -172,7 +176,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     same_as_own(engine, tokens, 3 * chunk)
     again.process.kill()
     again.process.wait(HANG_S)
-    assert engine.run_fresh(tokens)["tokens"] == cold["tokens"]  # without a server at all
+    assert seen(engine.run_fresh(tokens)) == seen(cold)  # without a server at all
     engine.stop()
 
 
