@@ -19,7 +19,7 @@ from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
-from tests.core.desk import Desk, lookup, prompt, shards, store
+from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
 from tests.core.heard import Heard
 from tests.core.host import look, new_host
 from tests.core.shelf import Path, Shelf, Steps, key_of, keys, reserve, sealed
@@ -352,3 +352,18 @@ class RemovalMachine(RuleBasedStateMachine):
 
 TestRemovalMachine = RemovalMachine.TestCase
 TestRemovalMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_who_has_pinned_what_is_forgotten_gets_none_of_it_before_it_has_gone(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    desk.ask(b"one", store(chain))
+    desk.ask(b"one", lookup(chain))
+    under_way = desk.send(b"one", retrieve(chain))
+    asked = desk.send(b"one", wire.Forget())
+    late = desk.send(b"one", retrieve(chain, blocks=list(range(8, 16))))
+    assert desk.answers[late] == [False] * 4
+    for task in list(desk.tasks):
+        desk.finish(task)
+    assert desk.answers[under_way] == [False] * 4 and asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] == {"memory": 4}

@@ -21,6 +21,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import KINDS
+from kvdepot.protocol.quotas import shown_tag
 from kvdepot.tiers import parse
 from kvdepot.tiers.worker import Erased
 from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, shards, store
@@ -157,15 +158,20 @@ def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk
 # -- the budget
 
 
-def test_a_lease_that_finds_no_room_is_refused_and_ends_no_other(desk: Desk) -> None:
+def test_a_lease_without_room_ends_own_ones_that_have_an_end_by_priority(desk: Desk) -> None:
     blue = engine(desk, "blue")
-    desk.ask(blue, store(prompt("first", 12)))
-    desk.ask(blue, store(prompt("second", 8)))
-    assert desk.ask(blue, lease(prompt("first", 12), "first", ttl_s=60, priority=0)) == 12
-    refused = desk.ask(blue, lease(prompt("second", 8), "second", priority=100))
-    assert isinstance(refused, Busy) and f"leases hold {12 * PAGE} of the {16 * PAGE}" in str(refused)
-    assert names(desk) == {"first"} and desk.depot.counters["leases_refused"] == 1
-    assert desk.ask(blue, lease(prompt("second", 8), "first")) == 8, "it replaces the one of its name"
+    chains = {name: prompt(name, 4) for name in ("forever", "low", "old", "new")}
+    for name, priority, ttl_s in (("forever", 0, 0), ("low", 10, 60), ("old", 50, 60), ("new", 50, 60)):
+        desk.ask(blue, store(chains[name]))
+        assert desk.ask(blue, lease(chains[name], name, priority=priority, ttl_s=ttl_s)) == 4
+    other = prompt("other", 8)
+    desk.ask(blue, store(other))
+    assert isinstance(desk.ask(blue, lease(other, "weak", priority=9, ttl_s=60)), Busy)
+    assert names(desk) == set(chains), "a refused lease changes nothing"
+    assert desk.ask(blue, lease(other, "strong", priority=50)) == 8
+    assert names(desk) == {"forever", "new", "strong"}
+    assert isinstance(desk.ask(blue, lease(prompt("low", 4), "more", priority=40)), Busy | int)
+    assert desk.depot.leases.bytes <= 16 * PAGE
 
 
 def test_a_lowered_quota_ends_leases_of_low_priority_first_and_those_without_end_last(desk: Desk) -> None:
@@ -189,6 +195,20 @@ def test_a_lease_of_a_model_with_windows_grows_when_the_prompts_last_chunk_is_st
     for each in group_stores((0, 2), chain):  # windows of the last two chunks alone
         desk.ask(b"one", each)
     assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [5]
+
+
+def test_a_lease_of_a_model_with_states_grows_to_each_boundary() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register_groups((0, 1))
+    chain = prompt("a", 8)
+    assert desk.ask(b"one", lease(chain)) == 0
+    for each in group_stores((0, 1), chain, [range(7), [6]]):
+        desk.ask(b"one", each)
+    desk.tick(1.0, 1001.0)
+    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
+    desk.tick(62.0, 1062.0)
+    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
 
 
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +409,30 @@ def salted(chain: ChunkChain, salt: bytes = b"") -> wire.Store:
     return wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])
 
 
+def test_a_lease_uses_the_budget_of_the_chunks_that_it_holds_whatever_salt_is_said() -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register(b"one")
+    desk.ask(b"one", wire.SetQuota("", pages(cap=8), _TAG))
+    assert desk.ask(b"one", salted(prompt("theirs", 8), _TAG))
+    for said in (_TAG, b""):
+        refused = desk.ask(b"one", lease(prompt("theirs", 8), salt=said))
+        assert isinstance(refused, Busy), "half of the cap is the budget"
+    assert desk.ask(b"one", salted(prompt("next", 1), _TAG)), "its salt can still store"
+
+
+def test_a_lease_of_others_chunks_does_not_use_the_floor_of_the_salt_that_is_said() -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register(b"one")
+    desk.ask(b"one", wire.SetQuota("", pages(floor=32), _TAG))
+    assert desk.ask(b"one", salted(prompt("r1", 32)))
+    assert isinstance(desk.ask(b"one", lease(prompt("r1", 32), "x", salt=_TAG)), Busy)
+    desk.ask(b"one", lease(prompt("r1", 16), "y", salt=_TAG))
+    assert desk.ask(b"one", salted(prompt("mine", 32), _TAG)), "its floor holds"
+    assert {each.salt: each.chunks for each in desk.depot.status().tenants}[shown_tag(_TAG)] == 32
+
+
 _TAG = salt_tag("user")
 _QUOTAS = [("blue", b""), ("red", b""), ("blue", _TAG), ("", _TAG)]
 
@@ -418,6 +462,12 @@ class LeaseMachine(RuleBasedStateMachine):
     def store(self, tenant: str, name: str, chunks: int) -> None:
         salted = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt_of(name))
         self.desk.ask(self.clients[tenant], wire.Store(1, 1, [salted]))
+        growing = [(key, each) for key, each in self.model.items() if key[0] == tenant and each[0] == name]
+        for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
+            gone = self.model.pop(key)
+            grown = [each for other, each in growing if other != key and gone[3] <= each[3]]
+            assert gone[2] < float("inf") and grown, "no lease that grew needed its room"
+            assert self.account(tenant, gone[0]) is self.account(tenant, name), "it gave up another account's room"
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
@@ -440,7 +490,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.expiring.pop((tenant, name), None)
         if kind == "expire":
             self.expiring[tenant, name] = chunks
-        assert there == {key[1] for key in self.model if key[0] == tenant}, "no other lease ends for it"
+        for key in [key for key in self.model if key[0] == tenant and key[1] not in there]:
+            gone = self.model.pop(key)
+            assert gone[2] < float("inf") and gone[3] <= priority, "this lease need not make room"
+            assert self.account(tenant, gone[0]) is self.account(tenant, what), "it gave up another account's room"
 
     def _names(self, tenant: str) -> set[str]:
         return set(self.desk.depot.leases._by_tenant.get(tenant, {}))

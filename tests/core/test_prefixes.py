@@ -289,3 +289,18 @@ def test_an_inspection_that_says_not_what_is_refused(desk: Desk) -> None:
         wire.Inspect(hashes=bytes(32), end=bytes(32)),
     ):  # fmt: skip
         assert isinstance(desk.ask(b"one", request), BadRequest)
+
+
+def test_an_inspection_counts_as_many_requests_as_it_looks_at_parts() -> None:
+    desk = Desk(pages=64, settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue"):
+        desk.hello(client, user=client.decode())
+    for number in range(8):
+        desk.register(b"red", number + 1, fingerprint=bytes([number]) * 32)
+        desk.ask(b"red", store(chain("a", 1), number + 1, model=f"m{number}"))
+    request, lists = wire.Inspect(hashes=bytes(range(256)) * 8 * 256), desk.depot.lists
+    each = 16384 // 128
+    assert lists.cost(request) == lists.cost(request, "red") == 4 + 8 * each
+    assert lists.cost(wire.Inspect("m3", request.hashes)) == 4 + each
+    assert lists.cost(request, "blue") == 4
+    assert lists.cost(wire.Inspect(end=bytes(32))) == lists.cost(wire.Inspect(end=bytes(8))) == 4

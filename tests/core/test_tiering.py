@@ -742,3 +742,28 @@ def test_ages_take_no_more_room_than_chunks_however_many_ranks_they_have() -> No
     assert len(host.index.accounts.ages) == 60, "each seal would look through all of them for those that are gone"
     host.tick(61.0, 1061.0)
     assert host.index.chunks == 0
+
+
+def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.ask(b"one", wire.Unregister(1))  # the namespace goes: it has no chunks, and nobody uses it
+    there.rest()
+    assert there.answers[asked] == 0
+    there.assert_quiet()
+    assert there.index.allocator.free_bytes == there.index.allocator.capacity
+
+
+def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    one, two = prompt("a", 1), prompt("b", 1)
+    here.find(b"one", store(one))
+    (name,) = tier.objects
+    wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
+    tier.objects[wrong] = tier.objects[name]
+    assert there.find(b"one", look(two)) == 0
+    assert wrong not in tier.objects and there.depot.tiering.status(0.0)[0].counters["corrupt_chunks"] == 1
+    there.assert_quiet()

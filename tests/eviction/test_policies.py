@@ -19,6 +19,7 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Victim
+from kvdepot.eviction.lru import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
 from kvdepot.simulate.replay import replay
@@ -285,3 +286,22 @@ def test_learned_holds_its_bar_on_a_trace_of_real_requests() -> None:
     for capacity in (1000, 5000, 10_000, 20_000, 30_000):
         gains.append(replay(trace, "learned", capacity).hit_rate - replay(trace, "lru", capacity).hit_rate)
     assert min(gains) >= -0.003 and sum(gains) / len(gains) >= 0.01, gains
+
+
+def test_lru_discards_removed_chunks_gradually_and_keeps_its_order() -> None:
+    lru = Lru()
+    chunks = [Victim(key=key_of(number)) for number in range(1000)]
+    for chunk in chunks:
+        lru.insert([chunk])
+    for chunk in random.Random(1).sample(chunks, 1000):
+        lru.add(chunk)
+    gone = set(range(1000)) - set(range(0, 1000, 10))
+    for number in gone:
+        before = lru.queued
+        chunks[number].gone = True
+        lru.remove(chunks[number], evicted=False)
+        assert before - lru.queued <= 4, "all that others wait for at once"
+    left = [chunk for number, chunk in enumerate(chunks) if number not in gone]
+    assert lru.queued < 3 * len(left)
+    assert [lru.victim(lambda chunk: True) for _ in left] == left
+    assert lru.victim(lambda chunk: True) is None

@@ -120,9 +120,11 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
         raise ConfigError("no engine has registered yet, so the server knows no model")
     if is_whole and len(shapes) > 1:
         raise ConfigError(f"model {model!r} is registered in {len(shapes)} shapes: only its engines can name a prompt")
-    if len(shapes) != 1 or (unlisted > 0 and not is_whole):
+    if len(shapes) != 1:
         names = ", ".join(sorted({each.model for each in namespaces}))
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
+        if not shapes:
+            raise ConfigError(f"no model of this server matches {model!r}; models: {names}{more}")
         what = f"{model!r} matches {len(shapes)} models" if model else f"the server has {len(shapes)} models"
         raise ConfigError(f"{what}; give the full name of one: {names}{more}")
     (shape,) = shapes
@@ -130,6 +132,11 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
         raise ConfigError(
             f"model {model[:80]!r}: the server reports {MOST_NAME} characters of a name, and this one may be longer: "
             f"only its engines can load and pin its chunks"
+        )
+    if unlisted > 0 and not is_whole:
+        raise ConfigError(
+            f"model {model!r} may also match other models than {shape[0]}: the server does not list its {unlisted} "
+            f"smallest models and shapes; give the full name"
         )
     return ShardSpec(*shape)
 

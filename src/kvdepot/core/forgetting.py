@@ -199,13 +199,15 @@ class Removals:
     def _drop(self, tenant: str, prompt: wire.Drop | wire.Lease, hashes: bytes, keep: int) -> Work:
         removed = 0
         for place in reversed(range(keep, len(hashes) // HASH_BYTES)):
+            if self._is_stopping:
+                break
             key = hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
             since = self._now
             while (outcome := self._drop_chunk(tenant, prompt, key)) is _Outcome.BEING_SAVED:
                 if self._now - since >= _WAIT_S or self._is_stopping:
                     return removed
                 yield True
-            if outcome is _Outcome.STAYS or self._is_stopping:
+            if outcome is _Outcome.STAYS:
                 break
             removed += outcome is _Outcome.REMOVED
             yield False

@@ -7,7 +7,8 @@ Invariants:
 
 - the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
   their floors is at most half of what is above all floors. So leases never keep a tenant below its floor;
-- a lease that does not fit is refused and changes nothing; only a lowered quota ends leases before their time;
+- a lease that does not fit changes nothing, except that leases of the same tenant and account make room that have an
+  end and no higher priority;
 - what a lease holds is released exactly once: when it ends. `Chunk.leases` counts the leases that keep a chunk.
 """
 
@@ -74,6 +75,9 @@ class Lease:
     grows_until: float = _NEVER
     awaits: tuple[bytes, ...] = ()
     """The chunks that it awaits while it grows: the first that it lacks, and its prompt's last."""
+    is_simple: bool = False
+    """Its model is known to have one KV cache group; else it is also looked up each second, because a window or a state
+    may complete its prefix at any chunk."""
 
     @property
     def holds(self) -> bool:
@@ -87,7 +91,7 @@ class Lease:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The place among leases that a lowered quota ends: first those with an end, of low priority, the oldest."""
+        """The order in which leases end where room is short: those with an end, of the lowest priority, the oldest."""
         return self.ends == _NEVER, self.request.priority, self.number
 
     def keys(self) -> bytes:
@@ -179,13 +183,9 @@ class Leases:
             if salt is None:
                 raise BadRequest("the prompt's chunks are stored under several cache salts")
             lease.salt = salt
-        account, size = self._account(lease), _size(tops)
-        replaced = old.held if old is not None and self._account(old) is account else 0
-        if size and not self._fits(account, size - replaced):
-            self._refuse(
-                f"the lease takes {size} bytes, and leases hold {self._leased[account]} of the "
-                f"{self._index.accounts.lease_budget(account)} that they may hold here: release some, or wait for ends"
-            )
+        size = _size(tops)
+        if not self._make_room(lease, size, old):
+            self._refuse(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
         if lease.ends < _NEVER:
             if len(self._ends) > 2 * self._count + 64:  # most of them have ended before their time
                 self._ends = [entry for entry in self._ends if self._is_there(entry[2])]
@@ -236,6 +236,27 @@ class Leases:
         above = own - account.floor + sum(max(0, self._leased[each] - each.floor) for each in others)
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
 
+    def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
+        """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
+        end none."""
+        account = self._account(lease)
+        free = old.held if old is not None and self._account(old) is account else 0
+        if not size or self._fits(account, size - free):
+            return True
+        yielding = [
+            each
+            for each in self._by_tenant.get(lease.tenant, {}).values()
+            if each.held and each.ends < _NEVER and each.request.priority <= lease.request.priority
+            if each is not old and each is not lease and self._account(each) is account
+        ]
+        if not self._fits(account, size - free - sum(each.held for each in yielding)):
+            return False  # without sorting thousands of leases, as those that grow come here often
+        for each in sorted(yielding, key=lambda each: each.rank):
+            if self._fits(account, size - free):
+                break
+            self._end(each, "made room")
+        return True
+
     def quota_changed(self, now: float) -> None:
         """A tenant's account or budget has changed: end leases that no longer fit, those without an end last."""
         self.now = now
@@ -269,12 +290,13 @@ class Leases:
         """Hold what memory has of its prompt by now. It then waits for more, or has all, or no room."""
         self._stop_awaiting(lease)
         found = match_prompt(self._index.namespaces, lease.tenant, lease.request, lease.hashes)
+        lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
             salt = _salt_of(tops)
             if not lease.tops and salt is not None:
                 lease.salt = salt
-            if salt != lease.salt or not self._fits(self._account(lease), _size(tops) - lease.held):
+            if salt != lease.salt or not self._make_room(lease, _size(tops) - lease.held):
                 self._counters["lease_growths_refused"] += 1
                 self._stop_growing(lease)
                 return
@@ -340,13 +362,15 @@ class Leases:
             if self._is_there(lease):
                 self._end(lease, "expired")
                 over += [lease] if lease.drops else []
+        grouped = (lease for lease in self._growing if not lease.is_simple)
+        self._due.update(dict.fromkeys(itertools.islice(grouped, _MOST_MATCHED)))
+        self._grow_some()
         for lease in list(self._growing):
             if lease.grows_until > now:
                 break  # the oldest comes first
             self._stop_growing(lease)
             if not lease.chunks and not lease.drops:
                 self._end(lease, "no chunk of it was stored")
-        self._grow_some()
         return over
 
     def forget(self) -> None:
