@@ -162,3 +162,18 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     host.tick(122.0, 1122.0)
     host.assert_quiet()
     assert host.index.chunks == 0
+
+
+def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    searching = there.send(b"one", look(chain, "before"))
+    forgotten = there.send(b"one", wire.Forget())
+    asked = there.send(b"one", look(chain, "after"))
+    urgent_first(there)
+    assert there.answers[forgotten]["disk:///d"] == 3
+    assert (there.answers[searching], there.answers[asked]) == (0, 0)
+    assert there.index.chunks == 0
+    there.assert_quiet()
