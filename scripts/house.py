@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_731,
-    "test lines": 57_200,
-    "functions with more than 5 parameters": 15,
-    "boolean parameters": 73,
-    "Any": 162,
-    "docstrings that are fragments": 36,
+    "source lines": 39_700,
+    "test lines": 48_100,
+    "functions with more than 5 parameters": 13,
+    "boolean parameters": 65,
+    "Any": 152,
+    "docstrings that are fragments": 7,
     "classes that share a name": 24,
-    "test names above 80 characters": 41,
+    "test names above 80 characters": 0,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
 """First words of docstrings that lack their noun."""

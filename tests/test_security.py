@@ -285,7 +285,7 @@ def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path)
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
 
 
-def test_a_client_without_a_key_or_with_an_unknown_one_gets_no_service_and_is_counted(
+def test_a_client_without_a_known_key_gets_no_service_and_is_counted(
     keyed: Depot, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server_key = tomllib.loads((keys / "server.key").read_text())["public"]

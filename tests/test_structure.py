@@ -87,7 +87,7 @@ def test_nothing_imports_upward_or_in_a_circle() -> None:
     assert faults(PACKAGE) == []
 
 
-def test_every_module_and_folder_has_its_floor_and_few_modules_stand_outside_of_a_folder() -> None:
+def test_every_module_and_folder_has_its_floor_and_few_stand_outside() -> None:
     there = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     there -= {"__init__", "__pycache__"}
     assert there == set(layers())

@@ -72,7 +72,7 @@ def default_url() -> str:
 
 
 def url_in_environment() -> str:
-    """The endpoint in `KVDEPOT_URL`, where somebody runs the server; empty if it is not set. Raises ConfigError."""
+    """The endpoint in `KVDEPOT_URL`, where a user runs the server; empty if it is not set. Raises ConfigError."""
     url = os.environ.get(f"{_PREFIX}URL", "")
     if url and (fault := fault_of_endpoint(url)):
         raise ConfigError(f"{_PREFIX}URL: {fault}")

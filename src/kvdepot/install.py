@@ -20,7 +20,7 @@ _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
 
 
 def advice(extra: str = "") -> str:
-    """How to install the packages of an extra.
+    """The command that installs the packages of an extra.
 
     Without an extra: the packages that kvdepot itself needs.
     """

@@ -32,7 +32,7 @@ def test_an_event_leads_to_the_state_in_the_table_or_is_refused(state: State, ev
     assert dict(TRANSITIONS[state]) == row
 
 
-def test_every_state_is_reached_from_where_shards_and_chunks_begin_and_leads_to_an_end() -> None:
+def test_every_state_is_reached_from_a_beginning_and_leads_to_an_end() -> None:
     reached, new = set(FIRST), list(FIRST)
     while new:
         fresh = set(TRANSITIONS[new.pop()].values()) - reached

@@ -163,7 +163,7 @@ def test_where_every_user_can_connect_messages_are_sealed_both_ways() -> None:
     assert isinstance(server.answers[b"one", (501).to_bytes(8, "little")], UnknownClient)
 
 
-def test_what_is_beyond_the_rate_is_refused_until_the_next_second_and_a_status_counts_more() -> None:
+def test_requests_beyond_the_rate_are_refused_and_a_status_counts_more() -> None:
     server = harness(max_rate=16)
     server.hello(b"one")
     server.hello(b"two")

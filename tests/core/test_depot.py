@@ -54,9 +54,7 @@ def client(desk: Desk) -> bytes:
 # -- the plain life of a chunk
 
 
-def test_a_store_is_answered_only_when_its_bytes_have_arrived_and_is_invisible_until_then(
-    desk: Desk, client: bytes
-) -> None:
+def test_a_store_is_answered_and_visible_only_when_its_bytes_have_arrived(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 3)
     asked = desk.send(client, store(chain))
     assert asked not in desk.answers
@@ -227,9 +225,7 @@ def test_a_retrieve_whose_engine_ends_pins_itself_leaves_them_alone(desk: Desk, 
     assert desk.index.held == 0
 
 
-def test_a_retrieve_for_another_model_leaves_the_pins_of_a_request_of_the_same_name_alone(
-    desk: Desk, client: bytes
-) -> None:
+def test_a_retrieve_for_another_model_leaves_pins_of_the_same_request_name(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     desk.ask(client, store(chain))
     desk.ask(client, lookup(chain, "req-0"))
@@ -261,7 +257,7 @@ def test_a_chunk_is_not_evicted_while_it_is_being_retrieved() -> None:
 # -- limits
 
 
-def test_more_transfers_than_allowed_are_refused_with_nothing_done_and_taken_again_later() -> None:
+def test_more_transfers_than_allowed_are_refused_whole_and_taken_later() -> None:
     desk = Desk(settings={"max_queued": 2})
     desk.hello()
     desk.hello(b"two")
@@ -462,9 +458,7 @@ def test_a_refused_unregistering_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("device", "lane"), [("", ""), ("GPU-1", "devices")])
-def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_processor_waits(
-    desk: Desk, device: str, lane: str
-) -> None:
+def test_a_devices_tensors_are_mapped_where_no_copy_of_the_processor_waits(desk: Desk, device: str, lane: str) -> None:
     desk.hello()
     given = layout()
     given = msgspec.structs.replace(given, mappings=[msgspec.structs.replace(m, device=device) for m in given.mappings])
@@ -475,7 +469,7 @@ def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_proces
         desk.settle()
 
 
-def test_a_registration_that_names_its_model_is_looked_up_in_before_anything_is_stored(desk: Desk) -> None:
+def test_lookups_of_a_registered_model_are_answered_before_any_store(desk: Desk) -> None:
     desk.hello()
     chain = prompt("a", 1)
     desk.register(b"one")
@@ -632,7 +626,7 @@ def test_ranks_must_have_the_same_groups(desk: Desk, other: Reaches) -> None:
     assert desk.ask(b"one", wrong[0]) is None
 
 
-def test_a_model_of_more_groups_than_namespaces_are_allowed_is_refused_and_leaves_none() -> None:
+def test_a_model_of_more_groups_than_namespaces_allow_is_refused_whole() -> None:
     desk = Desk(settings={"max_namespaces": 3})
     desk.hello()
     desk.register_groups(HYBRID)
@@ -645,7 +639,7 @@ def test_a_model_of_more_groups_than_namespaces_are_allowed_is_refused_and_leave
 @pytest.mark.parametrize(
     "fields", [{"model": "n"}, {"rank": 1, "world_size": 2}, {"world_size": 2}, {"blocks": list(range(8))}]
 )
-def test_a_transfer_for_another_model_or_rank_than_the_registered_one_is_refused_and_nothing_of_it_is_done(
+def test_a_transfer_for_another_model_or_rank_than_registered_is_refused_whole(
     desk: Desk, fields: dict[str, Any]
 ) -> None:
     desk.register_groups(HYBRID)

@@ -50,7 +50,7 @@ def desk() -> Desk:
     return desk
 
 
-def test_forgetting_is_answered_when_it_is_through_and_lookups_are_answered_meanwhile(desk: Desk) -> None:
+def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> None:
     chain = prompt("a", 5)
     desk.ask(b"one", store(chain))
     asked = desk.send(b"one", wire.Forget())

@@ -430,7 +430,7 @@ def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() 
     assert rack.index.chunks == 0 and rack.index.allocator.free_bytes == rack.index.allocator.capacity
 
 
-def test_an_unbounded_part_that_is_too_old_takes_all_boundaries_behind_it_whatever_the_others_are() -> None:
+def test_an_unbounded_part_that_is_too_old_takes_all_boundaries_behind_it() -> None:
     rack, chain = Rack((0, 1), ttl_s=10), keys("c", 4)
     rack.store(0, chain, [0, 1], born=5)
     rack.store(0, chain, [2, 3], born=1)
@@ -498,7 +498,7 @@ def test_the_groups_of_a_model_are_dropped_together_once_none_has_chunks_or_engi
     assert not set(again) & {full, state} and len({each.number for each in (*again, full, state)}) == 4
 
 
-def test_a_lookup_is_asked_of_the_chunk_size_and_the_first_groups_blocks_that_it_names() -> None:
+def test_a_lookup_means_the_chunk_size_and_first_groups_blocks_that_it_names() -> None:
     rack = Rack((0, 1))
     namespaces = rack.index.namespaces
     (other,) = namespaces.find_groups("m", 1, 0, [Group(0, BLOCKS + 1, PAGE, bytes(32))], chunk_tokens=48)
@@ -577,7 +577,7 @@ def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru
     assert order == [1, 2, 4, 3, 0, 5]
 
 
-def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_failed_store() -> None:
+def test_two_models_with_other_chunk_sizes_share_a_full_space_without_failures() -> None:
     draw = random.Random(7)
     pages = 1000
     index = Index(Allocator(0, pages * PAGE), Lru)

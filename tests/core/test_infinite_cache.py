@@ -28,7 +28,7 @@ def missed(cache: InfiniteCache) -> int:
     return told
 
 
-def test_it_has_the_tokens_of_all_chunks_that_were_looked_up_before_whatever_their_size() -> None:
+def test_it_has_the_tokens_of_all_chunks_looked_up_before_of_any_size() -> None:
     draw = random.Random(2)
     cache = InfiniteCache(0.0)
     small, large = fresh(draw, 1000), fresh(draw, 1000)
@@ -40,7 +40,7 @@ def test_it_has_the_tokens_of_all_chunks_that_were_looked_up_before_whatever_the
     assert missed(cache) == pytest.approx(2000 * CHUNK, abs=200 * CHUNK)
 
 
-def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behind_it() -> None:
+def test_it_is_within_two_points_of_exact_counts_after_half_a_million_chunks() -> None:
     draw = random.Random(3)
     cache = InfiniteCache(0.0)
     for _ in range(50):

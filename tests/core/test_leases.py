@@ -174,7 +174,7 @@ def test_a_lease_without_room_ends_own_ones_that_have_an_end_by_priority(desk: D
     assert desk.depot.leases.bytes <= 16 * PAGE
 
 
-def test_a_lowered_quota_ends_leases_of_low_priority_first_and_those_without_end_last(desk: Desk) -> None:
+def test_a_lowered_quota_ends_leases_by_priority_and_endless_ones_last(desk: Desk) -> None:
     blue = engine(desk, "blue")
     desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
     for name, ttl_s, priority in (("forever", 0, 0), ("high", 60, 90), ("low", 60, 10)):
@@ -378,7 +378,7 @@ def test_a_tier_that_cannot_erase_is_counted() -> None:
     host.assert_quiet()
 
 
-def test_what_is_erased_at_once_is_bounded_by_objects_however_many_ranks_and_chunks_are_dropped() -> None:
+def test_the_objects_erased_at_once_are_bounded_for_any_ranks_and_chunks() -> None:
     tier = TierState(0, parse("redis://localhost:1"))
     erasures = Erasures([tier])
     namespace = Namespace(1, "", "m", 200, 1)

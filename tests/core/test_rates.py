@@ -26,7 +26,7 @@ def test_what_costs_more_is_charged_more() -> None:
     assert rates.count(b"b", 10), "others pay nothing for it"
 
 
-def test_who_floods_with_what_costs_more_is_left_a_hundredth_until_it_has_kept_to_that() -> None:
+def test_a_flood_of_costly_requests_gets_a_hundredth_until_it_keeps_to_that() -> None:
     rates = Rates(1000)
     while rates.count(b"a", 10) and rates.charge(b"a", 3):
         pass
@@ -38,7 +38,7 @@ def test_who_floods_with_what_costs_more_is_left_a_hundredth_until_it_has_kept_t
     assert all(rates.count(b"a", 10) for _ in range(1000))
 
 
-def test_the_server_may_rest_only_when_each_that_floods_has_had_a_turn_and_nobody_else_says_anything() -> None:
+def test_the_server_rests_only_when_each_flooding_client_has_had_a_turn() -> None:
     rates = Rates(1)
     for client in (b"a", b"b"):
         assert rates.count(client, 0)

@@ -294,7 +294,7 @@ class OldNamespaceRecord(msgspec.Struct, tag=0, array_like=True):
     layouts: dict[int, bytes]
 
 
-def test_a_record_of_arena_format_2_is_one_unbounded_group_with_the_servers_chunk_size() -> None:
+def test_a_record_of_format_2_is_one_unbounded_group_of_the_servers_chunk_size() -> None:
     memory = bytearray(40 * SLOT_BYTES)
     records, chain = Records(memoryview(memory)), PROMPTS[1]
     old: Any = OldNamespaceRecord(3, "", "m", 2, BLOCKS, {rank: fingerprint(0, rank) for rank in range(2)})
@@ -352,7 +352,7 @@ def recorded(index: Index) -> Content:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_restart_finds_the_boundaries_of_what_was_recorded_and_damage_only_takes_some(seed: int) -> None:
+def test_a_restart_finds_recorded_boundaries_and_damage_only_takes_some(seed: int) -> None:
     rng = random.Random(seed)
     index = make(rng.choice([12, 30, 80]), slots=rng.choice([25, 400]))
     racks = {
@@ -543,7 +543,7 @@ def test_records_of_models_without_parts_are_erased() -> None:
     assert [each.model for each in index.namespaces.all()] == ["m", "m"]
 
 
-def test_models_whose_records_contradict_each_other_are_dropped_with_their_parts_and_no_others() -> None:
+def test_models_with_contradicting_records_are_dropped_whole_and_no_others() -> None:
     memory, chain = bytearray(100 * SLOT_BYTES), PROMPTS[1][:1]
     records = Records(memoryview(memory))
     for number, model in ((1, "m"), (2, "n"), (3, "sound")):  # two name one lost first group

@@ -143,7 +143,7 @@ def test_times_fall_into_the_bucket_that_ends_at_or_above_them() -> None:
 
 
 @pytest.mark.faults
-def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_is_meant(depot: Depot) -> None:
+def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another(depot: Depot) -> None:
     tokens = list(range(CHUNK))
     place = (depot.url, depot.context, "team/zero", 1, 0, BLOCK)
     worker = LMCacheMPWorkerAdapter(*place)

@@ -83,7 +83,7 @@ def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> No
     there.assert_quiet()
 
 
-def test_loads_that_stores_overtake_count_for_their_tenants_cap_until_they_end(tier: MemoryTier) -> None:
+def test_loads_that_stores_overtake_count_for_their_tenants_cap(tier: MemoryTier) -> None:
     tenants = {"blue": Quota(cap_bytes=4 * PAGE), "red": Quota(24 * PAGE)}
     here, there = _with_tenants(tier, 200, {}), _with_tenants(tier, 32, tenants)
     chains = [prompt(f"p{i}", 2) for i in range(10)]

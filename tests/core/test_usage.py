@@ -58,7 +58,7 @@ def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> 
     return wire.Lookup(model, 1, 0, request, 1, hashes, True, reports=reports)
 
 
-def test_models_and_namespaces_of_a_server_add_up_to_its_total_also_those_without_chunks() -> None:
+def test_models_and_namespaces_add_up_to_the_total_also_without_chunks() -> None:
     desk = Desk()
     desk.hello()
     desk.register(b"one")
@@ -89,7 +89,7 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
 
 
-def test_the_upper_bound_is_counted_when_an_engine_reports_and_leaves_out_its_own_cache() -> None:
+def test_the_upper_bound_is_counted_at_reports_and_leaves_out_engines_caches() -> None:
     desk = Desk()
     desk.hello()
 
@@ -110,7 +110,7 @@ def test_the_upper_bound_is_counted_when_an_engine_reports_and_leaves_out_its_ow
     assert tokens() == (19, 0, 7)
 
 
-def test_what_the_depot_finds_is_in_the_upper_bound_even_if_this_run_has_never_seen_it() -> None:
+def test_chunks_found_are_in_the_upper_bound_even_if_this_run_never_saw_them() -> None:
     desk = Desk()
     desk.hello()
     desk.register(b"one")

@@ -111,7 +111,7 @@ def test_a_part_is_waited_for_exactly_if_stores_in_progress_make_the_prefix_long
 # -- how long
 
 
-def test_a_rank_whose_store_hangs_stays_late_when_the_other_rank_has_stored_the_chunk() -> None:
+def test_a_rank_whose_store_hangs_stays_late_when_the_other_has_stored() -> None:
     host = new_host(world_size=2)
     chain = prompt("a", 2)
     for rank in range(2):
@@ -128,7 +128,7 @@ def test_a_rank_whose_store_hangs_stays_late_when_the_other_rank_has_stored_the_
     assert host.answers[host.send(b"one", lookup(chain, "third", world_size=2))] == 2
 
 
-def test_a_store_that_hangs_delays_a_lookup_until_its_deadline_and_later_ones_not_at_all(desk: Desk) -> None:
+def test_a_store_that_hangs_delays_one_lookup_to_its_deadline_and_no_later_one(desk: Desk) -> None:
     chain = prompt("a", 4)
     assert desk.ask(b"one", store(chain, end=1)) is True
     begin(desk, store(chain))
@@ -180,9 +180,7 @@ def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk, monkeypatch: p
 
 
 @pytest.mark.parametrize("ends", [wire.EndSession("r"), lookup(prompt("b", 1))])
-def test_the_end_of_its_session_or_another_lookup_of_the_request_is_answered_with_nothing(
-    desk: Desk, ends: wire.Request
-) -> None:
+def test_a_lookup_whose_session_ends_or_that_is_repeated_finds_nothing(desk: Desk, ends: wire.Request) -> None:
     chain = prompt("a", 4)
     begin(desk, store(chain))
     asked = desk.send(b"two", lookup(chain))

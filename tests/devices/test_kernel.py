@@ -150,9 +150,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, triton: Path) -> Built:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_machine_code_loads_all_bytes_at_128_bits_before_the_first_store_and_spills_none(
-    built: Built, arch: str
-) -> None:
+def test_machine_code_loads_128_bits_at_a_time_before_stores_and_spills_none(built: Built, arch: str) -> None:
     ptx, accesses = built[arch]
     moved = re.findall(r"\b(ld|st)\.global(\S*)", ptx)
     wide = [kind for kind, how in moved if how.endswith((".v2.b64", ".v4.b32"))]

@@ -128,7 +128,7 @@ def test_what_one_engine_stored_is_credited_to_every_engine_that_can_load_it(hos
     assert not follower.router.passed_over and not follower.router.twice
 
 
-def test_an_engine_that_comes_later_is_credited_with_what_is_there_and_one_that_leaves_with_nothing(host: Host) -> None:
+def test_a_later_engine_is_credited_with_stored_chunks_and_a_gone_one_with_none(host: Host) -> None:
     follower, tokens = host.follower(clears=False), prompt(1, 5)
     first = host.engine(TOPICS[0])
     first.store_prompt(tokens)

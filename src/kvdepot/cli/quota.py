@@ -98,7 +98,7 @@ def quota(
 
 
 def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
-    """Whether to show it: all, those of a tenant, or that of one salt."""
+    """Whether to show this quota: of all quotas, a tenant's, or one salt's."""
     return (each.tenant, each.salt) == (tenant, salt) if salt else tenant in ("", each.tenant)
 
 

@@ -59,7 +59,7 @@ LOST = "evictions, failures, refusals"
 
 @dataclass(frozen=True)
 class Listing:
-    """A table. heads: names of the columns; those of numeric columns begin with >."""
+    """A table. heads: names of the columns; a numeric column's name begins with >."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]

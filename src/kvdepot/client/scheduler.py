@@ -126,12 +126,12 @@ class SchedulerClient:
     def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
         """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups.
 
-        For a caller that can still use an answer. A lookup is repeated if no server answered it and one has been heard
-        since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is under way; if
-        it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again; then it is
-        Unanswered until the next call. A server that is gone or hangs is not heard, so its callers wait LOOKUP_S and
-        the tiers' deadline at most, and afterwards not at all; unless another is starting in the place of one that was
-        lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
+        Use it if the caller can still use a late answer. A lookup is repeated if no server answered it and one has
+        been heard since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is
+        under way; if it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again;
+        then it is Unanswered until the next call. A server that is gone or hangs is not heard, so its callers wait
+        LOOKUP_S and the tiers' deadline at most, and afterwards not at all; unless another is starting in the place of
+        one that was lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
@@ -177,7 +177,7 @@ class SchedulerClient:
 
         saved_tokens, saved_s, asked: see wire.EndSession.
         """
-        # No deadline: a server that lives must hear it, however late.
+        # No deadline: a live server must get it, however late.
         self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked), deadline_s=None)
         self.client.pump()
 

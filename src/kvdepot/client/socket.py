@@ -233,7 +233,7 @@ class Client:
 
     @property
     def is_welcomed(self) -> bool:
-        """Whether a server knows this client and is connected, as far as this end has heard."""
+        """Whether a server knows this client and is connected, as far as this client knows."""
         return self._connection.welcomed
 
     @property

@@ -270,7 +270,7 @@ class Rates:
         return True
 
     def only_floods(self) -> bool:
-        """Whether more messages in a row were refused than there are flooding clients: nobody else is sending."""
+        """Whether more messages in a row were refused than there are flooding clients: no other client is sending."""
         if self._run <= len(self._flooding):
             return False
         self._run = 0

@@ -374,7 +374,7 @@ class Leases:
         return over
 
     def forget(self) -> None:
-        """End leases that hold chunks that a removal in progress covers: a hold would block storing them anew."""
+        """End leases of chunks that a removal in progress covers: a hold would keep them from being stored again."""
         for lease in list(self._all()):
             if any(is_forgotten(chunk) for chunk, _ in lease.tops):
                 self._end(lease, "forgotten")
@@ -436,7 +436,7 @@ class Leases:
 
 
 def _count(tops: _Tops, before: _Tops) -> None:
-    """Count a lease on the chunks that these keep, instead of those that `before` did; passes only what differs."""
+    """Count a lease on the chunks that `tops` keep instead of those that `before` kept; walks only what differs."""
     old = {id(top): top for top, _ in before}
     for top, _ in tops:
         for chunk in _chain(top):

@@ -1,4 +1,4 @@
-"""One name for each model, where engines give several: the first one that the server has heard of.
+"""One name for each model, where engines give several: the first one that an engine has used.
 
 Called by core/depot.py before a request is decided that names another model than its client did last, so that no other
 part sees a second name.
@@ -24,7 +24,7 @@ class Naming:
     """The names of the models of one depot, by tenant: no tenant sees another's names."""
 
     def __init__(self, namespaces: Callable[[], Iterable[Namespace]]) -> None:
-        """namespaces: lists those that there are, which a restart may have recovered."""
+        """namespaces: returns the existing namespaces, which a restart may have recovered."""
         self._namespaces = namespaces
         self._names: dict[str, dict[str, str]] = {}  # by tenant, and by the name that was given
 

@@ -169,7 +169,7 @@ class Sessions:
             del table[request]
 
     def _forgo(self, pending: PendingLookup) -> list[Action]:
-        """Reply 0 without a match: nobody wants the answer any more."""
+        """Reply 0 without a match: the answer is not wanted any more."""
         self._stop_waiting(pending)
         return [] if pending.asker.dead else [Reply(pending.asker.identity, pending.number, 0)]
 

@@ -1,7 +1,7 @@
 """Lookups that wait for stores in progress: which waits for what, and until when. Plain data on the deciding thread.
 
 Used by core/sessions.py. Invariant: a lookup waits for one part at a time, and until one deadline, however often the
-part changes; nobody waits for a store that has let a lookup wait until its deadline.
+part changes; no lookup waits for a store that has kept another one waiting until its deadline.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Hazards:
         self._uses[kind][min(age, _OLDEST).bit_length()] += chunks
 
     def could(self, kind: int, age: int, chunks: int) -> None:
-        """During an epoch, so many chunks of this class and age could have come back."""
+        """Count chunks of this class and age that could have come back during an epoch."""
         self._risk[kind][min(age, _OLDEST).bit_length()] += chunks
 
     def rank(self, kind: int, age: int) -> float:

@@ -34,7 +34,7 @@ class Lru:
 
     @property
     def queued(self) -> int:
-        """Entries in the queue, those that are gone included."""
+        """Entries in the queue, including entries that are gone."""
         return len(self._heap) + len(self._old)
 
     def insert(self, chunks: Sequence[Victim]) -> None:

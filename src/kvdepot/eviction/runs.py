@@ -17,7 +17,7 @@ __all__ = ["Links", "Runs"]
 
 
 def _mark(key: bytes, salt: int = 0) -> int:
-    """32 bits of a hash of a key. It is keyed anew in each process: clients choose keys, and could fill one bucket."""
+    """32 bits of a hash of a key. Each process uses another one: clients choose keys, and could fill one bucket."""
     return (hash(key) ^ salt * 0x9E3779B9) & 0xFFFFFFFF
 
 

@@ -234,7 +234,7 @@ _USE, _MOST_USES = 16, 15
 """One use, in the bits above the flags, and how many they hold."""
 _LENGTHS = 8
 _USED = 8
-"""Classes of chunks that were used; those of the others follow."""
+"""Classes of chunks that were used; then come the classes of chunks that never were."""
 _CLASSES = _USED + 4 * _LENGTHS
 _LONGEST = 255
 

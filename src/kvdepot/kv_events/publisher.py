@@ -289,7 +289,7 @@ class Publisher:
         if sent.first <= start <= sent.last + 1:
             return itertools.chain(_numbered(start, sent.since(start)), iter([_LAST]))
         # The listing reuses recent numbers, which a client that asks for one has not seen. It has what the messages
-        # after those numbers told, which must not be told twice: some routers count.
+        # after the numbers published, which must not be published twice: some routers count.
         last = max(sent.first + listed - 1, sent.last - _MARGIN)
         assert last <= sent.last, "fewer messages are kept than a full listing takes"
         listing = ((topic, self._pack(events)) for topic, events in self._view.listing())

@@ -225,7 +225,7 @@ class LivenessFile:
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
-        hidden = path.with_name(f".{self.name}")  # until it is locked, so that nobody takes it for stale
+        hidden = path.with_name(f".{self.name}")  # until it is locked, so that no sweep takes it for stale
         fd = -1
         try:
             fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

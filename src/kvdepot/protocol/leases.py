@@ -13,7 +13,7 @@ NORMAL = 50
 """The priority of a lease that says none, and the highest that a request may ask for by default."""
 MOST_PRIORITY = 100
 HINT_S = 3600
-"""How long a request may have its chunks kept, by default: KV that nobody has used for an hour is not worth memory."""
+"""Seconds for which a request's hints keep chunks, at most, by default: KV unused for an hour is not worth memory."""
 MOST_LEASES = 1 << 14
 """Leases of one server."""
 MOST_LISTED = 1000

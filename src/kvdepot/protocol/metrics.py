@@ -50,7 +50,7 @@ class Latencies:
         return f"<Latencies of {sum(kind.count for kind in self._kinds.values())} requests>"
 
     def begin(self, client: bytes, number: bytes, kind: str, now: float) -> None:
-        """A request was received. Those that are INTERNAL are not counted."""
+        """A request was received. INTERNAL requests are not counted."""
         if kind in INTERNAL:
             return
         self._asked.setdefault(client, {})[number] = kind, now

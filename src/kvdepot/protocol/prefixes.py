@@ -7,7 +7,7 @@ import msgspec
 __all__ = ["MOST_CHUNKS", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
 
 SORTS = ("hits", "bytes", "tokens", "idle")
-"""What families can be sorted by, the highest first; idle: those that were not found for longest."""
+"""Values that families can be sorted by, the highest first; `idle` puts the longest unused family first."""
 MOST_PREFIXES = 1000
 """Families in one answer."""
 MOST_CHUNKS = 16384

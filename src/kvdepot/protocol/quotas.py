@@ -37,7 +37,7 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The quota as text for users."""
         ttl = f", expires after {self.ttl_s} s" if self.ttl_s else ""
         cap = f"{self.cap_bytes} bytes" if self.cap_bytes else "none"
         disk = ""
@@ -52,7 +52,7 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.disk_floor_bytes or self.disk_cap_bytes)
 
     def fault(self) -> str:
-        """What is wrong with it by itself; empty if nothing is."""
+        """The fault of this quota by itself; empty: none."""
         for where, floor, cap in (
             ("", self.floor_bytes, self.cap_bytes),
             (" on disk", self.disk_floor_bytes, self.disk_cap_bytes),
@@ -69,7 +69,7 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fault_of(quotas: Sequence[tuple[str, Quota]], capacity_bytes: int) -> str:
-    """What is wrong with all quotas, each with its `name_of`, in an arena of this capacity; empty if nothing is."""
+    """The fault of all quotas together, each with its `name_of`, in an arena of this capacity; empty: none."""
     for name, quota in quotas:
         if fault := quota.fault():
             return f"quota of {name}: {fault}"
@@ -82,7 +82,7 @@ def fault_of(quotas: Sequence[tuple[str, Quota]], capacity_bytes: int) -> str:
 
 
 def shown_tag(tag: bytes) -> str:
-    """How a cache salt is named to people, who may keep it secret: the first 16 hex digits of its tag."""
+    """The name of a cache salt for users, who may keep the salt secret: the first 16 hex digits of its tag."""
     return tag.hex()[:16]
 
 

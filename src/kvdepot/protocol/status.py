@@ -65,7 +65,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """How often a value was in which range, since the start.
+    """Counts of values by range, since the start.
 
     unit: of the values and of `sum`, their sum. bounds: upper bounds of the buckets, inclusive, increasing. counts: of
     each bucket alone; one more than bounds, for values above the last.

@@ -302,7 +302,7 @@ class Count(_Message, frozen=True):
 
 
 class Prefixes(_Message, frozen=True):
-    """Ask which prompts are in memory, as families of those that begin with the same chunk.
+    """Ask which prompts are in memory, as families: prompts that begin with the same chunk.
 
     Answer: a list of prefixes.Prefix: at most `most` families of models whose name has this prefix (empty: all), those
     with the most of `sort` (one of prefixes.SORTS) first; of the client's tenant only, if it has one.

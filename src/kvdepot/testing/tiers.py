@@ -41,7 +41,7 @@ _SIZES = (1, 2, 511, 4095, 4096, 4097, 64 * KIB + 3, MIB, 8 * MIB + 1, 32 * MIB)
 
 
 Place = TypeVar("Place")
-"""What a subclass's fixture `place` gives to its `open_tier`."""
+"""The value of a subclass's fixture `place`, passed to its `open_tier`."""
 
 
 def name_of(number: int, salt: int = 0, space: int = 0, rank: int = 0) -> str:

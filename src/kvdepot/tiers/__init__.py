@@ -153,7 +153,7 @@ class Tier(Protocol):
         """Store objects, one answer per blob: whether it now exists, complete. Existing objects are replaced or kept.
 
         False: refused (too large, no space, not now); a previous object may still exist. Writes are atomic for `find`
-        and `read` on every host: nobody ever sees part of an object, even if this process is killed. A name occurs
+        and `read` on every host: no reader ever gets part of an object, even if this process is killed. A name occurs
         once per call.
         """
 

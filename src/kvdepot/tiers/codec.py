@@ -12,7 +12,7 @@ shrink to a third that way, its mantissas not at all. After the header follow
     offset 4 * count     the planes, block by block
 
 Encrypted, all that is AES-256-GCM, with a tag of 16 bytes at the end. The header (`Header.bound`) is authenticated with
-it: nobody can pass one object's bytes off as another's, or an older layout's as a newer one's.
+it: no writer without the key can pass one object's bytes off as another's, or an older layout's as a newer one's.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class PrefixQuery(msgspec.Struct, frozen=True):
 
 @get("/v1/prefixes")
 def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
-    """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
+    """Prompts in memory, as families: prompts that begin with the same chunk; at most two seconds old."""
     return state.prefixes.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
 
 

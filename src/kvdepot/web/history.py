@@ -83,7 +83,7 @@ class History:
             return last.get(counter, 0.0) - first.get(counter, 0.0)
 
     def series(self) -> TimeSeries:
-        """All points: those of ten seconds for times before the first second, then those of seconds."""
+        """All points: one per ten seconds for times before the first second, then one per second."""
         with self._lock:
             first = self._seconds[0]["time_s"] if self._seconds else 0.0
             points = [*(point for point in self._tens if point["time_s"] < first), *self._seconds]

@@ -74,9 +74,9 @@ _GAUGES = {
 }
 """Name and help text of the metric, by field of the status."""
 _SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}
-"""Names of metrics that are not those of their fields."""
+"""Names of metrics that differ from their fields' names."""
 _LABELS = {"uuid": "device", "name": "tier"}
-"""Names of labels that are not those of their fields."""
+"""Names of labels that differ from their fields' names."""
 _TIER, _DEVICE = ("tier", "name"), ("device", "uuid")
 _OF_NAMESPACE = {
     "chunks": "Chunks in memory of a tenant, model and shape.",
@@ -253,7 +253,7 @@ def _shapes(status: Status) -> list[NamespaceStatus]:
 
 
 def _sum(parts: Sequence[NamespaceStatus]) -> NamespaceStatus:
-    """What several namespaces hold together, under the name of the first."""
+    """The sums of several namespaces, under the name of the first."""
     sums = {field: sum(getattr(each, field) for each in parts) for field in _OF_NAMESPACE}
     return replace(parts[0], **sums)
 

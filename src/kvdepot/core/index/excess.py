@@ -1,4 +1,4 @@
-"""Chunks that must go although nobody needs their space: too old, or above a cap. Used by core/depot.py, in steps."""
+"""Chunks that are removed without need for their space: too old, or above a cap. Used by core/depot.py, in steps."""
 
 from __future__ import annotations
 

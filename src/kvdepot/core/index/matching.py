@@ -64,7 +64,7 @@ def for_lookup(
 ) -> list[Namespace]:
     """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest.
 
-    model: tenant, name, and number of ranks. Of a model with several KV cache groups, the first group's.
+    model: tenant, name, and number of ranks. For a model with several KV cache groups, the first group's.
     """
     namespaces = [
         namespace

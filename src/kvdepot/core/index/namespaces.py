@@ -156,7 +156,7 @@ class Namespaces:
             namespace.slot, namespace.recorded = slot, len(namespace.layouts)
 
     def adopt(self, namespaces: list[Namespace]) -> None:
-        """Take over those that recovery.py read from the records, all groups of each model. There must be none yet."""
+        """Add the namespaces that recovery.py has read, all groups of each model. There must be none yet."""
         assert not self.known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for each in namespaces:

@@ -345,7 +345,7 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
 
 
 def sweep() -> int:
-    """Remove sockets of workers that were killed; returns how many. Keeps those of the living."""
+    """Remove sockets of workers that were killed; returns how many. Sockets of live processes stay."""
     removed = 0
     for path in SHM.glob(f"*{_PREFIX}*"):
         try:

@@ -75,7 +75,7 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         self._private: set[str] = set()  # requests with KV that token ids do not determine
         self._loading: set[str] = set()  # requests whose load was ordered and has not ended on all ranks
         self._aborted: set[str] = set()  # those that ended during their load
-        self._held: set[str] = set()  # those whose blocks vLLM would free already
+        self._held: set[str] = set()  # requests whose blocks vLLM would free already
         self._may_load: bool = settings.is_kv_consumer
         self._may_store: bool = settings.is_kv_producer
 

@@ -104,7 +104,7 @@ class CacheGroup(NamedTuple):
 
 
 def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[CacheGroup]:
-    """The groups that vLLM caches by prefix, those of which all tokens are needed first.
+    """The groups that vLLM caches by prefix; groups that need all tokens come first.
 
     dcp_size: ranks over which each block's tokens are spread (decode context parallelism). Raises ConfigError for a
     group that cannot be served.
@@ -193,7 +193,7 @@ def fit_groups(groups: Sequence[CacheGroup], spec: ShardSpec) -> ShardSpec:
 def describe_groups(kv_cache_config: KVCacheConfig) -> list[str]:
     """The groups in words that are equal in the scheduler and in every worker.
 
-    Of a group whose layers differ, vLLM shows one layer's spec to its scheduler, and to workers those of their layers.
+    If a group's layers differ, vLLM shows one layer's spec to its scheduler, and their own layers' specs to workers.
     """
     described = []
     for group in kv_cache_config.kv_cache_groups:

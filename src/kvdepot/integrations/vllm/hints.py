@@ -1,9 +1,9 @@
 """Hints by which a request asks to keep its own chunks, to let them expire, to remove them, or not to store them.
 
-Callers say it in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module parses
-both; leases.py carries it out. Keys and actions of other names belong to others and are left alone.
+Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module
+parses both; leases.py carries them out. Keys and actions of other names belong to others and are left alone.
 
-Whoever may send a request may send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
+Every sender of requests can send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
 its requests: no request can end or replace the lease of a session of another salt.
 """
 
@@ -163,7 +163,7 @@ def _of_params(params: _Params, request: Request) -> Hints:
 
 
 def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hints:
-    """`hints`, and those of the actions that we know. actions: KvHintAction of vLLM 0.31 and later."""
+    """`hints`, and the hints of known actions. actions: KvHintAction of vLLM 0.31 and later."""
     leases, releases = list(hints.leases), list(hints.releases)
     for action in actions:
         kind, what = action.action_type, f"kv_hints, action {action.action_type}"

@@ -66,7 +66,7 @@ class EngineProcess:
         return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
 
     def connect_scheduler(self, client: Client) -> ConnectedParts:
-        """What the scheduler's half needs. Raises KVDepotError."""
+        """The values that the scheduler's half needs. Raises KVDepotError."""
         rules = PlanRules(
             spacing=self._settings.boundary_chunks,
             lookahead=lookahead_tokens(self._vllm_config),

@@ -291,7 +291,7 @@ class SchedulerHalf:
             tracked.has_pins = False
 
     def _compare_incarnations(self) -> None:
-        """A restarted server may have lost chunks: offer all of them again. It skips those that it has."""
+        """A restarted server may have lost chunks: offer all of them again. The server skips chunks that it has."""
         client = self._depot.client
         client.pump()
         if client.incarnation != self._incarnation:

@@ -141,7 +141,7 @@ class MooncakeTier:
         return sizes
 
     def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
-        """Read objects whose size is that of their memory; those that failed."""
+        """Read objects into memory of their size; returns the ones that failed."""
         failed = []
         for batch in self._batches(objects):
             with self._staging.placed(batch) as placed:
@@ -212,7 +212,7 @@ class MooncakeTier:
                 there[entry.index] = code == 1
 
     def _send(self, store: MooncakeStore, objects: list[PoolObject]) -> list[PoolObject]:
-        """Move the bytes of reserved objects; those that arrived."""
+        """Move the bytes of reserved objects; returns the ones that arrived."""
         if not objects:
             return []
         keys, addresses, sizes = memory_of(objects)

@@ -229,7 +229,7 @@ class RedisTier:
         return gone
 
     def usage(self) -> Usage:
-        """capacity_bytes: the servers' `maxmemory`. How much of their contents is ours, only a walk could tell."""
+        """capacity_bytes: the servers' `maxmemory`. Only a walk over all keys could count our objects."""
         with self._edge():
             limits = [self._limit(client) for client in self._servers.clients()]
         return Usage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
