@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvdepot.errors import ConfigError
 
 __all__ = ["DEFAULTS", "KvSize", "kv_size"]
+
+ModelConfig: TypeAlias = Mapping[str, Any]
+"""The contents of a `config.json`, whose fields have any JSON type."""
 
 KV_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes per element."""
@@ -111,7 +114,7 @@ class KvSize:
         return total
 
 
-def kv_size(config: Mapping[str, Any], dtype: str = "auto") -> KvSize:
+def kv_size(config: ModelConfig, dtype: str = "auto") -> KvSize:
     """The KV of the model with this configuration. dtype: one of KV_DTYPES, or auto: as the configuration says.
 
     Raises ConfigError if its KV is not known from that.
@@ -141,7 +144,7 @@ def _unknown(name: str, why: str) -> ConfigError:
     return ConfigError(f"the KV size of {name!r} is not known: {why}; give --bytes-per-token")
 
 
-def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_of(config: ModelConfig) -> ModelConfig:
     """The part about the language model."""
     for part in ("text_config", "llm_config", "language_config", "thinker_config"):
         inner = config.get(part)
@@ -150,7 +153,7 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _number(config: Mapping[str, Any], name: str, *keys: str, least: int = 1, default: int | None = None) -> int:
+def _number(config: ModelConfig, name: str, *keys: str, least: int = 1, default: int | None = None) -> int:
     for key in keys:
         value = config.get(key)
         if value is None:
@@ -163,7 +166,7 @@ def _number(config: Mapping[str, Any], name: str, *keys: str, least: int = 1, de
     return default
 
 
-def _kinds(config: Mapping[str, Any], name: str, layers: int) -> list[str | int]:
+def _kinds(config: ModelConfig, name: str, layers: int) -> list[str | int]:
     """The kind of each layer: full, state, none, or the tokens of its window."""
     window = _number(config, name, "sliding_window", "attention_chunk_size", "window_size", least=0, default=0)
     if config.get("use_sliding_window") is False:
@@ -190,7 +193,7 @@ def _kinds(config: Mapping[str, Any], name: str, layers: int) -> list[str | int]
     return [window or "full"] * layers
 
 
-def _no_rope(config: Mapping[str, Any], name: str, layers: int) -> list[bool]:
+def _no_rope(config: ModelConfig, name: str, layers: int) -> list[bool]:
     """Whether each layer has no rotary embedding, and so full attention (Llama 4); empty if that is not said."""
     listed = config.get("no_rope_layers")
     if listed:  # 0: has none
@@ -203,9 +206,9 @@ def _no_rope(config: Mapping[str, Any], name: str, layers: int) -> list[bool]:
     return [number % every == every - 1 for number in range(layers)] if every else []
 
 
-def _global_heads(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _global_heads(config: ModelConfig) -> ModelConfig:
     """The configuration with the heads of its layers with full attention, where they differ (Gemma 4)."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     if config.get("global_head_dim") is not None:
         changed["head_dim"] = config["global_head_dim"]
     if config.get("num_global_key_value_heads") is not None and config.get("attention_k_eq_v"):
@@ -225,7 +228,7 @@ def _kind(kind: object, name: str, window: int) -> str | int:
     raise _unknown(name, f"a layer is {str(kind)[:40]!r}")
 
 
-def _layer_bytes(config: Mapping[str, Any], name: str, element: int) -> int:
+def _layer_bytes(config: ModelConfig, name: str, element: int) -> int:
     """Bytes per token of a layer with attention."""
     if config.get("kv_lora_rank"):  # MLA: one latent vector for all heads
         size = _number(config, name, "kv_lora_rank") + _number(config, name, "qk_rope_head_dim", least=0, default=0)
@@ -241,7 +244,7 @@ def _layer_bytes(config: Mapping[str, Any], name: str, element: int) -> int:
     return kv_heads * (head + _number(config, name, "v_head_dim", default=head)) * element
 
 
-def _attn_config_heads(config: Mapping[str, Any], name: str, heads: int) -> int:
+def _attn_config_heads(config: ModelConfig, name: str, heads: int) -> int:
     """The KV heads according to `attn_config`, which DBRX and MPT have; 0 if there is none."""
     given = config.get("attn_config")
     if given is None:
@@ -259,7 +262,7 @@ def _attn_config_heads(config: Mapping[str, Any], name: str, heads: int) -> int:
     return _number(given, name, "kv_n_heads", default=default)
 
 
-def _element(whole: Mapping[str, Any], config: Mapping[str, Any], name: str, dtype: str) -> tuple[str, int]:
+def _element(whole: ModelConfig, config: ModelConfig, name: str, dtype: str) -> tuple[str, int]:
     """The name of the KV's type, and bytes per element."""
     if dtype != "auto":
         return dtype, KV_DTYPES[dtype]

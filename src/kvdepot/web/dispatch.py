@@ -107,7 +107,7 @@ class Endpoint:
         """The encoded answer, or an iterator of events. Raises KVDepotError or _Refused."""
         body = await _read(scope, receive) if self._decoder else b""
 
-        def arguments() -> list[Any]:
+        def arguments() -> list[object]:
             given = [self._parse(scope["query_string"], body)] if self.given else []
             return [state, *given, *([scope] if self.takes_scope else [])]
 
@@ -120,7 +120,7 @@ class Endpoint:
             answer = await loop.run_in_executor(threads, lambda: self.run(*arguments()))
         return answer if isinstance(answer, Encoded) else Encoded(msgspec.json.encode(answer))
 
-    def _parse(self, query: bytes, body: bytes) -> Any:
+    def _parse(self, query: bytes, body: bytes) -> object:
         try:
             if self._decoder:
                 return self._decoder.decode(body)
@@ -245,9 +245,9 @@ def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     inputs, replies = iter(schemas), iter(schemas[len(given) :])
     problem = {"description": "An error.", "content": _content(schemas[-1])}
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, dict[str, object]] = {}
     for endpoint in shown:
-        described: dict[str, Any] = {
+        described: dict[str, object] = {
             "operationId": endpoint.run.__name__,
             "description": inspect.getdoc(endpoint.run),
             "responses": {"200": {"description": "Done.", "content": _content(next(replies))}, "default": problem},
@@ -275,5 +275,5 @@ def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
     )
 
 
-def _content(schema: dict[str, Any]) -> dict[str, Any]:
+def _content(schema: object) -> dict[str, object]:
     return {_JSON: {"schema": schema}}

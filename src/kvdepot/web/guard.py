@@ -21,10 +21,10 @@ import msgspec
 
 __all__ = ["MOST_BODY", "Guard", "Problem"]
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-App = Callable[[Any, Any, Any], Awaitable[None]]
+Scope = MutableMapping[str, Any]  # of a connection, or one message, as ASGI has them
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MOST_BODY = 8 << 20
 """Most bytes of a request's body."""
@@ -75,7 +75,7 @@ class Guard:
 
         body = _RequestBody(scope, receive)
 
-        async def send_guarded(message: Any) -> None:
+        async def send_guarded(message: Scope) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_HEADERS]
                 if body.is_left:
@@ -134,7 +134,7 @@ class _RequestBody:
         self.is_left = bool(self._announced or _header(scope, b"transfer-encoding")) and not _header(scope, b"expect")
         """Whether some of it has not been read."""
 
-    async def receive(self) -> Any:
+    async def receive(self) -> Scope:
         """The next part."""
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message["more_body"]:

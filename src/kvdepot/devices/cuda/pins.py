@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +44,9 @@ class Pins:
         self._size = len(memory.bytes)
         self._change = threading.Condition()
         # Guarded by _change:
-        self._context: Any = None  # the context for new registrations; None: no GPU is in use
-        self._pinned: dict[int, Any] = {}  # registered pieces, and their contexts
-        self._begun: dict[int, Any] = {}  # pieces that some thread is registering or unregistering
+        self._context: object = None  # the context for new registrations; None: no GPU is in use
+        self._pinned: dict[int, object] = {}  # registered pieces, and their contexts
+        self._begun: dict[int, object] = {}  # pieces that some thread is registering or unregistering
         self._refused: set[int] = set()  # pieces that could not be registered
         self._wanted: dict[int, None] = {}  # pieces that copies needed before they were registered
         self._users: Counter[int] = Counter()  # copies in progress, by piece
@@ -70,7 +69,7 @@ class Pins:
 
     # -- contexts
 
-    def attach(self, context: Any) -> None:
+    def attach(self, context: object) -> None:
         """A worker has come to a GPU without workers: register through its context if there is none yet. Never blocks.
 
         Pieces that were refused are tried again.
@@ -90,7 +89,7 @@ class Pins:
         self._stopping.set()
         self._change.notify_all()
 
-    def pass_on(self, context: Any, other: Any) -> None:
+    def pass_on(self, context: object, other: object) -> None:
         """A GPU is about to be left: register through `other` (None: no GPU) from now on. Never blocks.
 
         Then call `give_up`.
@@ -101,7 +100,7 @@ class Pins:
                 self._context = other
                 self._refused.clear()
 
-    def give_up(self, context: Any) -> None:
+    def give_up(self, context: object) -> None:
         """Unregister the pieces of a context, after `pass_on` and before the context ends; then call `resume`.
 
         Blocks until copies that use them have ended. Errors of the driver are logged.
@@ -128,7 +127,7 @@ class Pins:
                 self._refused.clear()
                 self._begin()
 
-    def _next_of(self, context: Any) -> int | None:
+    def _next_of(self, context: object) -> int | None:
         """The next piece to unregister, once no copy uses it; no copy can use it until that is done. None: no more."""
         with self._change:
             self._change.wait_for(lambda: context not in self._begun.values())
@@ -208,7 +207,7 @@ class Pins:
                     self._refused.add(piece)
                 self._change.notify_all()
 
-    def _register(self, piece: int, context: Any) -> bool:
+    def _register(self, piece: int, context: object) -> bool:
         if not self._memory.ensure(piece * PIECE_BYTES, self._length(piece)):
             self._complain("/dev/shm is full")
             return False
