@@ -21,7 +21,7 @@ import msgspec
 from fuzz.choices import Choices, Script
 
 from kvdepot import config as settings
-from kvdepot.core.forgetting import Removals
+from kvdepot.core.forgetting import clear
 from kvdepot.core.index import matching
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
@@ -253,10 +253,8 @@ def _check_usable(index: Index) -> None:
         index.seal(made.chunks[0], 0)
     index.validate()
     namespace.live -= 1
-    removals = Removals(index)
-    removals.begin(index.namespaces.all(), None, hides=False)
-    while removals:
-        removals.step()
+    for _ in clear(index, index.namespaces.begin_removal(index.namespaces.all(), None, hides=False)):
+        pass
     index.take_events()
     index.validate()
     assert index.allocator.free_bytes == index.allocator.capacity and not index.namespaces.all()

@@ -201,5 +201,6 @@ def test_the_memory_of_an_engine_killed_with_torchs_helper_is_removed(start_depo
     eventually(lambda: not files[0].exists())
     assert files[1].exists(), "its engine was never connected: this is for check"
     assert "of ended engines" in run("check", "--url", depot.url).stderr
+    assert "would remove" in run("check", "--remove-left", "--dry-run").stdout and files[1].exists()
     assert run("check", "--remove-left").returncode == 0
     assert not files[1].exists()

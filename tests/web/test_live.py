@@ -140,7 +140,7 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
 def test_a_stream_that_is_not_read_is_given_up() -> None:
     need(*NEEDED)
     from kvdepot.web.dispatch import Dispatch, get
-    from kvdepot.web.server import http_server
+    from kvdepot.web.server import HttpServer
 
     async def large(state: object) -> AsyncIterator[bytes]:
         while True:
@@ -148,13 +148,13 @@ def test_a_stream_that_is_not_read_is_given_up() -> None:
 
     app = Dispatch([get("/v1/stream")(large)], {}, None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = http_server(app, int)
+        server = HttpServer(app, int)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         with socket.create_connection(listener.getsockname(), 10.0) as reader:
             reader.sendall(STREAM)
             eventually(lambda: server.server_state.connections)
             eventually(lambda: not server.server_state.connections and not server.server_state.tasks)
-        server.should_exit = True
+        server.end()
         thread.join(HANG_S)
         assert not thread.is_alive()

@@ -49,10 +49,13 @@ def check(fix: bool, remove_left: bool, consent: options.Consent, as_json: bool,
 
     Also counts the KV that engines which were killed have left in /dev/shm.
     """
-    left = {name: taken for name, taken in shm.left_tensors() if not remove_left or shm.remove_left_tensors(name)}
+    if remove_left and fix:
+        raise click.UsageError("--fix and --remove-left are different tasks: give one of them")
+    removes = remove_left and not consent.dry_run
+    left = {name: taken for name, taken in shm.left_tensors() if not removes or shm.remove_left_tensors(name)}
     what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
     if remove_left:
-        show(as_json, left, f"removed {what}")
+        show(as_json, left, f"removed {what}" if removes else f"would remove {what}")
         return 0
     if left:
         print(f"kvdepot: {what}: --remove-left removes them", file=sys.stderr)

@@ -93,8 +93,9 @@ def _up_to(client: Client, model: str, prefix: str) -> tuple[list[ChunkStatus], 
     ends = {each.hash for each in families if each.id.startswith(prefix) or each.hash.startswith(prefix)}
     if len(ends) > 1:
         raise ConfigError(f"several hashes that `kvdepot ls` shows begin with {prefix}: give more of it")
-    end = next(iter(ends), prefix)
-    found = admin.inspect(client, model, end=bytes.fromhex(end)) if len(end) == _DIGITS else []
+    if not ends and len(prefix) < _DIGITS:
+        raise ConfigError(f"`kvdepot ls` lists no id or hash that begins with {prefix}: give all {_DIGITS} digits")
+    found = admin.inspect(client, model, end=bytes.fromhex(next(iter(ends), prefix)))
     return found, {each.hash: each.position for each in found if each.position}
 
 

@@ -24,11 +24,9 @@ from kvdepot.errors import KVDepotError
 from kvdepot.processes import prepare_standard_files
 from kvdepot.protocol.curve import Key
 from kvdepot.web.child import Order
-from kvdepot.web.server import http_server
+from kvdepot.web.server import HttpServer
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from kvdepot.web.live import LiveStatus
 
 log = logging.getLogger(__name__)
@@ -60,12 +58,12 @@ def main() -> int:
         return 1
 
 
-def _await_end(server: uvicorn.Server, live: LiveStatus) -> None:
+def _await_end(server: HttpServer, live: LiveStatus) -> None:
     """End streams and web server when standard input closes, then the process if it does not end by itself."""
     while os.read(0, 1):  # not sys.stdin, whose lock would block the interpreter's exit
         pass
     live.end()
-    server.should_exit = True
+    server.end()
     time.sleep(_END_S)
     os._exit(0)
 
@@ -105,7 +103,7 @@ def _serve(order: Order) -> int:
     poll = Poll(order.url, key)
     live = LiveStatus(poll)
     try:
-        server = http_server(make_app(poll, live, order.settings, order.address, order.token), _Watchdog().reset)
+        server = HttpServer(make_app(poll, live, order.settings, order.address, order.token), _Watchdog().reset)
         threading.Thread(target=_await_end, args=(server, live), daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)

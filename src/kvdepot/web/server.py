@@ -8,6 +8,7 @@ fill the limit. Here a connection beyond the maximum replaces the one that has b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvdepot.web.guard import App
 
-__all__ = ["MOST_CONNECTIONS", "http_server"]
+__all__ = ["MOST_CONNECTIONS", "HttpServer"]
 
 MOST_CONNECTIONS = 128
+_CHECK_S = 1.0
 _REQUEST_S = 10.0
 """Time for a request's headers, from the connection or the last response; then again for its body."""
 _READ_S = 20.0
@@ -68,32 +70,47 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
 
 
-def http_server(app: App, on_check: Callable[[], None]) -> uvicorn.Server:
-    """A server of an application, which checks its connections and calls `on_check` once a second, on its loop."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, but it wakes once a second instead of ten times, because each time may disturb a lookup; and by
+    the loop's clock, because uvicorn's own notification stops when the wall clock is set back."""
 
-    async def check() -> None:
-        on_check()
-        connections: list[Any] = list(server.server_state.connections)
-        for connection in connections:
-            connection.check(asyncio.get_running_loop().time())
+    def __init__(self, app: App, on_check: Callable[[], None]) -> None:
+        """on_check: called each second on the loop."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpConnection,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=MOST_CONNECTIONS,
+                timeout_keep_alive=5,
+                timeout_graceful_shutdown=1,
+                h11_max_incomplete_event_size=16 << 10,
+            )
+        )
+        self._on_check = on_check
+        self._ended = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    config = uvicorn.Config(
-        app,
-        http=HttpConnection,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=MOST_CONNECTIONS,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=16 << 10,
-        timeout_notify=0,  # uvicorn itself asks once a second
-        callback_notify=check,
-    )
-    server = uvicorn.Server(config)
-    return server
+    def end(self) -> None:
+        """End the server. Any thread may call this, also before it runs."""
+        self.should_exit = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):  # also updates the Date header of responses
+            self._on_check()
+            connections: list[Any] = list(self.server_state.connections)
+            for connection in connections:
+                connection.check(self._loop.time())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _CHECK_S)
