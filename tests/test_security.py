@@ -576,7 +576,7 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
             ("green", ["--floor", "1MiB"], "'green'"),
             ("blue", ["--floor", "17MiB"], "below the floor"),
             ("red", ["--floor", "1GiB"], "more than the arena"),
-            ("blue", ["--disk-cap", "1GiB"], "needs a tier disk://"),
+            ("blue", ["--disk-cap", "1GiB", "--yes"], "needs a tier disk://"),
         ):
             refused = run("quota", tenant, *options, *where)
             assert refused.returncode == 1 and said in refused.stderr
@@ -597,7 +597,7 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
         assert [(each["tenant"], each["salt"], each["floor_bytes"]) for each in salts] == [("blue", tag, 1 << 20)]
         assert tag in run("quota", "--url", server.url).stdout
         assert run("quota", "--floor", "1MiB", *where).returncode == 2
-        assert json.loads(run("quota", "blue", "--salt", "alice", "--remove", *where).stdout) == []
+        assert json.loads(run("quota", "blue", "--salt", "alice", "--remove", "--yes", *where).stdout) == []
         assert json.loads(run("quota", "blue", "--remove", *where).stdout) == []
         assert server.status()["tenants"] == [] and of_blue.lookup(TOKENS) == CHUNK
     finally:

@@ -967,3 +967,13 @@ def test_a_server_with_another_chunk_size_is_never_asked_for_wrong_chunks(
         assert engine.retrieve(LoadStoreOp(list(range(8, 16)), token_ids=tokens)) == set()
         assert read_blocks(engine.caches[0], list(range(8, 16))) == read_blocks(engine.caches[0], list(range(8)))
     engine.close()
+
+
+def test_a_class_has_the_names_of_the_contract_and_another_client_is_refused(engine: Engine) -> None:
+    assert {"model_name", "world_size", "worker_id", "chunk_size", "mq_client"} <= {
+        name for name in dir(LMCacheMPWorkerAdapter) if getattr(LMCacheMPWorkerAdapter, name, None) is not None
+    }
+    before = engine.scheduler.mq_client
+    with pytest.raises(errors.BadRequest, match="must be a MessageQueueClient, not a str"):
+        engine.scheduler.mq_client = "ipc:///a/socket"  # type: ignore[assignment]
+    assert engine.scheduler.mq_client is before

@@ -935,3 +935,11 @@ def test_a_store_of_which_a_later_part_is_refused_has_reserved_nothing() -> None
     parts = [shards(prompt("a", 2)), shards(prompt("b", 2), model="other", blocks=[4, 5, 6, 7])]
     assert isinstance(desk.ask(b"one", wire.Store(1, 1, parts)), Busy)
     desk.assert_empty()
+
+
+@pytest.mark.parametrize("parts", [1, wire.MAX_CHUNKS + 1])
+def test_requests_for_more_chunks_than_one_may_name_are_refused_and_counted(desk: Desk, parts: int) -> None:
+    too_many = bytes(32 * (wire.MAX_CHUNKS + 1)) if parts == 1 else b""
+    refused = desk.ask(b"one", wire.Store(1, 1, [wire.Shards("r", "m", 1, 0, bytes(32), 0, too_many, b"")] * parts))
+    assert isinstance(refused, Busy) and str(wire.MAX_CHUNKS) in str(refused)
+    assert desk.depot.counters["large_requests_refused"] == 1

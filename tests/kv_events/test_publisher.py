@@ -308,3 +308,15 @@ def test_with_keys_events_are_for_clients_with_a_key_and_no_tenant(
             assert not other.payloads
     finally:
         process.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "complaint"),
+    [
+        ("tcp://0.0.0.0:5557", "keygen"),
+        *((wrong, "--kv-events") for wrong in ("nowhere", "tcp://127.0.0.1", "tcp://127.0.0.1:65535", "ipc://")),
+    ],
+)
+def test_endpoints_that_are_wrong_or_open_to_others_are_refused(endpoint: str, complaint: str) -> None:
+    ended = run_serve("--kv-events", endpoint, "--arena-gib", "0.01")
+    assert ended.returncode == 2 and complaint in ended.stderr and endpoint in ended.stderr

@@ -359,6 +359,7 @@ def test_a_layout_that_ends_with_the_last_byte_of_its_mapping_is_good() -> None:
         changed(segments=[Segment(1, 0, 10, 10)]),
         changed(segments=[Segment(-1, 0, 10, 10)]),
         changed(segments=[Segment(0, 2**62, 90, 90)]),
+        changed(segments=[Segment(0, -1, 90, 90)]),
         changed(segments=[GOOD.segments[0]] * (MAX_SEGMENTS + 1)),
         changed(mappings=[Mapping("m", -1000)]),
         changed(fingerprint=b"f" * 31),

@@ -357,3 +357,8 @@ def test_an_error_code_of_a_later_version_is_still_an_error() -> None:
     frame = bytes(16) + msgspec.msgpack.encode(["Failure", "not_invented_yet", "words"])
     value = wire.decode_reply(frame)[2]
     assert type(value) is errors.KVDepotError and str(value) == "words"
+
+
+def test_an_error_that_quotes_what_was_sent_stays_short() -> None:
+    frame = wire.encode_failure(bytes(wire.ID_BYTES), bytes(wire.BOOT_BYTES), errors.BadRequest("x" * 2000))
+    assert str(wire.decode_reply(frame)[2]) == "x" * wire.MAX_ERROR

@@ -381,3 +381,16 @@ def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: Sta
     assert works(server)
     assert server.stop() == 0
     assert not (SHM / server.name).exists()
+
+
+def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(HANG_S)
+    other = socket_path(server).with_suffix(".other")
+    other.write_text("somebody else's")
+    other.rename(socket_path(server))
+    eventually(lambda: "socket" in client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    eventually(lambda: "another file has replaced the unix socket" in server.logged())
+    client.close()
+    server.process.kill()

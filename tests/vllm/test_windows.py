@@ -160,3 +160,17 @@ def test_states_are_not_used_again_before_they_are_stored(
         assert engine.run_fresh(parted)["tokens"] == engine.run_fresh(parted, salt=f"computed {chunks}")["tokens"]
     same_as_own(engine, tokens, 5 * STATE_CHUNK)
     engine.stop()
+
+
+def test_windows_that_vllm_keeps_whole_are_one_group(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    engine = start_engine(
+        models["windows"], vllm_depot.url, disable_hybrid_kv_cache_manager=True, **FLOAT32
+    ).wait_started()
+    tokens = prompt(310, 6 * 256 + 17)
+    engine.run(tokens)
+    same_as_own(engine, tokens, 6 * 256)
+    same_as_own(engine, [*tokens[: 3 * 256], 5, 6, 7], 3 * 256, exact=False)  # every chunk is a boundary
+    assert "KV cache group" not in engine.logged()
+    engine.stop()

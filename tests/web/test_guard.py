@@ -193,3 +193,21 @@ def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
                 connection.recv(1 << 16)
     assert web.get("/healthz").status == 200
     assert "ERROR" not in web.depot.logged()
+
+
+@pytest.mark.parametrize("scheme", ["Basic", "", "Bearer:"])
+def test_a_token_said_in_another_way_is_none(web: Web, scheme: str) -> None:
+    refused = web.ask("POST", "/v1/forget", {"all": True}, headers={"Authorization": f"{scheme} {web.token}".strip()})
+    assert refused.status == 401
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"quota":' * 100_000, b'{"tenant":' + b"[" * 100_000])
+def test_a_body_that_is_nested_deeply_is_an_error_of_who_sent_it(web: Web, body: bytes) -> None:
+    answer = web.change("/v1/quota", body)
+    assert (answer.status, answer.value["code"]) == (400, "bad_request")
+    assert "Traceback" not in web.depot.logged()
+
+
+def test_a_request_without_a_host_is_refused(web: Web) -> None:
+    status = raw(web, b"GET /v1/status HTTP/1.0\r\nConnection: close\r\n\r\n").split(maxsplit=2)[1]
+    assert status in (b"400", b"403")

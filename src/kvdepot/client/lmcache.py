@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import zmq
 
@@ -75,7 +75,15 @@ class _OfSpec(Generic[_Value]):
     def __init__(self, field: str) -> None:
         self._field = field
 
-    def __get__(self, adapter: _Adapter, owner: object) -> _Value:
+    @overload
+    def __get__(self, adapter: None, owner: object) -> _OfSpec[_Value]: ...
+
+    @overload
+    def __get__(self, adapter: _Adapter, owner: object) -> _Value: ...
+
+    def __get__(self, adapter: _Adapter | None, owner: object) -> _Value | _OfSpec[_Value]:
+        if adapter is None:
+            return self
         value: _Value = getattr(adapter.spec, self._field)
         return value
 

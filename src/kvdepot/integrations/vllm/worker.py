@@ -64,8 +64,8 @@ class WorkerHalf:
 
     def use_tensors(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """These tensors have the paged KV."""
-        device = next(iter(kv_caches.values())).device
-        self._gpu = None if device.type == "cpu" else device
+        devices = {tensor.device for tensor in kv_caches.values()}
+        self._gpu = next((device for device in devices if device.type != "cpu"), None)
 
     def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
         """Have the server map the KV again. Blocks 30 s at most; raises KVDepotError."""
@@ -174,6 +174,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
+        self.is_connected = False
         self._depot.close()
 
 
