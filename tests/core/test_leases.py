@@ -211,6 +211,16 @@ def test_a_lease_of_a_model_with_states_grows_to_each_boundary() -> None:
     assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
 
 
+def test_a_lease_that_grows_may_end_one_that_would_grow_next(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 15)
+    desk.ask(blue, store(chain, end=2))
+    for name in ("first", "next"):
+        assert desk.ask(blue, lease(chain, name, ttl_s=60)) == 2
+    assert desk.ask(blue, store(chain, first=2, end=15)) is True
+    assert {each.name: each.chunks for each in desk.depot.leases.listed("", 0.0)} == {"first": 15}
+
+
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.leases._MOST_MATCHED", 1)
     blue = engine(desk, "blue")

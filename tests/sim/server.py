@@ -316,12 +316,16 @@ class Server(Checks, Harness):
         return self.serving and not self.frozen and not self.draining and not self.host.network_slow
 
     def is_busy_for(self, link: Link) -> bool:
-        """Whether it copies for this client, or has tensors of it to map or unmap: that waits for others' copies."""
+        """Whether it copies for this client, removes for it (which may wait for tiers), or has tensors of it to map or
+        unmap: that waits for others' copies."""
         client = self.depot._clients.get(link.identity)
         if client is None:
             return False
         maps = any(instance.mapped is None for instance in client.instances.values())
-        return maps or client.queued > 0 or bool(client.closing or client.waiting)
+        removals = self.depot.removals
+        removes = (*removals._ready, *removals._waiting, *removals._forgetting.values())
+        is_removing = any(each.client is client for each in removes)
+        return maps or is_removing or client.queued > 0 or bool(client.closing or client.waiting)
 
     def deliver(self, link: Link, frame: bytes) -> None:  # type: ignore[override]  # as a network's listener
         self._event(self._receive, link, frame)

@@ -283,8 +283,9 @@ class Leases:
 
     def _grow_some(self) -> None:
         for lease in list(itertools.islice(self._due, _MOST_MATCHED)):
-            del self._due[lease]
-            self._grow(lease)
+            if lease in self._due:  # the growth of one before it may have ended it
+                del self._due[lease]
+                self._grow(lease)
 
     def _grow(self, lease: Lease) -> None:
         """Hold what memory has of its prompt by now. It then waits for more, or has all, or no room."""
