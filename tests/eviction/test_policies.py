@@ -234,8 +234,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 break
             if keep:
                 self.policy.add(victim)
-                again = self.policy.victim(lambda chunk: any(chunk is one for one in self.free))
-                assert again is victim, "it has lost its place"
+                assert victim.queued
             self.free = [chunk for chunk in self.free if chunk is not victim]
             if keep:
                 self.held.append(victim)
@@ -305,3 +304,22 @@ def test_lru_discards_removed_chunks_gradually_and_keeps_its_order() -> None:
     assert lru.queued < 3 * len(left)
     assert [lru.victim(lambda chunk: True) for _ in left] == left
     assert lru.victim(lambda chunk: True) is None
+
+
+@EVERY
+def test_a_victim_that_is_kept_after_all_is_the_next_victim_again(name: str) -> None:
+    policy = POLICIES[name]()
+    chunks = [Victim(key=key_of(number)) for number in range(50)]
+    for chunk in chunks:
+        policy.insert([chunk])
+        policy.add(chunk)
+    for chunk in chunks[20:]:
+        policy.use(chunk)
+        policy.add(chunk)
+    for _ in range(5):
+        first = policy.victim(lambda chunk: True)
+        assert first is not None and not first.queued
+        policy.add(first)
+        assert policy.victim(lambda chunk: True) is first
+        first.gone = True
+        policy.remove(first, evicted=True)
