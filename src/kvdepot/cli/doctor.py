@@ -334,7 +334,7 @@ def _web_page(facts: Facts) -> Iterator[Said]:
         advice = f"{install.advice()} for the page, metrics and API, or --http off"
         yield "warn", f"{', '.join(missing)} is not installed", advice
     elif facts.silence is not None and facts.silence[0] == "fail":
-        yield "warn", f"not checked at {address}: the server does not answer", "mend the finding of the server first"
+        yield "warn", f"not checked at {address}: the server does not answer", "see the finding about the server"
     elif now is None:
         yield "ok", f"at {address} once the server runs"
     else:

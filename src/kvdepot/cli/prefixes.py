@@ -92,7 +92,7 @@ def _up_to(client: Client, model: str, prefix: str) -> tuple[list[ChunkStatus], 
     families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
     ends = {each.hash for each in families if each.id.startswith(prefix) or each.hash.startswith(prefix)}
     if len(ends) > 1:
-        raise ConfigError(f"several hashes that `kvdepot ls` shows begin with {prefix}: give more of it")
+        raise ConfigError(f"several hashes that `kvdepot ls` shows begin with {prefix}: give more digits")
     if not ends and len(prefix) < _DIGITS:
         raise ConfigError(f"`kvdepot ls` lists no id or hash that begins with {prefix}: give all {_DIGITS} digits")
     found = admin.inspect(client, model, end=bytes.fromhex(next(iter(ends), prefix)))

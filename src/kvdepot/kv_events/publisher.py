@@ -163,7 +163,7 @@ class Publisher:
         """Start to publish."""
         self._thread.start()
         place = self._endpoint
-        log.info("KV events at %s, replays at %s: of engines with an events_topic", place, replay_endpoint(place))
+        log.info("KV events at %s, replays at %s, by kvdepot.events_topic of engines", place, replay_endpoint(place))
 
     def close(self) -> None:
         """Take everything back, end the thread and close the feed. Blocks for a second at most. Call it once."""
