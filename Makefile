@@ -18,7 +18,7 @@ help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it; then chats with the depot and"
 	@echo "                without; writes build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: unit tests, real faults (four files at a time), real vLLM engines; make test-fast: unit tests only"
+	@echo "make test       all tests: unit tests, real faults (six files at a time), real vLLM engines; make test-fast: unit tests only"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import pytest
 
 WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # importing vLLM takes ten seconds
+BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of tests/conftest.py, the longest first
 PARTS = {
-    "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
-    "faults": ["-m", "faults", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
-    "gpu": ["-m", "gpu", "-n", "2", "--dist", "loadfile", "tests/gpu"],
-    "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
+    "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],
+    "faults": ["-m", "faults", "-n", "6", *BY_FILE, *WITHOUT_VLLM],  # they wait, mostly
+    "gpu": ["-m", "gpu", "-n", "2", *BY_FILE, "tests/gpu"],
+    "vllm": ["-m", "vllm", "-n", "2", *BY_FILE, "tests"],
 }
 
 

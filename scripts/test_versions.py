@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from scripts.run_tests import Interpreter, run
+from scripts.run_tests import BY_FILE, Interpreter, run
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-versions"
@@ -55,7 +55,7 @@ def main() -> int:
             add(f"vLLM {version}'s sources", INTERFACE, KVDEPOT_VLLM_SOURCES=str(folder))
             add(f"vLLM {version}'s scheduler by hand", BY_HAND, PYTHONPATH=str(folder))
             continue
-        add(f"vLLM {version}'s engine", ["-n", "2", "--dist", "loadfile", *ENGINES], python)
+        add(f"vLLM {version}'s engine", ["-n", "2", *BY_FILE, *ENGINES], python)
         add(f"vLLM {version}'s scheduler by hand", BY_HAND, python)
         add(f"an upgrade from vLLM {version}", UPGRADE, KVDEPOT_OLDER_VLLM=python)
     return run(parts, within)

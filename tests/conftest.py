@@ -48,7 +48,13 @@ SHM = Path("/dev/shm")
 HANG_S = 120.0
 """After so long what must happen at some time is taken for hung. A bound on hangs, not on speed: others may have the
 machine."""
+LONGEST = ("test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py")
+"""Files that take longest. They run first: the last worker that is busy should not be busy with one of them alone."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = HANG_S) -> Any:
