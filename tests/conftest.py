@@ -111,7 +111,7 @@ class Depot:
         self,
         *flags: str,
         arena_mib: int = 64,
-        chunk_size: int = 256,
+        chunk_size: int | str = 256,
         url: str = "",
         name: str = "",
         files: int = 0,

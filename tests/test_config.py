@@ -55,7 +55,7 @@ def test_without_file_environment_and_flags_every_setting_has_its_default() -> N
 
 def test_a_variable_that_is_no_setting_changes_nothing_and_is_reported() -> None:
     environ = {"KVDEPOT_HOME": "/x", "CHUNK_SIZE": "9", "KVDEPOT_": "y", "KVDEPOT_CHUNK_SISE": "9"}
-    assert load(environ=environ).chunk_size == 256
+    assert load(environ=environ).chunk_size == "auto"
     told = dict(config.stray_variables(environ))
     assert told.keys() == environ.keys() - {"CHUNK_SIZE"}
     assert told["KVDEPOT_CHUNK_SISE"] == "did you mean KVDEPOT_CHUNK_SIZE?"

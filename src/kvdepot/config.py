@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -59,6 +59,8 @@ _PREFIX = "KVDEPOT_"
 """Prefix of settings in the environment."""
 MOST_SALTS = 64
 """Tables of salts. Each salt has another value for each tenant."""
+_CONTRACT_TOKENS = 256
+"""Tokens per chunk with `chunk_size = auto`, of clients of the LMCache contract, and with remote tiers."""
 SMALLEST_BLOCK = 16
 """Tokens in the smallest block that vLLM uses by default."""
 
@@ -186,7 +188,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
     url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
-    chunk_size: Annotated[int, _memory("tokens per chunk", ge=1, le=1 << 20)] = 256
+    chunk_size: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"],
+        _memory("tokens per chunk, or auto: as few of an engine's blocks as are worth it; 256 with remote tiers"),
+    ] = "auto"
     arena_gib: Annotated[
         float,
         _memory("arena size, e.g. 64GiB; 0 = 4 GiB, or a quarter of free memory if less", "SIZE", ge=0, le=_MOST_GIB),
@@ -309,6 +314,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Rules.of(quotas, {}, self.ttl_s)
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk of clients that do not choose their own: `chunk_size`, or 256 with auto."""
+        return _CONTRACT_TOKENS if self.chunk_size == "auto" else self.chunk_size
+
+    @property
+    def has_free_chunks(self) -> bool:
+        """Whether engines choose their own chunk size. Not with remote tiers, where a chunk is an object."""
+        return self.chunk_size == "auto" and all(tier.is_local for tier in self.tier_configs)
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether engines should describe their chunks to the server, which publishes their token ids."""
         return bool(self.kv_events)
@@ -352,8 +367,9 @@ def _hints() -> dict[str, object]:
     return get_type_hints(Config, include_extras=True)
 
 
-def odd_chunk_size(chunk_size: int) -> str:
+def odd_chunk_size(config: Config) -> str:
     """The effect on engines of a chunk size that no vLLM block divides; empty if one does."""
+    chunk_size = config.chunk_tokens
     if chunk_size % SMALLEST_BLOCK == 0:
         return ""
     fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK
@@ -406,6 +422,8 @@ def load_with_sources(
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
         name, said = explain(exc, merged)
+        if name == "chunk_size" and "out of range" not in said:
+            said = f"{merged[name]!r} is neither auto nor a number of tokens"
         if name == "policy" and merged[name] in _REMOVED_POLICIES:
             said = f"{merged[name]} was removed: use {Config().policy}"
         if file is not None and source.get(name) == file:

@@ -64,7 +64,7 @@ class Desk(Harness):
     ) -> None:
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
         index = Index(
-            Allocator(0, pages * PAGE), POLICIES[policy], ttl_s=config.ttl_s, chunk_tokens=config.chunk_size,
+            Allocator(0, pages * PAGE), POLICIES[policy], ttl_s=config.ttl_s, chunk_tokens=config.chunk_tokens,
             salt_ttls=stored_salts(config.salt_ttls, ["blue", "red"]),
         )  # fmt: skip
         self.mapped: list[Tensors] = []

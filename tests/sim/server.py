@@ -85,7 +85,7 @@ class Server(Checks, Harness):
         self.file.secret = self.world.random.randbytes(SECRET_BYTES)
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
         allocator = Allocator(self.file.start, len(self.bytes))
-        index = SealedIndex(allocator, POLICIES[config.policy], records, config.ttl_s, chunk_tokens=config.chunk_size)
+        index = SealedIndex(allocator, POLICIES[config.policy], records, config.ttl_s, chunk_tokens=config.chunk_tokens)
         index.server = self
         self.index = index
         self._take_over()

@@ -17,6 +17,8 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import (
+    LLAMA,
+    WINDOWS,
     Engine,
     nothing_is_held,
     output,
@@ -25,6 +27,7 @@ from tests.vllm.engines import (
     same_as_own,
     spoil_a_part,
     write_lora,
+    write_model,
 )
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -123,6 +126,37 @@ def test_a_chunk_is_the_fewest_whole_blocks_that_reach_the_servers_size(
     same_as_own(engine, tokens, 2 * 288)
     (namespace,) = depot.status()["namespaces"]
     assert namespace["chunk_tokens"] == 288
+    engine.stop()
+
+
+WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
+"""8 KiB of KV a token and rank, of groups that need all tokens: 32 tokens are worth a chunk."""
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "chunk"),
+    [
+        (LLAMA | WIDE, {"block_size": 32}, 32),
+        (LLAMA | WIDE, {"block_size": 64, "tensor_parallel_size": 2}, 64),
+        (WINDOWS | WIDE, {"block_size": 32, "dtype": "float32", "num_gpu_blocks_override": 512}, 32),
+    ],
+    ids=["gqa", "two ranks", "windows"],
+)
+def test_with_chunk_size_auto_every_turn_of_a_chat_ends_at_the_engines_own_boundary(
+    config: dict[str, Any], options: dict[str, Any], chunk: int, start_depot: StartDepot, start_engine: StartEngine,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    depot = start_depot(arena_mib=256, chunk_size="auto")
+    engine = start_engine(write_model(tmp_path / "model", config), depot.url, **options).wait_started()
+    turns = [prompt(97, 3 * chunk + 5)]
+    for turn in range(11):
+        turns.append(turns[-1] + prompt(400 + turn, 40 + 13 * turn))
+    own = [engine.run(tokens, salt="its own cache") for tokens in turns]
+    from_depot = [engine.run_fresh(tokens) for tokens in turns]
+    boundaries = [0, *(len(tokens) // chunk * chunk for tokens in turns[:-1])]
+    assert [turn["cached"] for turn in from_depot] == [turn["cached"] for turn in own] == boundaries
+    assert [output(turn) for turn in from_depot] == [output(turn) for turn in own]
+    assert {namespace["chunk_tokens"] for namespace in depot.status()["namespaces"]} == {chunk}
     engine.stop()
 
 

@@ -162,7 +162,7 @@ def _system(facts: Facts) -> Iterator[Said]:
 
 def _settings(facts: Facts) -> Iterator[Said]:
     yield facts.settings
-    if warning := odd_chunk_size(facts.config.chunk_size):
+    if warning := odd_chunk_size(facts.config):
         yield "warn", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"
     for name, advice in stray_variables(os.environ):
         yield "warn", f"environment variable {name} is not a setting", advice

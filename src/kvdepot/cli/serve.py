@@ -57,7 +57,7 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     for name, advice in stray_variables(os.environ):
         log.warning("environment variable %s is not a setting; %s", name, advice)
     check_memory(config)
-    if warning := odd_chunk_size(config.chunk_size):
+    if warning := odd_chunk_size(config):
         log.warning("%s", warning)
     from kvdepot.server.loop import Server
 
@@ -156,7 +156,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
 
     settings, sources = load_with_sources(file, given)
     stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
-    for line in filter(None, [*stray, odd_chunk_size(settings.chunk_size)]):
+    for line in filter(None, [*stray, odd_chunk_size(settings)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
     shown = masked(settings)
     if as_json:

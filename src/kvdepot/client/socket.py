@@ -252,6 +252,11 @@ class Client:
         return self._connection.welcome.chunk_size
 
     @property
+    def has_free_chunks(self) -> bool:
+        """Whether the server lets engines choose their own chunk size; otherwise chunks have `chunk_size` or more."""
+        return self._connection.welcome.has_free_chunks
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
         return self._connection.welcome.wants_tokens

@@ -6,6 +6,7 @@ client, only this module makes messages from their fields.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,21 @@ from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import NORMAL
 
-__all__ = ["GroupSpec", "LeaseTerms", "Operation", "PromptChunks", "ShardSpec", "Transfer", "pack_block_ids"]
+__all__ = [
+    "GroupSpec",
+    "LeaseTerms",
+    "Operation",
+    "PromptChunks",
+    "ShardSpec",
+    "Transfer",
+    "free_chunk_tokens",
+    "pack_block_ids",
+]
+
+_WORTH_BYTES = 256 << 10
+"""KV of a chunk on one rank that is worth an entry of the index (docs/decisions.md, "The chunk follows the engine")."""
+_MOST_TOKENS = 256
+"""An engine's own chunk size is at most this, unless its blocks ask for more."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,15 @@ class Operation(NamedTuple):
     done: int
     size_bytes: int = 0
     error: KVDepotError | None = None
+
+
+def free_chunk_tokens(token_bytes: float, longest_tokens: int) -> int:
+    """The least tokens per chunk of an engine that chooses its own (`chunk_size = auto`).
+
+    token_bytes: KV of a token on one rank. longest_tokens: of a prompt, whose chunks one message can name.
+    """
+    worth = math.ceil(_WORTH_BYTES / token_bytes) if token_bytes else _MOST_TOKENS
+    return max(min(worth, _MOST_TOKENS), -(-longest_tokens // wire.MAX_CHUNKS))
 
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:

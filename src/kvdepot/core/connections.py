@@ -190,8 +190,9 @@ class Connections:
             known.seal = challenge.check(prove, known.liveness.secret)
         config = self._config
         lookup_s = config.lookup_s if self._depot.tiering else 0.0
+        hints = config.max_hint_s, config.max_hint_priority
         return wire.Welcome(
-            wire.VERSION, config.chunk_size, lookup_s, config.wants_tokens, config.max_hint_s, config.max_hint_priority
+            wire.VERSION, config.chunk_tokens, lookup_s, config.wants_tokens, *hints, config.has_free_chunks
         )
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:

@@ -183,7 +183,7 @@ class Depot:
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
             case wire.ChunkSize():
-                value = self._config.chunk_size
+                value = self._config.chunk_tokens
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
@@ -392,7 +392,7 @@ class Depot:
             **client_figures(self.clients, tenant, self.now),
             **namespace_figures(firsts, tokens["model_usage"]),
             **tokens,
-            chunk_size_tokens=self._config.chunk_size,
+            chunk_size_tokens=self._config.chunk_tokens,
             operations=self.operations,
             lease_count=lease_count,
             leased_bytes=leased_bytes,

@@ -45,6 +45,7 @@ class Sessions:
         leases: Leases,
     ) -> None:
         self._config = config
+        self._chunk_tokens = config.chunk_tokens
         self._index = index
         self._tiering = tiering
         self._counters = counters
@@ -120,7 +121,7 @@ class Sessions:
 
     def _tokens(self, request: wire.Lookup) -> int:
         """Tokens per chunk of a lookup."""
-        return request.chunk_tokens or self._config.chunk_size
+        return request.chunk_tokens or self._chunk_tokens
 
     def _match(self, client: Client, request: wire.Lookup) -> Match:
         return match_prompt(self._index.namespaces, client.tenant, request, request.hashes)

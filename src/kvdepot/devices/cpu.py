@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ __all__ = ["HostTensors", "enter_pages", "share", "zeros_in_shared_memory"]
 _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 
+_LARGE = 8192
+"""Bytes of a segment of a block from which on a store copies faster chunk by chunk than through a buffer."""
 _TORCH_ALIGNS = 64
 """torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
 _ENTER_BYTES = 16 << 20
@@ -235,7 +237,7 @@ class HostTensors(Mapped):
     """A worker's paged KV tensors in shared memory, mapped in this process."""
 
     layout: Layout
-    task_bytes: int = 4 << 20
+    task_bytes: int = 8 << 20
     rows: list[_Rows] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _files: list[int] = field(default_factory=list)
@@ -269,8 +271,12 @@ class HostTensors(Mapped):
         return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
 
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
-        for piece in pieces:
-            (_gather if is_store else _scatter)(memory.bytes, self.rows, piece)
+        for run in _adjacent(pieces):
+            if len(run) > 1 and (not is_store or self.rows[0].size < _LARGE):
+                _move_run(memory.bytes, self.rows, run, is_store)
+            else:
+                for piece in run:
+                    (_gather if is_store else _scatter)(memory.bytes, self.rows, piece)
 
     def close(self) -> None:
         if self._entering is not None:
@@ -307,8 +313,51 @@ def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
     return _Rows(size, strided, False, span.reshape(-1, unit), per_block, stride // unit)
 
 
+def _adjacent(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
+    """The pieces, as runs of pieces of equal size that are next to each other in the arena, or alone."""
+    run: list[CopyPiece] = []
+    for piece in pieces:
+        if run:
+            (start, length), last = run[-1].extents[-1], run[-1]
+            is_next = piece.extents == ((start + length, length),) and len(last.extents) == 1 and not piece.skip
+            if not (is_next and len(piece.block_ids) == len(last.block_ids)):
+                yield run
+                run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _move_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece], is_store: bool) -> None:
+    """Copy adjacent pieces with one call per segment; small chunks have more segments than bytes to copy."""
+    start, length = run[0].extents[0]
+    area = memory[start : start + len(run) * length].reshape(len(run), length)
+    ids, skip = np.stack([piece.block_ids for piece in run]), run[0].skip
+    buffer = np.empty(ids.size * max(row.size for row in rows) if is_store else 0, np.uint8)
+    at = 0
+    for row in rows:
+        size = row.size * ids.shape[1]
+        part = area[:, at : at + size].reshape(*ids.shape, row.size)
+        if is_store:
+            rowed = buffer[: ids.size * row.size].reshape(ids.size, row.size)
+            _gather_rows(row, ids.reshape(-1), None, rowed)
+            part[:] = rowed.reshape(part.shape)
+        elif skip:
+            row.strided[ids[0, skip:]] = part[0, skip:]
+            row.strided[ids[1:]] = part[1:]
+        else:
+            row.strided[ids] = part
+        at += size
+
+
 def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
     ids, count = piece.block_ids, len(piece.block_ids)
+    if count == 1 and len(piece.extents) == 1:  # the usual chunk of one block, which has no time for more
+        block, at = int(ids[0]), piece.extents[0][0]
+        for row in rows:
+            memory[at : at + row.size] = row.strided[block]
+            at += row.size
+        return
     runs = _runs(ids)
     start = 0
     for row in rows:

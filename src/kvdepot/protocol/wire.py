@@ -403,7 +403,8 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
     lookup_s: seconds that the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes
     KV events, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time and the highest priority
-    of leases that requests ask for; with 0 s, requests may neither keep nor remove chunks.
+    of leases that requests ask for; with 0 s, requests may neither keep nor remove chunks. has_free_chunks: whether
+    engines choose their own chunk size; otherwise their chunks have at least `chunk_size` tokens.
     """
 
     version: int
@@ -412,6 +413,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     wants_tokens: bool = False
     max_hint_s: int = HINT_S
     max_hint_priority: int = NORMAL
+    has_free_chunks: bool = False
 
 
 class Answer(_Message, frozen=True):

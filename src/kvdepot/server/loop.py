@@ -129,7 +129,7 @@ class Server:
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
         salts = stored_salts(config.salt_ttls, self._listener.tenants)
-        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, config.chunk_size, salts)
+        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, config.chunk_tokens, salts)
         self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()
@@ -200,9 +200,9 @@ class Server:
         self.depot.max_clients, self.depot.registrations.max_files = self._listener.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
-            "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
-            self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
-            self._copier.threads,
+            "serving at %s: chunk size %s, arena %s of %.2f GiB, %d copy threads",
+            self._config.url, "auto" if self._config.has_free_chunks else self._config.chunk_tokens, self.arena.path,
+            self.arena.size / 2**30, self._copier.threads,
         )  # fmt: skip
         self._facts.settings = reported(self._config)
         note_serving(self._config.url)

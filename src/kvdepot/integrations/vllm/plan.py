@@ -24,10 +24,10 @@ from typing import NamedTuple
 __all__ = ["NULL_BLOCK", "GroupBlocks", "GroupPlan", "Piece", "PlanRules", "StateBlock"]
 
 NULL_BLOCK = 0
-_SPACING = 16
-"""Chunks between two boundaries within a prompt: 4,096 tokens with the default chunk size. A longer distance computes
-up to that many tokens again where prompts part; a shorter one stores more parts that only such prompts need. Decision
-0052 has the figures."""
+_SPACING, _SPACING_TOKENS = 16, 4096
+"""Two boundaries within a prompt are at least this many chunks, and this many tokens, apart. A longer distance computes
+up to that many tokens again where prompts part; a shorter one stores more parts that only such prompts need
+(docs/decisions.md has the figures)."""
 _SPACING_REACHES = 4
 """But at least this many times the reach of a group, so that at most every fourth of its parts is stored for it."""
 
@@ -85,6 +85,7 @@ class GroupPlan:
         self._groups = list(groups)
         self._chunk_tokens = chunk_tokens
         self._rules = rules
+        self._spacing = rules.spacing or max(_SPACING, _SPACING_TOKENS // chunk_tokens)
         self.is_bounded = any(group.reach for group in groups)
 
     def __repr__(self) -> str:
@@ -166,7 +167,7 @@ class GroupPlan:
 
     def _is_useful(self, reach: int, chunk: int, last: int) -> bool:
         """Whether a hit can end within `reach` chunks from the start of this one. last: boundary of the prompt."""
-        spacing = self._rules.spacing or max(_SPACING, _SPACING_REACHES * reach)
+        spacing = self._rules.spacing or max(self._spacing, _SPACING_REACHES * reach)
         return chunk + reach >= last or spacing - chunk % spacing <= reach
 
     def _ends(self, state: StateBlock) -> bool:
@@ -175,7 +176,7 @@ class GroupPlan:
 
     def _is_due(self, first: int, chunk: int, last: int) -> bool:
         """Whether the states at the end of a step that began behind chunk `first` are stored."""
-        spacing = self._rules.spacing or _SPACING
+        spacing = self._spacing
         return chunk >= last or not self._rules.has_all_states or first // spacing < chunk // spacing
 
     def is_held(self, group: int) -> bool:

@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import Client
-from kvdepot.client.transfer import ShardSpec
+from kvdepot.client.transfer import ShardSpec, free_chunk_tokens
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
-from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
+from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan, token_bytes
 from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
 from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
@@ -55,6 +55,8 @@ class EngineProcess:
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
+        self._token_bytes = token_bytes(vllm_config, kv_cache_config, self._groups)
+        self._longest = vllm_config.model_config.max_model_len
         is_bounded = any(group.is_bounded for group in self._groups)
         self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
 
@@ -98,11 +100,14 @@ class EngineProcess:
         """The shards that this process stores and loads, with the server's chunk size. Raises BadRequest."""
         replicas = tensor_replicas(self._kv_cache_config)
         ranks, rank = self._ranks // replicas, self.rank // replicas
-        spec = ShardSpec.fit_blocks(self.model, ranks, rank, client.chunk_size, self._alignment)
+        least = free_chunk_tokens(self._token_bytes, self._longest) if client.has_free_chunks else client.chunk_size
+        spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
-            "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
-            self._name, client.server_url, self.model, spec.chunk_tokens, client.chunk_size, self._alignment,
+            "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",
+            self._name, client.server_url, self.model, spec.chunk_tokens,
+            "chunk size auto" if client.has_free_chunks else f"the server's chunk size: {client.chunk_size}",
+            self._alignment,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
             log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
