@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 39_700,
+    "source lines": 39_500,
     "test lines": 48_100,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
-    "Any": 118,
+    "Any": 116,
     "docstrings that are fragments": 7,
     "classes that share a name": 24,
     "test names above 80 characters": 0,

@@ -30,6 +30,9 @@ WRONG: list[tuple[str, str]] = [
     ("arena_gib", "1e300"),
     ("arena_name", "a/b"),
     ("chunk_size", "0"),
+    ("chunk_size", "atuo"),
+    ("chunk_size", "2.5"),
+    ("chunk_size", str(1 << 30)),
     ("drain_s", "inf"),
     ("max_queued", "-3"),
 ]
@@ -102,6 +105,14 @@ def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: s
     assert str(caught.value).startswith(f"--{name.replace('_', '-')}: ")
     assert name not in str(caught.value), "the flag has said it"
     assert said in str(caught.value)
+
+
+def test_engines_choose_their_chunk_size_unless_a_number_or_a_remote_tier_forbids_it(tmp_path: Path) -> None:
+    for tiers, free in (([], True), ([f"disk://{tmp_path}"], True), (["redis://localhost"], False)):
+        loaded = load(flags={"tiers": tiers, "chunk_size": "auto"}, environ={})
+        assert (loaded.chunk_tokens, loaded.has_free_chunks) == (256, free), tiers
+    forced = load(write(tmp_path, "chunk_size = 512"), environ={})
+    assert (forced.chunk_tokens, forced.has_free_chunks) == (512, False)
 
 
 @pytest.mark.parametrize("source", ["flag", "variable"])

@@ -137,6 +137,45 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
         assert bench.run(Call("unmap", mapped.close)) is None
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_chunks_side_by_side_are_copied_as_one_by_one(bench: Bench, data: st.DataObject) -> None:
+    layout = data.draw(layouts(bench.name))
+    draw = random.Random(data.draw(st.integers(0, 99)))
+    allocator = Allocator(HEADER_BYTES, bench.arena.size)
+    if draw.randrange(2):
+        pieces_of(allocator, draw.randrange)
+    count = data.draw(st.integers(1, 3))
+    room = allocator.free_bytes // Allocator.rounded(count * layout.block_bytes)
+    extents = allocator.allocate_run(count * layout.block_bytes, min(6, room))[::-1]
+    if draw.randrange(3) == 0:
+        draw.shuffle(extents)
+    orders = [[np.array(draw.sample(range(9), count), np.intp) for _ in extents] for _ in range(2)]
+    distinct = np.array(draw.sample(range(9), min(9, len(extents) * count)), np.intp)
+    if len(extents) * count <= 9:
+        orders[1] = list(distinct.reshape(-1, count))  # of a retrieve, no two chunks go into one block
+    else:
+        extents, orders = extents[: 9 // count], [order[: 9 // count] for order in orders]
+        orders[1] = list(distinct[: len(extents) * count].reshape(-1, count))
+    skip = draw.randrange(count)
+    mapped = bench.run(Call("map", lambda: HostTensors.open(layout)))
+    try:
+        file = np.memmap(Path("/dev/shm") / bench.name, np.uint8, "r+")
+        file[:] = np.random.default_rng(draw.randrange(1 << 30)).integers(0, 256, len(file), np.uint8)
+        before, ended = file.copy(), []
+        for together in (True, False):
+            file[:], bench.arena.bytes[HEADER_BYTES:] = before, 0
+            for is_store, order in zip((True, False), orders, strict=True):
+                skips = [0 if is_store or i else skip for i in range(len(extents))]
+                pieces = [CopyPiece(*piece) for piece in zip(extents, order, skips, strict=True)]
+                for task in [pieces] if together else [[piece] for piece in pieces]:
+                    assert bench.run(Copy("copy", is_store, mapped, task)) == [0] * len(task)
+            ended.append((file.copy(), bench.arena.bytes.copy()))
+        assert np.array_equal(ended[0][0], ended[1][0]) and np.array_equal(ended[0][1], ended[1][1])
+    finally:
+        assert bench.run(Call("unmap", mapped.close)) is None
+
+
 def small(bench: Bench) -> HostTensors:
     mapped = bench.run(
         Call(

@@ -103,12 +103,6 @@ def test_salts_and_lora_adapters_never_share_and_two_engines_do(
     two.stop()
 
 
-def test_what_was_decoded_is_not_stored_unless_that_is_asked_for(engine: Engine, vllm_depot: Depot) -> None:
-    before = vllm_depot.status()["chunks"]
-    engine.run(prompt(8, 2 * 256 + 11), max_tokens=300)
-    assert vllm_depot.status()["chunks"] == before + 2
-
-
 def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
     for turn in range(4):
         for tokens in (2 * 256 + 11, 40):  # one that stores, and one that is shorter than a chunk
@@ -142,7 +136,7 @@ WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
     ],
     ids=["gqa", "two ranks", "windows"],
 )
-def test_with_chunk_size_auto_every_turn_of_a_chat_ends_at_the_engines_own_boundary(
+def test_with_chunk_size_auto_turns_of_a_chat_end_at_the_engines_boundaries(
     config: dict[str, Any], options: dict[str, Any], chunk: int, start_depot: StartDepot, start_engine: StartEngine,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -10,9 +10,9 @@ import pytest
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
+from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
-from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
@@ -29,8 +29,8 @@ class Desk:
     def __init__(self, saves_decode: bool = False) -> None:
         self.peer: Any = Answering()
         self.stats = OperationStats()
-        settings = ConnectorSettings(save_decode=saves_decode)
-        self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats, settings)
+        answers = Answers("on" if saves_decode else "off", self.stats.count)
+        self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats, answers)
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""

@@ -46,6 +46,13 @@ def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
 # -- stores
 
 
+def test_boundaries_within_a_prompt_are_as_far_apart_with_small_chunks() -> None:
+    plan = GroupPlan([GroupBlocks(0, 1, 1, 0), GroupBlocks(1, 1, 1, 4)], 16)
+    tables = [list(range(1, 2001)), list(range(2001, 4001))]
+    stored = covered(plan.to_store(tables, range(1000), 1000 * 16 + 5), 1)
+    assert stored == {*range(252, 256), *range(508, 512), *range(764, 768), *range(996, 1000)}
+
+
 def test_parts_are_stored_for_the_ends_of_a_prompt_and_for_no_others() -> None:
     plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 9 * CHUNK, 128), table(1, 9 * CHUNK, 128)]

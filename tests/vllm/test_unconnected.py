@@ -146,7 +146,7 @@ def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], 
         ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
         ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),
         ({"KVDepot.save-decode": True}, "did you mean kvdepot.save_decode?"),
-        ({"kvdepot": {"save_decode": True}}, 'write each setting with its prefix, such as "kvdepot.save_decode": true'),
+        ({"kvdepot": {"save_decode": True}}, 'write each setting with its prefix, such as "kvdepot.save_decode": "on"'),
         ({"weather": 1}, "weather is not a kvdepot setting; valid settings: kvdepot.url, "),
     ],
 )

@@ -35,8 +35,7 @@ _FAMILIES = {
         "quota": ("quota", "show or set how much memory a tenant or salt may take"),
         "check": ("check", "verify an arena: its records and checksums"),
     },
-    "Size and measure": {
-        "size": ("size", "show how many tokens, prompts and chats of a model fit into memory"),
+    "Measure": {
         "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
         "calibrate": ("setup", "measure GPU copy paths"),
     },
@@ -54,6 +53,7 @@ REMOVED = {
     "logs": "`kvdepot status`, which prints the path of the log",
     "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "pin": "`kvdepot lease NAME` without --seconds",
+    "size": "the engine's log, which has the KV bytes of a token on each rank once it is connected",
     "token": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "unpin": "`kvdepot release NAME --keep`",
 }

@@ -271,12 +271,13 @@ class HostTensors(Mapped):
         return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
 
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        one, many = (_gather, _gather_run) if is_store else (_scatter, _scatter_run)
         for run in _adjacent(pieces):
             if len(run) > 1 and (not is_store or self.rows[0].size < _LARGE):
-                _move_run(memory.bytes, self.rows, run, is_store)
+                many(memory.bytes, self.rows, run)
             else:
                 for piece in run:
-                    (_gather if is_store else _scatter)(memory.bytes, self.rows, piece)
+                    one(memory.bytes, self.rows, piece)
 
     def close(self) -> None:
         if self._entering is not None:
@@ -328,26 +329,35 @@ def _adjacent(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
         yield run
 
 
-def _move_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece], is_store: bool) -> None:
-    """Copy adjacent pieces with one call per segment; small chunks have more segments than bytes to copy."""
+def _parts(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> Iterator[tuple[_Rows, Ids, Bytes]]:
+    """Each segment with the block ids of adjacent pieces, and its bytes of those blocks in the arena, by piece."""
     start, length = run[0].extents[0]
     area = memory[start : start + len(run) * length].reshape(len(run), length)
-    ids, skip = np.stack([piece.block_ids for piece in run]), run[0].skip
-    buffer = np.empty(ids.size * max(row.size for row in rows) if is_store else 0, np.uint8)
+    ids = np.stack([piece.block_ids for piece in run])
     at = 0
     for row in rows:
         size = row.size * ids.shape[1]
-        part = area[:, at : at + size].reshape(*ids.shape, row.size)
-        if is_store:
-            rowed = buffer[: ids.size * row.size].reshape(ids.size, row.size)
-            _gather_rows(row, ids.reshape(-1), None, rowed)
-            part[:] = rowed.reshape(part.shape)
-        elif skip:
-            row.strided[ids[0, skip:]] = part[0, skip:]
-            row.strided[ids[1:]] = part[1:]
-        else:
-            row.strided[ids] = part
+        yield row, ids, area[:, at : at + size].reshape(*ids.shape, row.size)
         at += size
+
+
+def _gather_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> None:
+    """Copy adjacent pieces with two calls per segment: small chunks have more segments than bytes to copy."""
+    buffer = np.empty(len(run) * len(run[0].block_ids) * max(row.size for row in rows), np.uint8)
+    for row, ids, part in _parts(memory, rows, run):
+        gathered = buffer[: ids.size * row.size].reshape(ids.size, row.size)
+        _gather_rows(row, ids.reshape(-1), None, gathered)
+        part[:] = gathered.reshape(part.shape)
+
+
+def _scatter_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> None:
+    """Copy adjacent pieces with one call per segment, or two if the first piece has blocks to skip."""
+    skip = run[0].skip
+    for row, ids, part in _parts(memory, rows, run):
+        if skip:
+            row.strided[ids[0, skip:]] = part[0, skip:]
+            ids, part = ids[1:], part[1:]
+        row.strided[ids] = part
 
 
 def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:

@@ -17,9 +17,9 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import KVDepotError
+from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
-from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import OperationStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -38,11 +38,10 @@ _MOST_LOGGED = 16
 class RequestLeases:
     """The leases of one engine's requests."""
 
-    def __init__(self, depot: SchedulerClient, stats: OperationStats, settings: ConnectorSettings) -> None:
-        """settings: of which `save_decode` matters here."""
+    def __init__(self, depot: SchedulerClient, stats: OperationStats, answers: Answers) -> None:
         self._depot = depot
         self._stats = stats
-        self._settings = settings
+        self._answers = answers
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
         self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
         self._logged: set[str] = set()
@@ -109,7 +108,7 @@ class RequestLeases:
         """The hashes of all that the request may have stored: its prompt and, if the engine stores those, its decoded
         tokens, of which the last one was never computed."""
         request = tracked.request
-        has_output = self._settings.save_decode and tracked.hints.stores
+        has_output = self._answers.are_stored and tracked.hints.stores
         return self._hashes(tracked, max(request.num_prompt_tokens, request.num_tokens - 1 if has_output else 0))
 
     def _hashes(self, tracked: Tracked, tokens: int) -> bytes:

@@ -104,10 +104,10 @@ class EngineProcess:
         spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
-            "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",
-            self._name, client.server_url, self.model, spec.chunk_tokens,
+            "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d), %.1f KiB of KV per token and "
+            "rank", self._name, client.server_url, self.model, spec.chunk_tokens,
             "chunk size auto" if client.has_free_chunks else f"the server's chunk size: {client.chunk_size}",
-            self._alignment,
+            self._alignment, self._token_bytes / 1024,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
             log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))

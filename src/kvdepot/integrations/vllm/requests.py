@@ -6,6 +6,7 @@ identity.py.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,6 +141,16 @@ class Tracked:
             if chain.parent(self.saved_chunks) != before:
                 self.saved_chunks = 0  # an update of its session replaced tokens
         return range(self.saved_chunks, min(end, len(chain)))
+
+    def decoded_hashes(self) -> bytes:
+        """The hashes of the chunks that it decoded, at least in part; empty if it is not cached, or hashes fail."""
+        request, chain = self.request, self.prompt.chain
+        first, end = request.num_prompt_tokens // chain.chunk_size, (request.num_tokens - 1) // chain.chunk_size
+        if end <= first or not (self.is_cached and self.hints.stores):
+            return b""
+        with suppress(Exception):  # tokens and items come from a caller: they cost what is learned, never the engine
+            chain = self.prompt.hash()
+        return chain.slice(first, end)
 
     def transfer(self, piece: Piece) -> Transfer:
         """Chunks of one KV cache group and their blocks."""

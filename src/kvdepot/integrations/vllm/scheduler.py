@@ -12,13 +12,13 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
@@ -77,7 +77,8 @@ class SchedulerHalf:
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # that load each chunk
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
-        self._settings = replace(settings, save_decode=settings.save_decode and self._may_store)
+        self._settings = settings
+        self._answers = Answers(settings.save_decode if self._may_store else "off", self.stats.count)
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -104,7 +105,7 @@ class SchedulerHalf:
         self._depot.watch = self.stats
         self._chunk_tokens = self._depot.spec.chunk_tokens
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
-        self._leases = RequestLeases(self._depot, self.stats, self._settings)
+        self._leases = RequestLeases(self._depot, self.stats, self._answers)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -139,6 +140,7 @@ class SchedulerHalf:
             prompt = RequestChunks(request, parent, self._rules)
             tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._submit_lookup(tracked)
+            self._answers.prompt_came(bytes(prompt.chain.hashes))
             self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
@@ -311,7 +313,7 @@ class SchedulerHalf:
             if not self._waiting.check(*self._plan.split(tables, tracked.read_tokens)):
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
-        known = request.num_tokens if self._settings.save_decode else request.num_prompt_tokens
+        known = request.num_tokens if self._answers.are_stored else request.num_prompt_tokens
         end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
@@ -399,6 +401,7 @@ class SchedulerHalf:
         if tracked is None:
             return False
         self._depot.forget_lookup(request_id)
+        self._answers.request_ended(tracked.decoded_hashes())
         self._leases.request_ending(tracked)
         self._depot.end_session(request_id, *tracked.take_report())
         self._leases.request_ended(tracked)

@@ -45,6 +45,7 @@ _PREFIX = "kvdepot."
 _EMBEDDED = "embedded"
 """The value in place of a URL with which the engine has a server of its own."""
 _STARTS = ("auto", "never")
+_SAVES = ("auto", "on", "off")
 _REMOVED = {
     "layout": "set vLLM's variable VLLM_KV_CACHE_LAYOUT (docs/gpus.md)",
     "max_hint_s": "set max_hint_s of the server",
@@ -58,7 +59,7 @@ class ConnectorSettings:
 
     - url, start, required: see above; an empty url stands for the default endpoint
     - key: this client's key file, if the server requires one; empty: the client's default (`KVDEPOT_KEY`)
-    - save_decode: store decoded chunks, too
+    - save_decode: whether decoded chunks are stored, too: auto (answers.py), on or off; also true and false
     - weights_revision: a name for weights that their path does not identify
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
       chunks; 0: the default
@@ -69,7 +70,7 @@ class ConnectorSettings:
     start: str = "auto"
     required: bool = False
     key: str = ""
-    save_decode: bool = False
+    save_decode: str = "auto"
     weights_revision: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
@@ -96,6 +97,8 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
             raise ConfigError(f"{key} was removed: {_REMOVED[name]}")
         if prefix + dot != _PREFIX or name not in known:
             raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
+        if name == "save_decode" and isinstance(value, bool):
+            value = "on" if value else "off"
         if type(value) is not known[name]:  # True is an int
             raise ConfigError(f"{key} is {value!r}, not of type {known[name].__name__}")
         given[name] = value
@@ -106,15 +109,16 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    if settings.start not in _STARTS:
-        raise ConfigError(f"{_PREFIX}start is {settings.start!r}, not one of {', '.join(_STARTS)}")
+    for name, words in (("start", _STARTS), ("save_decode", _SAVES)):
+        if (given_word := getattr(settings, name)) not in words:
+            raise ConfigError(f"{_PREFIX}{name} is {given_word!r}, not one of {', '.join(words)}")
     return settings
 
 
 def _suggestion(key: str, value: object, known: list[str]) -> str:
     """The setting that the user may have meant by an unknown key."""
     if isinstance(value, dict):
-        return f'write each setting with its prefix, such as "{_PREFIX}save_decode": true'
+        return f'write each setting with its prefix, such as "{_PREFIX}save_decode": "on"'
     name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
     close = get_close_matches(name, known, n=1)
     meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""

@@ -35,6 +35,8 @@ _COUNTED: Mapping[str, str] = {
     "stored_shards": "Shards stored, or already in the depot.",
     "stored_bytes": "Bytes of stored shards.",
     "store_failed_shards": "Shards of stores that were dropped, at least in part.",
+    "decoded_chunks": "Chunks that requests have decoded, at least in part, stored or not.",
+    "continued_chunks": "Decoded chunks with which a later prompt continued.",
     "uncached_requests": "Requests not cached because of an error; the log has the reason.",
     "refused_hints": "Requests with malformed hints; the log has the reason.",
     "lease_errors": "Leases of requests, and ends of leases, that failed or were refused.",
@@ -101,9 +103,9 @@ class OperationStats:
         """Add an operation that has ended."""
         self._stats.count(operation)
 
-    def count(self, name: str) -> None:
-        """Add one to a count of `_COUNTED` that is not of operations."""
-        self._stats.add(name)
+    def count(self, name: str, count: int = 1) -> None:
+        """Add to a count of `_COUNTED` that is not of operations."""
+        self._stats.add(name, count)
 
     def take(self) -> KVDepotStats | None:
         """The stats since the last call; None if they are empty."""
