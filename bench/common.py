@@ -238,7 +238,7 @@ class Serve:
         self,
         *flags: str,
         arena_gib: float | None = None,
-        chunk_size: int = 256,
+        chunk_size: int | str = "auto",
         before: Serve | None = None,
         url: str = "",
     ) -> None:

@@ -40,16 +40,19 @@ def accepted(*arguments: Any, **options: Any) -> Any:
 
 
 def test_what_a_request_asks_for_is_named_after_its_session_or_itself() -> None:
-    assert accepted() == ((), (), True)
-    assert accepted({}) == ((), (), True)
-    assert accepted({"store": False}) == ((), (), False)
+    assert accepted() == ((), (), True, None)
+    assert accepted({}) == ((), (), True, None)
+    assert accepted({"store": False}) == ((), (), False, None)
     assert accepted({"retain_s": 600}).leases == (("retain", "r", 600, 50),)
     assert accepted({"retain_s": 9, "expire_s": 60, "priority": 70, "session": "agent-7"}).leases == (
         ("retain", "agent-7", 9, 70),
         ("expire", "agent-7/expire", 60, 70),
     )
+    assert accepted({"load": False}) == ((), (), True, 0)
+    assert accepted({"max_load_tokens": 700, "store": False}) == ((), (), False, 700)
+    assert accepted({"load": False, "max_load_tokens": 700}).most_loaded == 0
     assert accepted({"release": True}).releases == ("r", "r/expire")
-    assert accepted({"release": True, "session": "a", "store": False}) == ((), ("a", "a/expire"), False)
+    assert accepted({"release": True, "session": "a", "store": False}) == ((), ("a", "a/expire"), False, None)
 
 
 def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone() -> None:
@@ -58,7 +61,7 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
     )
     assert accepted(None, [("pin", {}), ("promote", {"bytes": 1})]).leases == (("retain", "r", 1 << 31, 50),)
     hints = accepted({"store": False}, [("prefetch", {"retain_s": 5}), ("release", {"session": "old"})])
-    assert hints == ((("prefetch", "r", 5, 50),), ("old", "old/expire"), False)
+    assert hints == ((("prefetch", "r", 5, 50),), ("old", "old/expire"), False, None)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +77,16 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
         ({"session": "s" * 201}, "session"),
         ({"retain_s": 1, "session": "a/expire"}, "ends with /expire"),
         ({"release": True, "session": "a@0123456789abcdef"}, "requests with a cache salt"),
+        ({"max_load_tokens": -1}, "max_load_tokens: expected `int` >= 0"),
+        ({"max_load_tokens": "many"}, "max_load_tokens"),
+        ({"load": 0}, "load: expected `bool`"),
         ({"retains": 600}, "object contains unknown field `retains`"),
         ({"release": True, "retain_s": 600}, "either `release`"),
     ],
 )
 def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: object, said: str) -> None:
     hints, reason = read(params)
-    assert hints == ((), (), True)
+    assert hints == ((), (), True, None)
     assert said in reason and "kv_transfer_params.kvdepot" in reason
 
 
@@ -95,7 +101,7 @@ def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: objec
 )
 def test_a_wrong_action_is_refused_with_the_reason(action: Any, version: str, said: str) -> None:
     hints, reason = read(None, [action], version=version)
-    assert hints == ((), (), True)
+    assert hints == ((), (), True, None)
     assert said in reason and "kv_hints" in reason
 
 
@@ -120,8 +126,8 @@ def test_time_and_priority_are_cut_to_the_limits_and_without_time_only_store_is_
     assert accepted(None, [("pin", {"priority": 7})], limits=(60, 50)).leases == (("retain", "r", 60, 7),)
     for params in (long, {"release": True}, {"retain_s": 1, "store": False}):
         hints, reason = read(params, limits=(0, 50))
-        assert "max_hint_s is 0" in reason and hints == ((), (), "store" not in params)
-    assert accepted({"store": False}, limits=(0, 50)) == ((), (), False)
+        assert "max_hint_s is 0" in reason and hints == ((), (), "store" not in params, None)
+    assert accepted({"store": False}, limits=(0, 50)) == ((), (), False, None)
 
 
 def test_two_leases_of_one_session_are_refused() -> None:
@@ -136,4 +142,4 @@ def test_two_leases_of_one_session_are_refused() -> None:
 @pytest.mark.parametrize("store", [False, "false", 0, None])
 def test_a_request_that_may_not_want_to_be_stored_is_not_even_if_the_rest_is_refused(store: object) -> None:
     hints, reason = read({"store": store, "unknown": 1})
-    assert reason and hints == ((), (), False)
+    assert reason and hints == ((), (), False, None)

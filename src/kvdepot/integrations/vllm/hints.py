@@ -1,4 +1,4 @@
-"""Hints by which a request asks to keep its own chunks, to let them expire, to remove them, or not to store them.
+"""Hints by which a request asks to keep its own chunks, to let them expire or remove them, or not to store or load.
 
 Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module
 parses both; leases.py carries them out. Keys and actions of other names belong to others and are left alone.
@@ -51,6 +51,8 @@ class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: _Session | None = None
     release: bool = False
     store: bool = True
+    load: bool = True
+    max_load_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class _TimedAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,12 +98,13 @@ class Hints(NamedTuple):
 
     leases: of its chunks, when it has finished; those of the kind `prefetch`, when it arrives. releases: names of
     leases that end when it has finished, with the removal of their chunks and of the request's own. stores: whether it
-    is stored.
+    is stored. most_loaded: load no token of its prompt after this many; None: all that is found.
     """
 
     leases: tuple[Hint, ...] = ()
     releases: tuple[str, ...] = ()
     stores: bool = True
+    most_loaded: int | None = None
 
 
 NO_HINTS = Hints()
@@ -159,7 +162,8 @@ def _of_params(params: _Params, request: Request) -> Hints:
         leases.append(Hint("expire", _expiring(name), params.expire_s, params.priority))
     if params.release and leases:
         raise BadRequest(f"kv_transfer_params.{_KEY}: give either `release`, or `retain_s` and `expire_s`")
-    return Hints(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
+    releases = (name, _expiring(name)) if params.release else ()
+    return Hints(tuple(leases), releases, params.store, params.max_load_tokens if params.load else 0)
 
 
 def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hints:
@@ -182,7 +186,7 @@ def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hin
     names = [lease.name for lease in leases] + releases
     if len(set(names)) < len(names):
         raise BadRequest("kv_hints: two hints for one session; give each its own `session`")
-    return Hints(tuple(leases), tuple(releases), hints.stores)
+    return hints._replace(leases=tuple(leases), releases=tuple(releases))
 
 
 def _name(session: str | None, request: Request, what: str) -> str:

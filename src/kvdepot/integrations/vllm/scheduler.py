@@ -173,10 +173,15 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         if self._may_load and not request.skip_reading_prefix_cache:
-            most = self._plan.most_chunks(request.num_tokens)
+            most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
             tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
             self._depot.submit_lookup(request.request_id, hashes, self._ranks, salt=salt)
+
+    def _most_chunks(self, tracked: Tracked) -> int:
+        """The number of chunks of the request's prompt that may be loaded."""
+        most, tokens = self._plan.most_chunks(tracked.request.num_tokens), tracked.hints.most_loaded
+        return most if tokens is None else min(most, tokens // self._chunk_tokens)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.on_new_request(request)  # in case vLLM has not announced it
@@ -190,7 +195,7 @@ class SchedulerHalf:
                 self._submit_lookup(tracked)
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
-        most = min(len(tracked.prompt.chain), self._plan.most_chunks(request.num_tokens))
+        most = min(len(tracked.prompt.chain), self._most_chunks(tracked))
         missing, own = request.num_tokens - num_computed_tokens, min(num_computed_tokens, most * self._chunk_tokens)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.may_load else None
         if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
