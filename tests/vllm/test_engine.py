@@ -105,11 +105,10 @@ def test_salts_and_lora_adapters_never_share_and_two_engines_do(
 
 def test_a_request_that_wants_no_load_or_a_short_one_computes_the_rest_and_is_stored(engine: Engine) -> None:
     tokens = prompt(9, 3 * 256 + 11)
-    computed = engine.run_fresh(tokens, transfer={"kvdepot": {"load": False}})
+    assert engine.run_fresh(tokens, transfer={"kvdepot": {"load": False}})["cached"] == 0
     assert engine.run_fresh(tokens)["cached"] == 768
     for hints, cached in (({"load": False}, 0), ({"max_load_tokens": 600}, 512), ({"max_load_tokens": 9000}, 768)):
-        loaded = engine.run_fresh(tokens, transfer={"kvdepot": hints})
-        assert (loaded["cached"], loaded["tokens"]) == (cached, computed["tokens"]), hints
+        assert engine.run_fresh(tokens, transfer={"kvdepot": hints})["cached"] == cached, hints
 
 
 def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
