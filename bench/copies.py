@@ -21,7 +21,7 @@ from report import Figure, at_least
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
 
-__all__ = ["run"]
+__all__ = ["Engine", "run"]
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
@@ -37,7 +37,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     caches = {f"layers.{i}": torch.empty(shape, dtype=torch.bfloat16) for i in range(scale.layers)}
     for tensor in caches.values():
         tensor.view(torch.int16).random_()
-    engine = _Engine(scale, caches)
+    engine = Engine(scale, caches)
     context: zmq.Context[Any] = zmq.Context()
     figures: list[Figure] = []
     for threads in (1, 2):
@@ -59,9 +59,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     return figures
 
 
-def _verified(
-    scale: Scale, engine: _Engine, context: zmq.Context[Any], caches: dict[str, torch.Tensor]
-) -> list[Figure]:
+def _verified(scale: Scale, engine: Engine, context: zmq.Context[Any], caches: dict[str, torch.Tensor]) -> list[Figure]:
     """The cost of checksums: the longest prompt with each setting alternately, beside the same without."""
     say("copies: with checksums")
     modes = ("off", "sampled", "always")
@@ -86,7 +84,7 @@ def _verified(
     ]
 
 
-class _Engine:
+class Engine:
     """The engine's KV tensors, and plain buffers for the lower bounds."""
 
     def __init__(self, scale: Scale, caches: dict[str, torch.Tensor]) -> None:

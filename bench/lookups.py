@@ -25,7 +25,7 @@ from kvdepot.client.transfer import Transfer
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
 from kvdepot.protocol import wire
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "fill", "register", "run"]
+__all__ = ["BLOCK_TOKENS", "MODEL", "count_lookups", "fill", "register", "run", "store_prompt"]
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
@@ -50,7 +50,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         try:
             tokens = max(scale.lookup_tokens) + _CHUNK_TOKENS
             prompt = np.random.default_rng(11).integers(0, 1 << 17, tokens)
-            _store_prompt(worker, prompt.tolist())
+            store_prompt(worker, prompt.tolist())
             figures = _times(scale, context, server.url, prompt)
             figures.append(_rate(scale, server.url, prompt.tolist()))
         finally:
@@ -81,7 +81,7 @@ def _wait(worker: LMCacheMPWorkerAdapter, request: str) -> None:
         raise RuntimeError("the depot dropped a store")
 
 
-def _store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
+def store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
     blocks = len(ids) // BLOCK_TOKENS
     register(worker, blocks)
     worker.submit_store_request("fill", LoadStoreOp(list(range(blocks)), token_ids=ids, start=0, end=len(ids)), None)
@@ -187,8 +187,8 @@ def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
             peer.hear()
         values, floors = [], []
         for _ in range(scale.rate_runs):
-            floors.append(_count(bare, scale.rate_seconds))
-            values.append(_count(clients, scale.rate_seconds))
+            floors.append(count_lookups(bare, scale.rate_seconds))
+            values.append(count_lookups(clients, scale.rate_seconds))
     finally:
         for peer in (*clients, *bare):
             peer.close()
@@ -197,7 +197,7 @@ def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
     return at_least("lookups a second, 8k tokens, 4 clients", "1/s", values, floors, 0.25)
 
 
-def _count(peers: Sequence[Peer], seconds: float) -> float:
+def count_lookups(peers: Sequence[Peer], seconds: float) -> float:
     for peer in peers:
         peer.tell(str(seconds))
     total = 0.0
