@@ -243,6 +243,7 @@ def test_a_lease_that_has_grown_to_all_of_its_prompt_keeps_no_hashes(
     for name in "xyz":  # hashes of two would be too many
         assert desk.ask(blue, lease(prompt(name, 3), name)) == 0
         desk.ask(blue, store(prompt(name, 3)))
+    assert [each.chunks for each in desk.depot.leases.listed("blue", desk.now)] == [3, 3, 3]
 
 
 def test_a_refused_lease_loses_no_reply_to_one_of_its_name_that_waits(
