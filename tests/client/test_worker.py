@@ -69,6 +69,16 @@ def test_blocks_of_chunks_that_did_not_come_have_failed_unless_skipped(worker: W
     assert worker.counters["chunks_failed"] == 2
 
 
+def test_chunks_of_another_size_are_never_sent_and_have_failed_whole(worker: WorkerClient, peer: Answering) -> None:
+    larger = Transfer("a", b"p" * 32, 0, bytes(32 * 2), pack_block_ids(range(1, 9)))  # four blocks a chunk
+    worker.submit_store(["a"], [larger], None)
+    worker.submit_retrieve(["b"], [larger], None)
+    assert peer.asked == []
+    assert worker.poll({"a"}) == Ended({"a"}, {"b"})
+    assert worker.take_failed_blocks() == set(range(1, 9))
+    assert worker.counters["stores_dropped"] == 1
+
+
 @pytest.mark.parametrize("value", [Unavailable("gone"), [True], [True, 1], "no list", None])
 def test_a_retrieve_without_an_answer_for_each_chunk_has_failed_where_it_may_have(
     worker: WorkerClient, peer: Answering, value: object

@@ -10,7 +10,6 @@ import pytest
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
-from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
 from kvdepot.integrations.vllm.stats import OperationStats
@@ -29,14 +28,15 @@ class Desk:
     def __init__(self, saves_decode: bool = False) -> None:
         self.peer: Any = Answering()
         self.stats = OperationStats()
-        answers = Answers("on" if saves_decode else "off", self.stats.count)
-        self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats, answers)
+        self.saves_decode = saves_decode
+        self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats)
 
     def arrive(self, *arguments: Any) -> Any:
         """A request with these hints, which has decoded 50 tokens."""
         of = request(*arguments)
         tracked = Tracked(of, RequestChunks(of, ROOT, ChunkRules(CHUNK)), self.leases.read(of))
         self.leases.request_arrived(tracked)
+        tracked.has_stored_output = self.saves_decode and tracked.hints.stores
         of.append_output_token_ids(list(range(50)))
         return tracked
 

@@ -113,6 +113,7 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
     known = [each for each in namespaces if each.model == model]
     is_whole = bool(known)
     known = known or [each for each in namespaces if each.model.startswith(model[:MOST_NAME])]
+    known = [each for each in known if each.engines] or known  # others have chunks of an earlier size, perhaps
     shapes = {
         (each.model, each.world_size, 0, each.chunk_tokens or client.chunk_size, each.blocks_in_chunk) for each in known
     }

@@ -7,7 +7,7 @@ client, only this module makes messages from their fields.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class ShardSpec:
 
     @classmethod
     def fit_blocks(cls, model: str, world_size: int, rank: int, least_tokens: int, block_tokens: int) -> ShardSpec:
-        """With the smallest chunk of whole blocks that has at least `least_tokens`, the server's chunk size.
+        """With the smallest chunk of whole blocks that has at least `least_tokens`.
 
         Raises BadRequest for a block of more tokens than a chunk may have.
         """
@@ -132,8 +132,14 @@ class ShardSpec:
             for i, layout in enumerate(layouts)
         ]
 
-    def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
-        """This rank's shards of transfers, for a store or retrieve."""
+    def shards(self, transfers: Sequence[Transfer]) -> list[wire.Shards]:
+        """This rank's shards of transfers, for a store or retrieve. Raises BadRequest for chunks of another size."""
+        for each in transfers:
+            if each.blocks != each.chunks * self.blocks_of(each.group):
+                raise BadRequest(
+                    f"{each.blocks} blocks for {each.chunks} chunks of {self.blocks_of(each.group)} blocks: the "
+                    "engine's processes have chosen different chunk sizes; restart it, or set --chunk-size"
+                )
         shape = self.model, self.world_size, self.rank
         return [
             wire.Shards(t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
@@ -202,10 +208,11 @@ class Operation(NamedTuple):
     error: KVDepotError | None = None
 
 
-def free_chunk_tokens(token_bytes: float, longest_tokens: int) -> int:
+def free_chunk_tokens(token_bytes: int, longest_tokens: int) -> int:
     """The least tokens per chunk of an engine that chooses its own (`chunk_size = auto`).
 
-    token_bytes: KV of a token on one rank. longest_tokens: of a prompt, whose chunks one message can name.
+    token_bytes: KV of a token on one rank; 0: not known. longest_tokens: of a prompt, times the shards of a chunk: one
+    message names all its chunks, and one lookup in tiers all their shards.
     """
     worth = math.ceil(_WORTH_BYTES / token_bytes) if token_bytes else _MOST_TOKENS
     return max(min(worth, _MOST_TOKENS), -(-longest_tokens // wire.MAX_CHUNKS))

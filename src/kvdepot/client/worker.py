@@ -56,9 +56,12 @@ class Submitted(Generic[T]):
         return sum(transfer.chunks for transfer in self.transfers)
 
     def go(self, send: Callable[[Submitted[T]], list[MessagingFuture[T]]]) -> None:
-        """Send it, as its event has happened; not if it was given up meanwhile."""
+        """Send it, as its event has happened; not if it was given up meanwhile. What cannot be sent has failed."""
         if self.error is None:
-            self.futures = send(self)
+            try:
+                self.futures = send(self)
+            except KVDepotError as exc:
+                self.error = exc
 
     def by_group(self) -> Iterator[tuple[int, list[Transfer]]]:
         """The transfers of each KV cache group."""
@@ -285,7 +288,7 @@ class WorkerClient:
             filled = [is_filled for of_group in outcome for is_filled in of_group]
         chunks, size = iter(filled), 0
         for transfer in submitted.transfers:
-            skip, per_chunk = transfer.skip_blocks, self.spec.blocks_of(transfer.group)
+            skip, per_chunk = transfer.skip_blocks, transfer.blocks // max(1, transfer.chunks)
             for first in range(0, transfer.chunks * per_chunk, per_chunk):
                 if next(chunks):
                     size += (per_chunk - skip) * self._bytes_of(transfer)

@@ -27,10 +27,10 @@ _DAY_S = 86400.0
 _LOG_REGISTERS = 18
 _ALL = 1 << 16
 """The sketches get all of the first chunks up to this number, and then one in _SAMPLED: a prompt of 128k tokens has 512
-chunks, and its lookup must not wait for a thousand updates."""
+to 8,192 chunks, and its lookup must not wait for as many updates."""
 _SAMPLED = 8
-_UNREPORTED = 1 << 17
-"""Most chunks of one client whose reports have not come, 1 MiB; the oldest lookups beyond that do not count."""
+_UNREPORTED = 1 << 20
+"""Most chunks of one client whose reports have not come, 8 MiB; the oldest lookups beyond that do not count."""
 _MOST_LOOKUPS = 1 << 13
 """Most of its lookups: each costs some hundred bytes beside its chunks."""
 

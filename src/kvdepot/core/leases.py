@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 GROW_S = 60.0
 """The time for which a lease grows with the chunks that are stored."""
-MOST_HASHES = 1 << 20
-"""Hashes that all leases keep, to grow or to drop their chunks."""
+MOST_HASHES = 1 << 22
+"""Hashes that all leases keep, to grow or to drop their chunks: 128 MiB."""
 _MOST_TTL_S = 1 << 31
 _MOST_MATCHED = 64
 """Leases that one tick or one request lets grow; the others follow with the next."""

@@ -120,12 +120,17 @@ class ChunkChain:
             image; hashed into the chunk that contains the position, and into one whose lookahead contains it.
         Raises BadRequest for anything that is not a token id.
         """
-        size, covered = self.chunk_size, self.covered
+        covered = self.covered
         if covered and list(token_ids[:covered]) != self._tokens:
             self.hashes.clear()
             self._tokens.clear()
             covered = 0
-        first, end = len(self), (len(token_ids) - self.lookahead) // size
+        self.grow(token_ids, extras)
+        self._tokens += token_ids[covered : self.covered]
+
+    def grow(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
+        """`extend` by tokens after those hashed before, which are not compared: takes time for new tokens only."""
+        size, first, end = self.chunk_size, len(self), (len(token_ids) - self.lookahead) // self.chunk_size
         if end <= first:
             return
         reach = end * size + self.lookahead
@@ -140,7 +145,6 @@ class ChunkChain:
             for extra in by_chunk.get(chunk, ()):
                 digest = _derive(digest, extra)
             self.hashes += digest
-        self._tokens += token_ids[covered:reach]
 
     def _by_chunk(self, extras: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
         """The extras hashed into each chunk besides tokens, each after its position from the chunk's start."""

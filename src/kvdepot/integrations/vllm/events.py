@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Descriptions"]
 
-_MOST_DESCRIBED = 1 << 16
+_MOST_DESCRIBED = 1 << 20
 _MOST_TOKENS = 1 << 16
 """Tokens in one message, which has 256 KiB then."""
 

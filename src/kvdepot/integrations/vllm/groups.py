@@ -41,7 +41,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan, PlanRules
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
@@ -52,7 +51,6 @@ __all__ = [
     "hit_alignment",
     "holds_plain_numbers",
     "make_plan",
-    "token_bytes",
 ]
 
 _ALL = (FullAttentionSpec, MLAAttentionSpec)
@@ -182,22 +180,6 @@ def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
     """
     groups = kv_cache_config.kv_cache_groups
     return math.lcm(*(_block_tokens(group.kv_cache_spec, dcp_size) for group in groups))
-
-
-def token_bytes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: Sequence[CacheGroup]) -> float:
-    """KV that one rank keeps of each token, about: of the groups that need all tokens; 0 without one.
-
-    Equal in the scheduler and in every worker, whose layers differ with pipeline parallelism, and which see other
-    specs (`describe_groups`). vLLM gives all groups of a model as many layers.
-    """
-    layers: int = vllm_config.model_config.get_total_num_hidden_layers()
-    of_a_layer, found = 0.0, kv_cache_config.kv_cache_groups
-    for group in groups:
-        if not group.is_bounded:
-            spec = next(iter(iter_layer_specs(found[group.number].kv_cache_spec)))
-            of_a_layer += int(spec.page_size_bytes) / group.block_tokens
-    ranks: int = vllm_config.parallel_config.pipeline_parallel_size
-    return of_a_layer * layers / ranks / len(found)
 
 
 def fit_groups(groups: Sequence[CacheGroup], spec: ShardSpec) -> ShardSpec:

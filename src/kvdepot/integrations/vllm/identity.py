@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["describe_engine", "namespace", "note_facts", "refuse_unserved"]
+__all__ = ["describe_engine", "namespace", "note_facts", "noted_token_bytes", "refuse_unserved"]
 
 log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
 """Files beside a tokenizer that it does not consist of."""
-_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)")
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)")
 
 
 def note_facts(vllm_config: VllmConfig) -> None:
@@ -60,13 +60,37 @@ def note_facts(vllm_config: VllmConfig) -> None:
     )
     name = _NOTE.sub("", vllm_config.instance_id)
     digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
-    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}"
+    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{_estimate_token_bytes(vllm_config)}"
 
 
 def _noted_facts(vllm_config: VllmConfig) -> str:
     """The digest that was noted; empty for a configuration whose executor is not one of vLLM's."""
     found = _NOTE.search(vllm_config.instance_id)
     return found[1] if found else ""
+
+
+def noted_token_bytes(vllm_config: VllmConfig) -> int:
+    """The KV of a token on one rank, about, equal in all processes of the engine; 0: not known."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return int(found[3]) if found else 0
+
+
+def _estimate_token_bytes(vllm_config: VllmConfig) -> int:
+    """The KV of a token on one rank, as if all layers kept keys and values of each token; 0 if a model does not say.
+
+    The specs of vLLM's KV cache would be exact, but with pipeline parallelism each process sees those of its layers.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    is_quantized = vllm_config.cache_config.cache_dtype.startswith(("fp8", "int8"))
+    try:
+        parts = 1 if model.use_mla else 2
+        numbers = parts * model.get_num_kv_heads(parallel) * model.get_head_size() * model.get_total_num_hidden_layers()
+        item_bytes = 1 if is_quantized else model.dtype.itemsize
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as exc:  # models without attention
+        log.debug("kvdepot: the KV of a token is not known: %s", exc)
+        return 0
+    ranks = parallel.pipeline_parallel_size * parallel.decode_context_parallel_size
+    return int(numbers * item_bytes // ranks)
 
 
 def _noted_since(vllm_config: VllmConfig) -> float | None:

@@ -17,7 +17,6 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import KVDepotError
-from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
 from kvdepot.integrations.vllm.stats import OperationStats
@@ -38,10 +37,9 @@ _MOST_LOGGED = 16
 class RequestLeases:
     """The leases of one engine's requests."""
 
-    def __init__(self, depot: SchedulerClient, stats: OperationStats, answers: Answers) -> None:
+    def __init__(self, depot: SchedulerClient, stats: OperationStats) -> None:
         self._depot = depot
         self._stats = stats
-        self._answers = answers
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
         self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
         self._logged: set[str] = set()
@@ -105,11 +103,11 @@ class RequestLeases:
         return self._hashes(tracked, tracked.request.num_prompt_tokens)
 
     def _whole(self, tracked: Tracked) -> bytes:
-        """The hashes of all that the request may have stored: its prompt and, if the engine stores those, its decoded
-        tokens, of which the last one was never computed."""
+        """The hashes of all that the request may have stored: its prompt and, if some were stored, its decoded tokens,
+        of which the last one was never computed."""
         request = tracked.request
-        has_output = self._answers.are_stored and tracked.hints.stores
-        return self._hashes(tracked, max(request.num_prompt_tokens, request.num_tokens - 1 if has_output else 0))
+        decoded = request.num_tokens - 1 if tracked.has_stored_output else 0
+        return self._hashes(tracked, max(request.num_prompt_tokens, decoded))
 
     def _hashes(self, tracked: Tracked, tokens: int) -> bytes:
         """The hashes of the chunks in the request's first `tokens` tokens; empty if it has hints for none."""

@@ -85,7 +85,7 @@ class GroupPlan:
         self._groups = list(groups)
         self._chunk_tokens = chunk_tokens
         self._rules = rules
-        self._spacing = rules.spacing or max(_SPACING, _SPACING_TOKENS // chunk_tokens)
+        self._spacing = rules.spacing or max(_SPACING, -(-_SPACING_TOKENS // chunk_tokens))
         self.is_bounded = any(group.reach for group in groups)
 
     def __repr__(self) -> str:

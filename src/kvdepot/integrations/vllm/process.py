@@ -17,8 +17,8 @@ from kvdepot.client.transfer import ShardSpec, free_chunk_tokens
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
-from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan, token_bytes
-from kvdepot.integrations.vllm.identity import namespace, refuse_unserved
+from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
+from kvdepot.integrations.vllm.identity import namespace, noted_token_bytes, refuse_unserved
 from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
@@ -55,8 +55,6 @@ class EngineProcess:
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
-        self._token_bytes = token_bytes(vllm_config, kv_cache_config, self._groups)
-        self._longest = vllm_config.model_config.max_model_len
         is_bounded = any(group.is_bounded for group in self._groups)
         self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
 
@@ -94,24 +92,34 @@ class EngineProcess:
         except KVDepotError:
             worker.cancel_registration()  # the next attempt is another client's
             raise
+        whole = [(layout, group) for layout, group in zip(layouts, self._groups, strict=True) if not group.is_bounded]
+        token_bytes = sum(layout.block_bytes / group.block_tokens for layout, group in whole)
+        log.info("kvdepot: %.1f KiB of KV per token on this rank, without windows and states", token_bytes / 1024)
         return worker
 
     def _fit(self, client: Client) -> ShardSpec:
-        """The shards that this process stores and loads, with the server's chunk size. Raises BadRequest."""
+        """The shards that this process stores and loads; all of the engine choose one chunk size. Raises BadRequest."""
         replicas = tensor_replicas(self._kv_cache_config)
         ranks, rank = self._ranks // replicas, self.rank // replicas
-        least = free_chunk_tokens(self._token_bytes, self._longest) if client.has_free_chunks else client.chunk_size
+        least = self._least_tokens(ranks) if client.has_free_chunks else client.chunk_size
         spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
-            "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d), %.1f KiB of KV per token and "
-            "rank", self._name, client.server_url, self.model, spec.chunk_tokens,
+            "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",
+            self._name, client.server_url, self.model, spec.chunk_tokens,
             "chunk size auto" if client.has_free_chunks else f"the server's chunk size: {client.chunk_size}",
-            self._alignment, self._token_bytes / 1024,
+            self._alignment,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
             log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
         return spec
+
+    def _least_tokens(self, ranks: int) -> int:
+        """The least tokens per chunk where the engine chooses. ranks: that store shards."""
+        whole = sum(not group.is_bounded for group in self._groups)  # vLLM's groups have about as many layers each
+        token_bytes = noted_token_bytes(self._vllm_config) * whole // len(self._kv_cache_config.kv_cache_groups)
+        longest = self._vllm_config.model_config.max_model_len * ranks * len(self._groups)
+        return free_chunk_tokens(token_bytes, longest)
 
     def _make_events(self, depot: SchedulerClient) -> Descriptions | None:
         """The descriptions by which the server publishes what this engine can load; None without a topic."""

@@ -65,7 +65,7 @@ class RequestChunks:
             tokens = tokens[: min(position for position, _ in items)]
         if [item for item in items if item[0] < chain.covered] != self._items:
             chain = self.chain = ChunkChain(chain.chunk_size, chain.root, chain.lookahead)
-        chain.extend(tokens, items)
+        (chain.grow if self._request.streaming_queue is None else chain.extend)(tokens, items)
         self._items = [item for item in items if item[0] < chain.covered]
         return chain
 
@@ -113,6 +113,9 @@ class Tracked:
     """Tokens that it asked for each time it was scheduled, not reported yet."""
     stores_open: bool = False
     """Whether a worker stores its blocks, or may yet."""
+
+    has_stored_output: bool = False
+    """Whether chunks with decoded tokens were given to workers to store."""
 
     @property
     def salt(self) -> bytes:

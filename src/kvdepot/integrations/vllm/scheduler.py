@@ -78,7 +78,8 @@ class SchedulerHalf:
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         self._settings = settings
-        self._answers = Answers(settings.save_decode if self._may_store else "off", self.stats.count)
+        mode = settings.save_decode if self._may_store else "off"
+        self._answers = Answers(mode, self.stats.count, parallel.data_parallel_size)
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -105,7 +106,7 @@ class SchedulerHalf:
         self._depot.watch = self.stats
         self._chunk_tokens = self._depot.spec.chunk_tokens
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
-        self._leases = RequestLeases(self._depot, self.stats, self._answers)
+        self._leases = RequestLeases(self._depot, self.stats)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -140,7 +141,8 @@ class SchedulerHalf:
             prompt = RequestChunks(request, parent, self._rules)
             tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._submit_lookup(tracked)
-            self._answers.prompt_came(bytes(prompt.chain.hashes))
+            if self._answers.learns:
+                self._answers.prompt_came(bytes(prompt.chain.hashes))
             self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
@@ -196,7 +198,8 @@ class SchedulerHalf:
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
         most = min(len(tracked.prompt.chain), self._most_chunks(tracked))
-        missing, own = request.num_tokens - num_computed_tokens, min(num_computed_tokens, most * self._chunk_tokens)
+        wanted = request.num_tokens if tracked.hints.most_loaded is None else most * self._chunk_tokens
+        missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most * self._chunk_tokens)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.may_load else None
         if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
@@ -344,6 +347,7 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.ordered(request, tracked.prompt.chain, chunks)
         tracked.stores_open = True
+        tracked.has_stored_output |= chunks.stop * size > request.num_prompt_tokens
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle the end of a step, and of the loads that ended with it.
@@ -406,10 +410,11 @@ class SchedulerHalf:
         if tracked is None:
             return False
         self._depot.forget_lookup(request_id)
-        self._answers.request_ended(tracked.decoded_hashes())
         self._leases.request_ending(tracked)
         self._depot.end_session(request_id, *tracked.take_report())
         self._leases.request_ended(tracked)
+        if self._answers.learns:
+            self._answers.request_ended(tracked.decoded_hashes())
         self._next.loads.pop(request_id, None)
         if not tracked.stores_open:
             return False
