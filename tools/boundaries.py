@@ -1,4 +1,4 @@
-"""What the spacing of boundaries costs and saves on a trace of requests (decision 0052).
+"""What the spacing of boundaries costs and saves on a trace of requests (docs/decisions.md).
 
     python tools/boundaries.py TRACE [--reach-tokens N] [--no-junctions]
 

@@ -222,7 +222,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_namespaces: Annotated[int, _limit("distinct models, parallel shapes and layouts", ge=1)] = 1024
     max_rate: Annotated[int, _limit("requests per second and client; large ones count more", ge=16)] = 20_000
     max_hint_s: Annotated[
-        int, _limit("seconds for which hints keep chunks, at most; 0 = they only forbid to store", ge=0, le=1 << 31)
+        int, _limit("seconds for which hints keep chunks, at most; 0 = they keep and remove nothing", ge=0, le=1 << 31)
     ] = HINT_S
     max_hint_priority: Annotated[
         int, _limit("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)

@@ -118,19 +118,6 @@ def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
             assert list(results) == ["same"]
 
 
-def test_a_chunk_is_the_fewest_whole_blocks_that_reach_the_servers_size(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    tokens = prompt(96, 2 * 288 + 17)
-    engine = start_engine(models["gqa"], depot.url, block_size=96).wait_started()
-    assert engine.run(tokens)["cached"] == 0
-    same_as_own(engine, tokens, 2 * 288)
-    (namespace,) = depot.status()["namespaces"]
-    assert namespace["chunk_tokens"] == 288
-    engine.stop()
-
-
 WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
 """8 KiB of KV a token and rank, of groups that need all tokens: 32 tokens are worth a chunk."""
 

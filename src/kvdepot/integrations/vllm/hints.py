@@ -111,7 +111,7 @@ NO_HINTS = Hints()
 
 
 class Limits(NamedTuple):
-    """The longest lease that requests may ask for, in seconds (0: no hint but `store`), and the highest priority."""
+    """The longest lease that requests may ask for, in seconds (0: no leases), and the highest priority."""
 
     seconds: int
     priority: int
