@@ -96,7 +96,7 @@ def test_only_the_first_chunk_of_a_retrieve_skips_blocks_which_may_repeat(desk: 
 
 
 def test_a_retrieve_whose_copy_failed_says_so_for_the_chunks_of_that_copy(desk: Desk, client: bytes) -> None:
-    block = 2 << 20  # a chunk is as large as a copy task
+    block = 4 << 20  # a chunk is as large as a copy task
     big = Desk(pages=64 << 10)
     big.hello()
     big.register(b"one", block=block)
@@ -114,7 +114,7 @@ def test_a_retrieve_whose_copy_failed_says_so_for_the_chunks_of_that_copy(desk: 
 def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept() -> None:
     desk = Desk(pages=64 << 10)
     desk.hello()
-    desk.register(b"one", block=2 << 20)
+    desk.register(b"one", block=4 << 20)
     chain = prompt("a", 4)
     asked = desk.send(b"one", store(chain))
     copies = desk.copies()
