@@ -180,7 +180,7 @@ def config(data: bytes) -> None:
     except ConfigError as exc:
         assert str(exc)
         return
-    assert 1 <= loaded.chunk_size <= 1 << 20 and 1 <= loaded.copy_threads <= 256
+    assert 1 <= loaded.chunk_tokens <= 1 << 20 and 1 <= loaded.copy_threads <= 256
     assert loaded.arena_gib >= 0 and loaded.drain_s >= 0 and loaded.url and loaded.arena_bytes >= 0
     assert "/" not in loaded.arena_name and not loaded.arena_name.startswith(".")
     assert all(not share.quota.fault() for share in loaded.tenants.values())
