@@ -31,7 +31,7 @@ PARTS = {
     "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "6", *BY_FILE, *WITHOUT_VLLM],  # they wait, mostly
     "gpu": ["-m", "gpu", "-n", "2", *BY_FILE, "tests/gpu"],
-    "vllm": ["-m", "vllm", "-n", "2", *BY_FILE, "tests"],
+    "vllm": ["-m", "vllm", "-n", "3", *BY_FILE, "tests"],
 }
 
 
