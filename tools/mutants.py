@@ -1,15 +1,17 @@
 """Plant small faults into the source, one at a time, and count how many of them the test suite notices.
 
-    python tools/mutants.py [--tree DIR] [--seed N] [--count N] [--seconds N] [--jobs N] [--out FILE]
+    python tools/mutants.py [--tree DIR] [--as-in DIR] [--seed N] [--count N] [--seconds N] [--jobs N] [--out FILE]
     python tools/mutants.py --planted [NAME...] [--seconds N] [--jobs N]
 
 A seed draws the faults, an equal number from each area and as evenly as possible from each kind (see `KINDS`). Each
 fault runs in a copy of the tree: pytest stops at the first failure or after `--seconds`, over the test files in a fixed
-order: those that import the faulty module, those of its folder, the simulation, all others. Tests that need a real
-engine or a GPU do not run. A fault is noticed if a test fails in this time. The result is a JSON file with one entry
-per fault, and a table. It is resumable: faults that FILE has are not run again.
+order: the one of the faulty module's name, the simulation, those that import the module, those of its folder, all
+others. Tests that need a real engine or a GPU do not run. A fault is noticed if a test fails in this time. The result
+is a JSON file with one entry per fault, and a table. It is resumable: faults that FILE has are not run again.
 
-`--tree` measures another checkout with its own tests, for a comparison of two versions of the suite.
+`--tree` measures another checkout with its own tests, for a comparison of two versions of the suite. With `--as-in`,
+only faults are drawn that can be planted in that checkout, too: in a line that stands once in each, in functions of one
+name. Two runs, each with the other's checkout, then plant the same faults.
 
 `--planted` plants the faults of planted.jsonl instead, all or those named: one fault a line, its name, its edits (file,
 old text, new text) and the seed soon after which the simulation was last seen to notice it, or with `by` the test files
@@ -53,6 +55,8 @@ GENERIC = ("list", "dict", "tuple", "set", "type", "deque", "Counter", "Callable
 LOGGING = ("debug", "info", "warning", "error", "exception")
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
 PYTEST += ["--no-header", "--tb=no", "-m", "not vllm and not gpu"]
+FIRST = 10
+"""Test files that run first, in a pytest of their own."""
 COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", "fuzz", ".github")
 
 
@@ -71,9 +75,21 @@ class Fault(NamedTuple):
         return f"{self.file}:{self.line}:{self.start} {self.kind} -> {self.text[:40]!r}"
 
 
+class Place(NamedTuple):
+    """A fault as it can be found in another tree: the function and the line, without indentation, and where in it."""
+
+    area: str
+    kind: str
+    function: str
+    line: str
+    at: int
+    text: str
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--as-in", type=Path, metavar="DIR", help="draw faults that can be planted there, too")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the tree's environment")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=160)
@@ -85,7 +101,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.planted is not None:
         return planted(asked.tree, asked.planted, asked.python, asked.seconds, asked.jobs)
-    faults = draw(asked.tree, asked.seed, asked.count)
+    faults = draw(asked.tree, asked.seed, asked.count, asked.as_in)
     if asked.draw:
         print(*(fault.name for fault in faults), sep="\n")
         return 0
@@ -110,14 +126,14 @@ def main() -> int:
 # -- drawing
 
 
-def draw(tree: Path, seed: int, count: int) -> list[Fault]:
-    """The faults of a seed: area after area, kind after kind, until there are `count`."""
+def draw(tree: Path, seed: int, count: int, other: Path | None = None) -> list[Fault]:
+    """The faults of a seed: area after area, kind after kind, until there are `count`. other: a tree that has them."""
     dice = random.Random(seed)
     pools: dict[tuple[str, str], list[Fault]] = {}
-    for area in AREAS:
-        for path in sorted((tree / "src/kvdepot" / area).rglob("*.py")):
-            for fault in possible(path, str(path.relative_to(tree))):
-                pools.setdefault((area, fault.kind), []).append(fault)
+    here = by_place(tree)
+    places = sorted(here.keys() & by_place(other).keys()) if other else list(here)
+    for place in places:
+        pools.setdefault((place.area, place.kind), []).append(here[place])
     for pool in pools.values():
         dice.shuffle(pool)
     drawn: list[Fault] = []
@@ -127,6 +143,29 @@ def draw(tree: Path, seed: int, count: int) -> list[Fault]:
                 if pools.get((area, kind)):
                     drawn.append(pools[area, kind].pop())
     return drawn[:count]
+
+
+def by_place(tree: Path) -> dict[Place, Fault]:
+    """Every fault that can be planted, by its place, unless that stands twice in the tree."""
+    found: dict[Place, list[Fault]] = {}
+    for area in AREAS:
+        for path in sorted((tree / "src/kvdepot" / area).rglob("*.py")):
+            source = path.read_bytes()
+            lines, functions = source.splitlines(), functions_of(source)
+            for fault in possible(path, str(path.relative_to(tree))):
+                within = [name for first, last, name in functions if first <= fault.line <= last]
+                line = lines[fault.line - 1].decode()
+                at = fault.start - source.rfind(b"\n", 0, fault.start) - 1 - (len(line) - len(line.lstrip()))
+                place = Place(area, fault.kind, within[-1] if within else "", line.strip(), at, fault.text)
+                found.setdefault(place, []).append(fault)
+    return {place: faults[0] for place, faults in found.items() if len(faults) == 1}
+
+
+def functions_of(source: bytes) -> list[tuple[int, int, str]]:
+    """The first and last line and the name of each function, outer ones first."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return sorted((node.lineno, node.end_lineno or 0, node.name) for node in nodes)
 
 
 def possible(path: Path, file: str) -> Iterator[Fault]:
@@ -221,9 +260,11 @@ def order(tree: Path, fault: Fault) -> list[str]:
         source, inner = path.read_text(), path.relative_to(tree / "tests")
         if path.stem == f"test_{module.rpartition('.')[2]}":
             return 0, str(path)
-        if f"{module} " in source or f"{module}\n" in source:
+        if inner.parts[0] == "sim":
             return 1, str(path)
-        return (2 if inner.parts[0] == area else 3 if inner.parts[0] == "sim" else 4), str(path)
+        if f"{module} " in source or f"{module}\n" in source:
+            return 2, str(path)
+        return (3 if inner.parts[0] == area else 4), str(path)
 
     files = [path for path in (tree / "tests").rglob("test_*.py") if "earlier_version" not in path.parts]
     return [str(path.relative_to(tree)) for path in sorted(files, key=rank)]
@@ -234,7 +275,11 @@ def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> 
     path, began = tree / fault.file, time.monotonic()
     source = (origin / fault.file).read_bytes()
     path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
-    status, lines = call(tree, [python, *PYTEST, *order(tree, fault)], seconds)
+    files = order(tree, fault)
+    for some in (files[:FIRST], files[FIRST:]):  # to collect all of them takes ten seconds
+        status, lines = call(tree, [python, *PYTEST, *some], max(1.0, began + seconds - time.monotonic()))
+        if status not in (0, 5):
+            break
     path.write_bytes(source)
     failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
     by = failed.split(" - ")[0] or ("pytest ended" if status not in (0, None, 5) else "")
