@@ -31,7 +31,6 @@ WRONG: list[tuple[str, str]] = [
     ("arena_name", "a/b"),
     ("chunk_size", "0"),
     ("chunk_size", "atuo"),
-    ("chunk_size", "2.5"),
     ("chunk_size", str(1 << 30)),
     ("drain_s", "inf"),
     ("max_queued", "-3"),

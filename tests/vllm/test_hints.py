@@ -79,7 +79,6 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
         ({"release": True, "session": "a@0123456789abcdef"}, "requests with a cache salt"),
         ({"max_load_tokens": -1}, "max_load_tokens: expected `int` >= 0"),
         ({"max_load_tokens": "many"}, "max_load_tokens"),
-        ({"load": 0}, "load: expected `bool`"),
         ({"retains": 600}, "object contains unknown field `retains`"),
         ({"release": True, "retain_s": 600}, "either `release`"),
     ],
