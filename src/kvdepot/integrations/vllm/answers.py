@@ -37,12 +37,12 @@ _MOST = 1 << 17
 class Answers:
     """The answers of one engine, and whether later prompts continued with them."""
 
-    def __init__(self, mode: str, count: Callable[[str, int], None], schedulers: int = 1) -> None:
-        """mode: auto, on or off. count: adds to a counter of the engine's metrics. schedulers: that share the engine's
+    def __init__(self, mode: str, add: Callable[[str, int], None], schedulers: int = 1) -> None:
+        """mode: auto, on or off. add: adds to a counter of the engine's metrics. schedulers: that share the engine's
         requests (data parallelism): each sees only its share of the prompts that continue."""
         self.are_stored = mode != "off"
         self.learns = mode == "auto"
-        self._count = count
+        self._add = add
         self._schedulers = schedulers
         self._remembered: dict[int, int] = {}  # chunks of an answer, by the first 8 bytes of its first chunk's hash
         self._waiting: deque[tuple[int, int]] = deque()  # answers to judge: the prompt at which, and chunks
@@ -65,7 +65,7 @@ class Answers:
         for key in self._remembered.keys() & np.frombuffer(hashes, "<u8")[::4].tolist():
             chunks = self._remembered.pop(key)
             self._continued += chunks
-            self._count("continued_chunks", chunks)
+            self._add("continued_chunks", chunks)
         while self._waiting and self._waiting[0][0] <= self._prompts:
             self._judge(self._waiting.popleft()[1])
         self._decide()
@@ -76,7 +76,7 @@ class Answers:
         if not (self.learns and chunks):
             return
         key = int.from_bytes(hashes[:8], "little")
-        self._count("decoded_chunks", chunks)
+        self._add("decoded_chunks", chunks)
         self._remembered[key] = chunks
         self._waiting.append((self._prompts + max(_PROMPTS, len(self._waiting)), chunks))
         while len(self._remembered) > _MOST:
