@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 39_500,
+    "source lines": 39_530,
     "test lines": 48_100,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,

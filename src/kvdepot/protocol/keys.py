@@ -15,6 +15,7 @@ chunk then covers that many tokens after the chunk, too, so a chunk has a hash o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Sequence
@@ -76,6 +77,20 @@ def engine_hash(chunk_hash: bytes) -> bytes:
     return blake3(_ENGINE_ROOT + chunk_hash).digest()
 
 
+class _End:
+    """The last item of a chain's tokens, which records that a comparison of two lists has come so far."""
+
+    is_reached = False
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        self.is_reached = True
+        return False
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+
 class ChunkChain:
     """The chunk hashes of one growing prompt; every token is hashed once.
 
@@ -83,14 +98,15 @@ class ChunkChain:
     them. Not thread-safe.
     """
 
-    __slots__ = ("_tokens", "chunk_size", "hashes", "lookahead", "root")
+    __slots__ = ("_end", "_tokens", "chunk_size", "hashes", "lookahead", "root")
 
     def __init__(self, chunk_size: int, root: bytes = ROOT, lookahead: int = 0) -> None:
         self.chunk_size = chunk_size
         self.lookahead = lookahead
         self.root = root
         self.hashes = bytearray()
-        self._tokens: list[int] = []  # hashed so far
+        self._end = _End()
+        self._tokens: list[int | _End] = [self._end]  # hashed so far, and the end
 
     def __len__(self) -> int:
         """Chunks hashed so far."""
@@ -121,12 +137,22 @@ class ChunkChain:
         Raises BadRequest for anything that is not a token id.
         """
         covered = self.covered
-        if covered and list(token_ids[:covered]) != self._tokens:
+        if covered and not self._is_prefix(token_ids):
             self.hashes.clear()
-            self._tokens.clear()
+            del self._tokens[:-1]
             covered = 0
         self.grow(token_ids, extras)
-        self._tokens += token_ids[covered : self.covered]
+        self._tokens[-1:-1] = token_ids[covered : self.covered]
+
+    def _is_prefix(self, token_ids: Sequence[int]) -> bool:
+        """Whether these begin with the tokens hashed before: one pass in C, without a copy of a list of 128k tokens."""
+        given = token_ids if isinstance(token_ids, list) else list(token_ids)
+        if len(given) == len(self._tokens) - 1:
+            return given == self._tokens[:-1]
+        self._end.is_reached = False
+        with contextlib.suppress(TypeError):  # what is no token id cannot be compared
+            _ = self._tokens < given
+        return self._end.is_reached
 
     def grow(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
         """`extend` by tokens after those hashed before, which are not compared: takes time for new tokens only."""
