@@ -9,7 +9,7 @@ allocated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from report import Figure, at_least
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
 
-__all__ = ["Engine", "run"]
+__all__ = ["Engine", "make_caches", "run", "side_by_side"]
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
@@ -33,10 +33,7 @@ _DEADLINE_S = 60.0
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """Figures for one and two copy threads."""
     say("copies: filling the engine's KV")
-    shape = (scale.blocks, BLOCK_TOKENS, 2, 8, 128)
-    caches = {f"layers.{i}": torch.empty(shape, dtype=torch.bfloat16) for i in range(scale.layers)}
-    for tensor in caches.values():
-        tensor.view(torch.int16).random_()
+    caches = make_caches(scale)
     engine = Engine(scale, caches)
     context: zmq.Context[Any] = zmq.Context()
     figures: list[Figure] = []
@@ -63,25 +60,46 @@ def _verified(scale: Scale, engine: Engine, context: zmq.Context[Any], caches: d
     """The cost of checksums: the longest prompt with each setting alternately, beside the same without."""
     say("copies: with checksums")
     modes = ("off", "sampled", "always")
-    servers: list[Serve] = []
-    workers: list[LMCacheMPWorkerAdapter] = []
-    try:
-        for mode in modes:
-            servers.append(Serve("--verify", mode, arena_gib=scale.copy_arena_gib / 2))
-            servers[-1].wait_populated(context)
-            workers.append(LMCacheMPWorkerAdapter(servers[-1].url, context, "bench", 1, 0, BLOCK_TOKENS))
-            workers[-1].register_kv_caches(caches)
-        speeds = engine.measure_side_by_side(workers)
-    finally:
-        for worker in workers:
-            worker.shutdown()
-        for server in servers:
-            server.close()
+    options = [(["--verify", mode], 256) for mode in modes]
+    speeds = side_by_side(scale, engine, context, caches, options)
     return [
         at_least(f"{what} 8k tokens, --verify {mode}", "GB/s", speeds[number, what], speeds[0, what], bar)
         for number, mode, bar in ((1, "sampled", 0.95), (2, "always", 0.5))
         for what in ("store", "retrieve")
     ]
+
+
+def side_by_side(
+    scale: Scale,
+    engine: Engine,
+    context: zmq.Context[Any],
+    caches: dict[str, torch.Tensor],
+    options: Sequence[tuple[Sequence[str], int]],
+) -> dict[tuple[int, str], list[float]]:
+    """GB/s of the longest prompt, by server and direction. options: flags and chunk size of each server."""
+    servers: list[Serve] = []
+    workers: list[LMCacheMPWorkerAdapter] = []
+    try:
+        for flags, chunk_size in options:
+            servers.append(Serve(*flags, arena_gib=scale.copy_arena_gib / 2, chunk_size=chunk_size))
+            servers[-1].wait_populated(context)
+            workers.append(LMCacheMPWorkerAdapter(servers[-1].url, context, "bench", 1, 0, BLOCK_TOKENS))
+            workers[-1].register_kv_caches(caches)
+        return engine.measure_side_by_side(workers)
+    finally:
+        for worker in workers:
+            worker.shutdown()
+        for server in servers:
+            server.close()
+
+
+def make_caches(scale: Scale) -> dict[str, torch.Tensor]:
+    """The KV of an engine, by layer: random bytes."""
+    shape = (scale.blocks, BLOCK_TOKENS, 2, 8, 128)
+    caches = {f"layers.{i}": torch.empty(shape, dtype=torch.bfloat16) for i in range(scale.layers)}
+    for tensor in caches.values():
+        tensor.view(torch.int16).random_()
+    return caches
 
 
 class Engine:

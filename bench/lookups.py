@@ -25,7 +25,18 @@ from kvdepot.client.transfer import Transfer
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
 from kvdepot.protocol import wire
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "count_lookups", "fill", "register", "run", "store_prompt"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "MODEL",
+    "REST_S",
+    "count_lookups",
+    "fill",
+    "fresh_floor",
+    "look_up",
+    "register",
+    "run",
+    "store_prompt",
+]
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
@@ -34,7 +45,7 @@ _DEADLINE_S = 60.0
 _PROMPT_CHUNKS = 32
 _MESSAGE_PROMPTS = 128
 _NAMES = ("1k", "8k", "32k", "128k")
-_REST_S = 0.001
+REST_S = 0.001
 """Pause between two measurements, in which the server finishes the work of the last one."""
 
 
@@ -82,6 +93,7 @@ def _wait(worker: LMCacheMPWorkerAdapter, request: str) -> None:
 
 
 def store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
+    """Register a few bytes of KV per token, and store a prompt."""
     blocks = len(ids) // BLOCK_TOKENS
     register(worker, blocks)
     worker.submit_store_request("fill", LoadStoreOp(list(range(blocks)), token_ids=ids, start=0, end=len(ids)), None)
@@ -109,18 +121,18 @@ def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: Any) -> li
                 ids: list[int] = prompt[:tokens].tolist()  # objects of their own, as a new prompt's are
                 more: list[int] = prompt[tokens : tokens + _CHUNK_TOKENS].tolist()
                 if number % 2:  # neither always finds what the other has put into the cache
-                    note("fresh", tokens, _lookup(scheduler, request, ids))
-                    note("floor", tokens, _fresh_floor(echo, ids))
+                    note("fresh", tokens, look_up(scheduler, request, ids))
+                    note("floor", tokens, fresh_floor(echo, ids, _CHUNK_TOKENS))
                 else:
-                    note("floor", tokens, _fresh_floor(echo, ids))
-                    note("fresh", tokens, _lookup(scheduler, request, ids))
+                    note("floor", tokens, fresh_floor(echo, ids, _CHUNK_TOKENS))
+                    note("fresh", tokens, look_up(scheduler, request, ids))
                 ids += more
-                time.sleep(_REST_S)
+                time.sleep(REST_S)
                 note("round trip", tokens, _round_trip(echo))
-                time.sleep(_REST_S)
-                note("again", tokens, _lookup(scheduler, request, ids))
+                time.sleep(REST_S)
+                note("again", tokens, look_up(scheduler, request, ids))
                 scheduler.end_session(request)
-                time.sleep(_REST_S)
+                time.sleep(REST_S)
     finally:
         scheduler.shutdown()
         echo.close()
@@ -135,7 +147,8 @@ def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: Any) -> li
     return figures
 
 
-def _lookup(scheduler: LMCacheMPSchedulerAdapter, request: str, ids: list[int]) -> float:
+def look_up(scheduler: LMCacheMPSchedulerAdapter, request: str, ids: list[int]) -> float:
+    """Seconds of a lookup that must find all of a prompt."""
     begun = time.perf_counter()
     scheduler.maybe_submit_lookup_request(request, token_ids=ids)
     while (found := scheduler.check_lookup_result(request)) is None:
@@ -147,13 +160,13 @@ def _lookup(scheduler: LMCacheMPSchedulerAdapter, request: str, ids: list[int]) 
     return seconds
 
 
-def _fresh_floor(echo: Echo, ids: list[int]) -> float:
+def fresh_floor(echo: Echo, ids: list[int], chunk_tokens: int) -> float:
     """Ids to bytes, their BLAKE3 chain, one round trip."""
     begun = time.perf_counter()
     data = memoryview(array("I", ids).tobytes())
     digest: bytes = ROOT
-    for offset in range(0, len(data), 4 * _CHUNK_TOKENS):
-        digest = blake3(digest + data[offset : offset + 4 * _CHUNK_TOKENS]).digest()
+    for offset in range(0, len(data), 4 * chunk_tokens):
+        digest = blake3(digest + data[offset : offset + 4 * chunk_tokens]).digest()
     echo.round_trip(digest)
     return time.perf_counter() - begun
 
@@ -198,6 +211,7 @@ def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
 
 
 def count_lookups(peers: Sequence[Peer], seconds: float) -> float:
+    """Lookups, or round trips, per second of helper processes together."""
     for peer in peers:
         peer.tell(str(seconds))
     total = 0.0

@@ -6,23 +6,19 @@ hit, beside hashing and one bare round trip; and lookups per second.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from array import array
 from typing import Any
 
 import numpy as np
-import torch
 import zmq
-from blake3 import blake3
 from common import Echo, Peer, Scale, Serve, say
-from copies import Engine
-from lookups import BLOCK_TOKENS, MODEL, count_lookups, register, store_prompt
+from copies import Engine, make_caches, side_by_side
+from lookups import BLOCK_TOKENS, MODEL, REST_S, count_lookups, fresh_floor, look_up, store_prompt
 from report import Figure, at_least, at_most
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter
-from kvdepot.keys import ROOT, ChunkChain
+from kvdepot.keys import ChunkChain
 
 __all__ = ["run"]
 
@@ -39,23 +35,8 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 def _copies(scale: Scale, context: zmq.Context[Any]) -> list[Figure]:
     say("small: stores and retrieves with chunks of 16 and 256 tokens")
-    shape = (scale.blocks, BLOCK_TOKENS, 2, 8, 128)
-    caches = {f"layers.{i}": torch.empty(shape, dtype=torch.bfloat16) for i in range(scale.layers)}
-    for tensor in caches.values():
-        tensor.view(torch.int16).random_()
-    servers = [Serve(arena_gib=scale.copy_arena_gib / 2, chunk_size=size) for size in _CHUNKS]
-    workers: list[LMCacheMPWorkerAdapter] = []
-    try:
-        for server in servers:
-            server.wait_populated(context)
-            workers.append(LMCacheMPWorkerAdapter(server.url, context, MODEL, 1, 0, BLOCK_TOKENS))
-            workers[-1].register_kv_caches(caches)
-        speeds = Engine(scale, caches).measure_side_by_side(workers)
-    finally:
-        for worker in workers:
-            worker.shutdown()
-        for server in servers:
-            server.close()
+    caches = make_caches(scale)
+    speeds = side_by_side(scale, Engine(scale, caches), context, caches, [([], size) for size in _CHUNKS])
     return [
         at_least(f"{what} 8k tokens, chunks of 16 beside 256", "GB/s", speeds[1, what], speeds[0, what], 0.95)
         for what in ("store", "retrieve")
@@ -63,14 +44,14 @@ def _copies(scale: Scale, context: zmq.Context[Any]) -> list[Figure]:
 
 
 def _lookups(scale: Scale, context: zmq.Context[Any]) -> list[Figure]:
-    servers = [Serve(arena_gib=1 / 8, chunk_size=size) for size in _CHUNKS]
     prompt = np.random.default_rng(17).integers(0, 1 << 17, max(scale.lookup_tokens)).tolist()
+    servers: list[Serve] = []
     workers: list[LMCacheMPWorkerAdapter] = []
     try:
-        for server in servers:
-            server.wait_populated(context)
-            workers.append(LMCacheMPWorkerAdapter(server.url, context, MODEL, 1, 0, BLOCK_TOKENS))
-            register(workers[-1], len(prompt) // BLOCK_TOKENS)
+        for size in _CHUNKS:
+            servers.append(Serve(arena_gib=1 / 8, chunk_size=size))
+            servers[-1].wait_populated(context)
+            workers.append(LMCacheMPWorkerAdapter(servers[-1].url, context, MODEL, 1, 0, BLOCK_TOKENS))
             store_prompt(workers[-1], prompt)
         figures = _times(scale, context, servers[1].url, prompt)
         say("small: lookups per second")
@@ -97,17 +78,14 @@ def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: list[int])
         for number in range(-1, scale.lookup_runs):
             for tokens in scale.lookup_tokens[1::2]:
                 ids = list(prompt[:tokens])
+                request = f"{number} {tokens}"
                 for what in ("floor", "lookup") if number % 2 else ("lookup", "floor"):
-                    begun = time.perf_counter()
-                    if what == "floor":
-                        _floor(echo, ids)
-                    else:
-                        _lookup(scheduler, f"{number} {tokens}", ids)
-                    seconds = time.perf_counter() - begun
+                    is_floor = what == "floor"
+                    seconds = fresh_floor(echo, ids, BLOCK_TOKENS) if is_floor else look_up(scheduler, request, ids)
                     if number >= 0:
                         gained.setdefault((what, tokens), []).append(seconds * 1000)
-                scheduler.end_session(f"{number} {tokens}")
-                time.sleep(0.001)
+                scheduler.end_session(request)
+                time.sleep(REST_S)
     finally:
         scheduler.shutdown()
         echo.close()
@@ -117,23 +95,6 @@ def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: list[int])
         )
         for name, tokens in zip(("8k", "128k"), scale.lookup_tokens[1::2], strict=True)
     ]
-
-
-def _floor(echo: Echo, ids: list[int]) -> None:
-    data = memoryview(array("I", ids).tobytes())
-    digest: bytes = ROOT
-    for offset in range(0, len(data), 4 * BLOCK_TOKENS):
-        digest = blake3(digest + data[offset : offset + 4 * BLOCK_TOKENS]).digest()
-    echo.round_trip(digest)
-
-
-def _lookup(scheduler: LMCacheMPSchedulerAdapter, request: str, ids: list[int]) -> None:
-    scheduler.maybe_submit_lookup_request(request, token_ids=ids)
-    while (found := scheduler.check_lookup_result(request)) is None:
-        os.sched_yield()
-    if found != len(ids):
-        raise RuntimeError(f"{found} of {len(ids)} tokens found")
-    scheduler.cleanup_lookup_result(request)
 
 
 def _rate(scale: Scale, url: str, prompt: list[int], chunk_tokens: int) -> float:
