@@ -190,7 +190,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
     chunk_size: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"],
-        _memory("tokens per chunk, or auto: as few of an engine's blocks as are worth it; 256 with remote tiers"),
+        _memory("tokens per chunk; auto = the fewest blocks of an engine with 256 KiB of KV, or 256 with remote tiers"),
     ] = "auto"
     arena_gib: Annotated[
         float,

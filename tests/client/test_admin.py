@@ -15,7 +15,7 @@ import pytest
 
 from kvdepot.client import MessageQueueClient, admin
 from kvdepot.client.transfer import LeaseTerms
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -36,12 +36,12 @@ def tensors() -> Iterator[Path]:
     path.unlink()
 
 
-def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int) -> bytes:
+def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int, chunk_tokens: int = 0) -> bytes:
     """Store a prompt; return its keys."""
     layout = Layout(
         [Mapping(tensors.name, CHUNKS * BLOCK_BYTES)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], CHUNKS, bytes(32)
     )
-    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1)).result(HANG_S) is None
+    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1, chunk_tokens)).result(HANG_S) is None
     hashes = secrets.token_bytes(HASH_BYTES * CHUNKS)
     part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, np.arange(CHUNKS, dtype="<u4").tobytes(), 0)
     assert client.ask(wire.Store(instance, 1, [part])).result(HANG_S) is True
@@ -54,6 +54,18 @@ def found(client: MessageQueueClient, model: str, hashes: bytes) -> int:
 
 def objects(depot: Depot) -> int:
     return int(depot.status()["tiers"][0]["counters"].get("saved_chunks", 0))
+
+
+def test_prompts_have_the_chunk_size_of_running_engines(start_depot: StartDepot, tensors: Path, tmp_path: Path) -> None:
+    depot, file = start_depot(), tmp_path / "tokens"
+    file.write_text(" ".join(map(str, range(256))))
+    with closing(MessageQueueClient(depot.url, depot.context)) as client:
+        for chunk_tokens in (256, 64):
+            fill(client, tensors, "m", chunk_tokens, chunk_tokens)
+        with pytest.raises(ConfigError, match="registered in 2 shapes"):
+            admin.read_prompt(client, str(file), None, "m", "")
+        client.ask(wire.Unregister(256)).result(HANG_S)
+        assert admin.read_prompt(client, str(file), None, "m", "").spec.chunk_tokens == 64
 
 
 def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(

@@ -38,10 +38,8 @@ def test_a_chunk_that_fits_has_the_fewest_whole_blocks_that_reach_the_servers_si
     ("token_kib", "longest", "tokens"),
     [(128, 1 << 17, 2), (12, 1 << 17, 22), (1, 1 << 17, 256), (0.1, 1 << 17, 256), (0, 1, 256), (128, 1 << 24, 256)],
 )
-def test_an_engine_chooses_chunks_that_are_worth_an_entry_and_fit_a_message(
-    token_kib: float, longest: int, tokens: int
-) -> None:
-    assert free_chunk_tokens(token_kib * 1024, longest) == tokens
+def test_free_chunks_are_worth_an_entry_and_fit_a_message(token_kib: float, longest: int, tokens: int) -> None:
+    assert free_chunk_tokens(int(token_kib * 1024), longest) == tokens
 
 
 @pytest.mark.parametrize("block", [0, -16, wire.MAX_CHUNK_TOKENS + 1])

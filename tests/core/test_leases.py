@@ -235,9 +235,7 @@ def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monk
     assert [each.chunks for each in desk.depot.leases.listed("blue", desk.now)] == [3, 3, 3]
 
 
-def test_a_lease_that_has_grown_to_all_of_its_prompt_keeps_no_hashes(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_has_grown_whole_keeps_no_hashes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.leases.MOST_HASHES", 4)
     blue = engine(desk, "blue")
     for name in "xyz":  # hashes of two would be too many

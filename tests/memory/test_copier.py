@@ -45,6 +45,9 @@ class Bench:
         assert token == task.token
         return outcome
 
+    def room(self) -> Allocator:
+        return Allocator(HEADER_BYTES, self.arena.size)
+
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
@@ -94,9 +97,7 @@ def pieces_of(allocator: Allocator, draw: Callable[[int], int]) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Bench, data: st.DataObject) -> None:
-    layout = data.draw(layouts(bench.name))
-    draw = random.Random(data.draw(st.integers(0, 99)))
-    allocator = Allocator(HEADER_BYTES, bench.arena.size)
+    layout, draw, allocator = data.draw(layouts(bench.name)), random.Random(data.draw(st.integers(0, 99))), bench.room()
     pieces_of(allocator, draw.randrange)
     count = data.draw(st.integers(1, 4).filter(lambda n: n * layout.block_bytes <= allocator.free_bytes))
     skip = data.draw(st.integers(0, count - 1))
@@ -140,23 +141,16 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_chunks_side_by_side_are_copied_as_one_by_one(bench: Bench, data: st.DataObject) -> None:
-    layout = data.draw(layouts(bench.name))
-    draw = random.Random(data.draw(st.integers(0, 99)))
-    allocator = Allocator(HEADER_BYTES, bench.arena.size)
+    layout, draw, allocator = data.draw(layouts(bench.name)), random.Random(data.draw(st.integers(0, 99))), bench.room()
     if draw.randrange(2):
         pieces_of(allocator, draw.randrange)
     count = data.draw(st.integers(1, 3))
     room = allocator.free_bytes // Allocator.rounded(count * layout.block_bytes)
-    extents = allocator.allocate_run(count * layout.block_bytes, min(6, room))[::-1]
+    extents = allocator.allocate_run(count * layout.block_bytes, min(9 // count, room))[::-1]
     if draw.randrange(3) == 0:
         draw.shuffle(extents)
-    orders = [[np.array(draw.sample(range(9), count), np.intp) for _ in extents] for _ in range(2)]
-    distinct = np.array(draw.sample(range(9), min(9, len(extents) * count)), np.intp)
-    if len(extents) * count <= 9:
-        orders[1] = list(distinct.reshape(-1, count))  # of a retrieve, no two chunks go into one block
-    else:
-        extents, orders = extents[: 9 // count], [order[: 9 // count] for order in orders]
-        orders[1] = list(distinct[: len(extents) * count].reshape(-1, count))
+    blocks = [np.array(draw.sample(range(9), len(extents) * count), np.intp) for _ in range(2)]
+    orders = [each.reshape(len(extents), count) for each in blocks]
     skip = draw.randrange(count)
     mapped = bench.run(Call("map", lambda: HostTensors.open(layout)))
     try:

@@ -51,6 +51,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
+"""8 KiB of KV a token and layer in float32, 4 KiB in bfloat16: 32 tokens of the models here are worth a chunk."""
 MLA: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256,
     "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -15,10 +14,7 @@ from kvdepot.integrations.vllm import answers
 from kvdepot.integrations.vllm.answers import Answers
 from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import LLAMA, output, prompt, write_model
-
-WIDE: dict[str, Any] = LLAMA | {"num_key_value_heads": 4, "head_dim": 256}
-"""32 tokens are worth a chunk."""
+from tests.vllm.engines import LLAMA, WIDE, prompt, write_model
 
 
 def hashes(*numbers: int) -> bytes:
@@ -73,7 +69,6 @@ def test_chats_that_begin_at_once_are_not_taken_for_one_off_requests() -> None:
 def test_a_scheduler_of_several_sees_a_part_of_the_chats_and_judges_accordingly() -> None:
     for schedulers, stores in ((1, False), (16, True)):
         engine = Engine(schedulers=schedulers)
-        engine.run(64, back=20)
         engine.run(600, back=0)
         for _ in range(20):
             engine.run(39, back=0)
@@ -115,7 +110,7 @@ def test_memory_is_bounded_and_the_oldest_are_forgotten(sizes: list[int]) -> Non
 def test_answers_are_loaded_and_not_stored_once_they_never_come_back(
     start_depot: StartDepot, start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    depot, model = start_depot(arena_mib=256, chunk_size="auto"), write_model(tmp_path / "model", WIDE)
+    depot, model = start_depot(arena_mib=256, chunk_size="auto"), write_model(tmp_path / "model", LLAMA | WIDE)
     engine = start_engine(model, depot.url, block_size=32, dtype="float32").wait_started()
     tokens, computed = prompt(900, 70), 0
     for turn in range(3):
@@ -134,6 +129,5 @@ def test_answers_are_loaded_and_not_stored_once_they_never_come_back(
     eventually(lambda: depot.status()["chunks"] == stored + 1)  # that of the prompt alone
     tokens = [*prompt(2000, 40), *answer["tokens"], 5]
     assert engine.run_fresh(tokens)["cached"] == 32
-    assert output(engine.run_fresh(tokens)) == output(engine.run_fresh(tokens))
     assert "decoded chunks are not stored from now on" in engine.logged()
     engine.stop()

@@ -18,6 +18,7 @@ from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import (
     LLAMA,
+    WIDE,
     WINDOWS,
     Engine,
     nothing_is_held,
@@ -116,10 +117,6 @@ def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
         for tokens in (2 * 256 + 11, 40):  # one that stores, and one that is shorter than a chunk
             results = engine.tell("run", requests=[{"id": "same", "tokens": prompt(100 + turn, tokens)}])
             assert list(results) == ["same"]
-
-
-WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
-"""8 KiB of KV a token and rank, of groups that need all tokens: 32 tokens are worth a chunk."""
 
 
 @pytest.mark.parametrize(

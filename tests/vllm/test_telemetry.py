@@ -140,8 +140,9 @@ def test_an_engine_is_credited_with_what_it_stored_and_with_what_it_finds(site: 
     events = [event for payload in follower.payloads[before:] for event in msgspec.msgpack.decode(payload)[1]]
     stored = [dict(zip(STORED, event, strict=False)) for event in events if event[0] == "BlockStored"]
     assert {(event["medium"], event["block_size"]) for event in stored} == {("CPU", 256)}
-    told = [token for event in stored for token in event["token_ids"]]
-    assert told[-3 * 256 :] == longer[: 3 * 256]  # events of what was stored earlier may come late
+    known = [longer[at : at + 256] for at in range(0, 3 * 256, 256)]
+    told = [event["token_ids"][at : at + 256] for event in stored for at in range(0, len(event["token_ids"]), 256)]
+    assert [chunk for chunk in told if chunk in known] == known  # events of earlier prompts may come late
 
 
 def test_a_retained_prompt_survives_a_flood_until_its_session_is_released(site: Site) -> None:

@@ -362,7 +362,7 @@ def _scatter_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece])
 
 def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
     ids, count = piece.block_ids, len(piece.block_ids)
-    if count == 1 and len(piece.extents) == 1:  # the usual chunk of one block, which has no time for more
+    if count == 1 and len(piece.extents) == 1:  # the usual small chunk: as few calls as possible
         block, at = int(ids[0]), piece.extents[0][0]
         for row in rows:
             memory[at : at + row.size] = row.strided[block]

@@ -78,7 +78,7 @@ def engine_hash(chunk_hash: bytes) -> bytes:
 
 
 class _End:
-    """The last item of a chain's tokens, which records that a comparison of two lists has come so far."""
+    """The last item of a chain's tokens, which records that a comparison of two lists has reached it."""
 
     is_reached = False
     __hash__ = None  # type: ignore[assignment]

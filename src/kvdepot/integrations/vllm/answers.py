@@ -24,8 +24,8 @@ log = init_logger(__name__)
 _TRIAL = 32
 """Requests that are judged before the first decision."""
 _PROMPTS = 64
-"""An answer is judged once this many prompts have come after it, and one for each answer that waited beside it: many
-chats may begin at once."""
+"""An answer is judged once this many prompts have come after it, or as many as answers waited to be judged if that is
+more: many chats may begin at once."""
 _LEAST, _AGAIN = 0.05, 0.1
 """Below the first share of chunks that come back, decoded chunks are not stored any more; above the second, again."""
 _FADE = 0.98
@@ -45,7 +45,7 @@ class Answers:
         self._add = add
         self._schedulers = schedulers
         self._remembered: dict[int, int] = {}  # chunks of an answer, by the first 8 bytes of its first chunk's hash
-        self._waiting: deque[tuple[int, int]] = deque()  # answers to judge: the prompt at which, and chunks
+        self._waiting: deque[tuple[int, int]] = deque()  # to judge: the number of prompts by then, and chunks
         self._prompts = self._judged = 0
         self._decoded = self._continued = 0.0  # chunks, faded
 
@@ -59,7 +59,7 @@ class Answers:
 
     def prompt_came(self, hashes: bytes) -> None:
         """Look for the starts of answers in a new prompt's chunks (32 bytes each)."""
-        if not (self.learns and self._remembered):
+        if not self._remembered:
             return
         self._prompts += 1
         for key in self._remembered.keys() & np.frombuffer(hashes, "<u8")[::4].tolist():

@@ -1,4 +1,4 @@
-"""Hints by which a request asks to keep its own chunks, to let them expire or remove them, or not to store or load.
+"""Hints by which a request asks to keep, expire or remove its own chunks, or not to store or load any.
 
 Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module
 parses both; leases.py carries them out. Keys and actions of other names belong to others and are left alone.

@@ -141,8 +141,7 @@ class SchedulerHalf:
             prompt = RequestChunks(request, parent, self._rules)
             tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._submit_lookup(tracked)
-            if self._answers.learns:
-                self._answers.prompt_came(bytes(prompt.chain.hashes))
+            self._answers.prompt_came(bytes(prompt.chain.hashes))
             self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
