@@ -12,7 +12,7 @@ import pytest
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.metrics import BOUNDS_S, Event, Latency
-from kvdepot.status import OTHERS, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
+from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
 from tests.cli.command import run, terminal
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, eventually
@@ -107,15 +107,16 @@ def test_the_summary_says_what_is_known(parts: dict[str, Any], said: str) -> Non
 
 def test_tokens_are_told_by_model_and_where_there_are_tenants_by_tenant() -> None:
     model = NamespaceStatus(
-        "", "m", 2, 4, 10, 1 << 20, 1, chunk_tokens=256, asked_tokens=1000, found_tokens=500, reused_tokens=250
-    )
+        "", "m", 2, 4, 10, 1 << 20, 1, chunk_tokens=256, asked_tokens=1000, found_tokens=500, reused_tokens=250,
+        answers=AnswersStatus("auto", False, 0.012),
+    )  # fmt: skip
     others = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 1 << 20, 0, asked_tokens=10)
     usage = [Usage("", 10), Usage("blue", 1000, 500, 250)]
     lines = shown(a_status(namespaces=[model], other_namespaces=others, usage=usage)).splitlines()
     rows = [re.split(r"  +", line.strip()) for line in lines]
-    assert ["models", "ranks", "tokens", "bytes", "asked", "found", "reused", "engines"] in rows
-    assert ["m", "2", "2,560", "1 MiB", "1,000", "50.0 %", "25.0 %", "1"] in rows
-    assert ["others", "-", "-", "1 MiB", "10", "0.0 %", "0.0 %", "0"] in rows
+    assert ["models", "ranks", "tokens", "bytes", "asked", "found", "reused", "engines", "answers"] in rows
+    assert ["m", "2", "2,560", "1 MiB", "1,000", "50.0 %", "25.0 %", "1", "not stored (1.2 % return)"] in rows
+    assert ["others", "-", "-", "1 MiB", "10", "0.0 %", "0.0 %", "0", "-"] in rows
     assert ["blue", "1,000", "50.0 %", "25.0 %", "250"] in rows
     assert "tokens by tenant" not in shown(a_status(usage=[Usage("", 10)]))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdepot import status as status_module
 from kvdepot.core.usage import Usages
+from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
-from kvdepot.status import OTHERS, NamespaceStatus, Usage
+from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Usage
 from tests.core.desk import Desk, prompt, store
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
@@ -87,6 +90,22 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     status = desk.depot.status()
     assert status.model_usage == [Usage("", 4, 2, 2, "m")]
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
+
+
+def test_a_model_shows_what_an_engine_said_last_of_its_answers() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one")
+    assert desk.ask(b"one", store(prompt("a", 3))) is True
+    assert desk.ask(b"one", look(5, "r1")) == 3
+    for said in (AnswersStatus("auto", True), AnswersStatus("auto", False, 0.01), None):
+        desk.ask(b"one", wire.EndSession("r1", model="m", answers=said))
+    status = desk.depot.status()
+    assert status.namespaces[0].answers == status.model_usage[0].answers == AnswersStatus("auto", False, 0.01)
+    assert status.usage[0].answers is None
+    assert status_module.read(msgspec.to_builtins(status)) == status
+    for bad in (AnswersStatus("x" * 17, True), AnswersStatus("auto", True, float("nan")), AnswersStatus("on", True, 2)):
+        assert isinstance(desk.ask(b"one", wire.EndSession("r1", answers=bad)), BadRequest)
 
 
 def test_the_upper_bound_is_counted_at_reports_and_leaves_out_engines_caches() -> None:

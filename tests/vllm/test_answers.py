@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvdepot.integrations.vllm import answers
 from kvdepot.integrations.vllm.answers import Answers
+from kvdepot.status import AnswersStatus
 from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import LLAMA, WIDE, prompt, write_model
@@ -44,9 +45,9 @@ class Engine(Answers):
 def test_answers_are_stored_at_first_then_as_they_come_back() -> None:
     engine = Engine()
     engine.run(64 + 30, back=0)
-    assert engine.are_stored
+    assert engine.are_stored and engine.status == AnswersStatus("auto", True)  # it has not judged enough yet
     engine.run(100, back=0)
-    assert not engine.are_stored
+    assert not engine.are_stored and engine.status == AnswersStatus("auto", False, 0.0)
     engine.run(40, back=1)
     assert not engine.are_stored  # one in twenty is too few to begin again
     engine.run(100, back=10)
@@ -130,4 +131,6 @@ def test_answers_are_loaded_and_not_stored_once_they_never_come_back(
     tokens = [*prompt(2000, 40), *answer["tokens"], 5]
     assert engine.run_fresh(tokens)["cached"] == 32
     assert "decoded chunks are not stored from now on" in engine.logged()
+    (said,) = {(each["answers"]["stored"], each["answers"]["mode"]) for each in depot.status()["namespaces"]}
+    assert said == (False, "auto")
     engine.stop()

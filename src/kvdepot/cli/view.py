@@ -22,6 +22,7 @@ from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
 from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import (
     OTHERS,
+    AnswersStatus,
     Engine,
     NamespaceStatus,
     Status,
@@ -273,10 +274,20 @@ def models(shown: Sequence[NamespaceStatus]) -> Listing:
             size(namespace.bytes),
             *_tokens(namespace),
             str(namespace.engines),
+            _answers(namespace.answers),
         )
         for namespace in shown
     ]
-    return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
+    return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines", "answers"), rows)
+
+
+def _answers(said: AnswersStatus | None) -> str:
+    """Whether a model's answers are stored, and why."""
+    if said is None:
+        return "-"
+    why = "learning" if said.mode == "auto" else said.mode
+    why = f"{share(said.share)} return" if said.share is not None else why
+    return f"{'stored' if said.stored else 'not stored'} ({why})"
 
 
 def is_sum(row: object) -> bool:

@@ -20,6 +20,7 @@ from kvdepot.client.transfer import Operation, PromptChunks, ShardSpec
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.status import AnswersStatus
 
 __all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "SubmittedLookup", "Unanswered"]
 
@@ -71,6 +72,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
+        self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
         self._lookups: dict[str, SubmittedLookup] = {}
 
@@ -178,7 +180,8 @@ class SchedulerClient:
         saved_tokens, saved_s, asked: see wire.EndSession.
         """
         # No deadline: a live server must get it, however late.
-        self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked), deadline_s=None)
+        report = wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked, self.answers)
+        self.client.ask(report, deadline_s=None)
         self.client.pump()
 
     def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:

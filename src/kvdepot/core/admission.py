@@ -33,6 +33,8 @@ __all__ = [
 
 _MOST_SAVED = 1 << 32
 """The most tokens, or seconds, that one request may report."""
+_MOST_MODE = 16
+"""The most characters of an engine's `save_decode`."""
 
 
 def chunks_named(request: wire.Request) -> int:
@@ -70,6 +72,9 @@ def check_report(request: wire.EndSession) -> None:
     asked = request.asked
     if not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
         raise BadRequest(f"{asked} is out of range")
+    said = request.answers
+    if said is not None and not (len(said.mode) <= _MOST_MODE and 0.0 <= (said.share or 0.0) <= 1.0):
+        raise BadRequest(f"a mode of {len(said.mode)} characters, or the share {said.share}, is out of range")
 
 
 def check_salt(salt: bytes) -> None:

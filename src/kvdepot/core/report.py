@@ -177,6 +177,7 @@ def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) 
                 asked_tokens=usage.asked_tokens,
                 found_tokens=usage.found_tokens,
                 reused_tokens=usage.reused_tokens,
+                answers=usage.answers,
             )
         )
     others, rest = None, sizes[_NAMESPACES:]

@@ -24,7 +24,7 @@ from kvdepot.core.infinite_cache import InfiniteCache, words
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import MOST_NAME, OTHERS, Saved, TokenCounts, Usage
+from kvdepot.protocol.status import MOST_NAME, OTHERS, AnswersStatus, Saved, TokenCounts, Usage
 
 __all__ = ["Usages"]
 
@@ -33,12 +33,13 @@ _MODELS = 100
 
 
 class _Sum:
-    """Tokens."""
+    """Tokens, and what an engine said last of its answers."""
 
-    __slots__ = ("asked", "found", "reused")
+    __slots__ = ("answers", "asked", "found", "reused")
 
     def __init__(self) -> None:
         self.asked = self.found = self.reused = 0
+        self.answers: AnswersStatus | None = None
 
     def add(self, asked: int, found: int, reused: int) -> None:
         self.asked += asked
@@ -113,6 +114,9 @@ class Usages:
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
         if request.saved_s:
             self.saved_s.count(request.saved_s)
+        entry = self._sums.get((client.tenant, (request.model or client.model)[:MOST_NAME]))
+        if entry is not None and request.answers is not None:
+            entry.answers = request.answers
 
     def tick(self, now: float) -> None:
         """Called once a second."""
@@ -160,5 +164,7 @@ def _summed(entries: list[tuple[str, str, _Sum]]) -> list[Usage]:
     """One value per tenant and model, even if a tenant is called like the rest."""
     shown: dict[tuple[str, str], _Sum] = {}
     for tenant, model, each in entries:
-        shown.setdefault((tenant, model), _Sum()).add(each.asked, each.found, each.reused)
-    return [Usage(tenant, each.asked, each.found, each.reused, model) for (tenant, model), each in shown.items()]
+        entry = shown.setdefault((tenant, model), _Sum())
+        entry.add(each.asked, each.found, each.reused)
+        entry.answers = each.answers if model else None
+    return [Usage(key[0], e.asked, e.found, e.reused, key[1], e.answers) for key, e in shown.items()]

@@ -15,6 +15,7 @@ from kvdepot.protocol.quotas import Quota
 __all__ = [
     "MOST_NAME",
     "OTHERS",
+    "AnswersStatus",
     "Device",
     "Engine",
     "GroupStatus",
@@ -50,6 +51,16 @@ class TokenCounts(msgspec.Struct, frozen=True):
     bound: int | None = None
 
 
+class AnswersStatus(msgspec.Struct, frozen=True):
+    """Whether a model's answers (decoded tokens) are stored, as one of its engines said last. mode: the engine's
+    `kvdepot.save_decode`. share: of decoded chunks, those that later prompts continued with lately; None if the engine
+    does not learn it, or has not judged enough requests."""
+
+    mode: str
+    stored: bool
+    share: float | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
@@ -62,6 +73,7 @@ class Usage(msgspec.Struct, frozen=True):
     found_tokens: int = 0
     reused_tokens: int = 0
     model: str = ""
+    answers: AnswersStatus | None = None
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -142,6 +154,7 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     asked_tokens: int = 0
     found_tokens: int = 0
     reused_tokens: int = 0
+    answers: AnswersStatus | None = None
 
 
 class TenantStatus(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from kvdepot import errors
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.status import AnswersStatus
 
 VERSION = 7
 ID_BYTES = 8
@@ -204,7 +205,8 @@ class EndSession(_Message, frozen=True):
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
-    client's last lookup. asked: the sums since the last EndSession.
+    client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
+    it does not say.
     """
 
     request: str
@@ -212,6 +214,7 @@ class EndSession(_Message, frozen=True):
     saved_s: float = 0.0
     model: str = ""
     asked: Asked = NOTHING_ASKED
+    answers: AnswersStatus | None = None
 
 
 class ChunkSize(_Message, frozen=True):

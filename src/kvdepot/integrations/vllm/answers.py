@@ -16,6 +16,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.status import AnswersStatus
 
 __all__ = ["Answers"]
 
@@ -40,6 +41,7 @@ class Answers:
     def __init__(self, mode: str, add: Callable[[str, int], None], schedulers: int = 1) -> None:
         """mode: auto, on or off. add: adds to a counter of the engine's metrics. schedulers: that share the engine's
         requests (data parallelism): each sees only its share of the prompts that continue."""
+        self._mode = mode
         self.are_stored = mode != "off"
         self.learns = mode == "auto"
         self._add = add
@@ -56,6 +58,11 @@ class Answers:
     def share(self) -> float:
         """The share of decoded chunks that came back lately."""
         return self._continued / self._decoded if self._decoded else 0.0
+
+    @property
+    def status(self) -> AnswersStatus:
+        """Whether answers are stored, and why."""
+        return AnswersStatus(self._mode, self.are_stored, self.share if self._judged >= _TRIAL else None)
 
     def prompt_came(self, hashes: bytes) -> None:
         """Look for the starts of answers in a new prompt's chunks (32 bytes each)."""

@@ -410,6 +410,7 @@ class SchedulerHalf:
             return False
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
+        self._depot.answers = self._answers.status
         self._depot.end_session(request_id, *tracked.take_report())
         self._leases.request_ended(tracked)
         if self._answers.learns:
