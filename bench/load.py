@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from kvdepot.cli.connect import connect
-from kvdepot.cli.options import Address, size_of
+from kvdepot.cli.options import Address
 from kvdepot.cli.output import clean, count, duration, print_json, progress, size
 from kvdepot.client import admin
 from kvdepot.client.socket import MessagingFuture
@@ -43,6 +43,7 @@ from kvdepot.memory.shm import shm_path
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.values import parse_size
 
 KINDS = ("store", "lookup", "retrieve")
 """In this order, because the others find what is stored."""
@@ -311,8 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", metavar="N", type=int, default=64, help="prompts to store, each with one request "
                         "(default: 64)")  # fmt: skip
     parser.add_argument("--chunks", metavar="N", type=int, default=8, help="chunks of a prompt (default: 8)")
-    parser.add_argument("--chunk-bytes", metavar="SIZE", default="256KiB", help="KV bytes of a chunk, at least 4KiB "
-                        "(default: 256KiB)")  # fmt: skip
+    parser.add_argument("--chunk-bytes", metavar="SIZE", type=parse_size, default="256KiB", help="KV bytes of a chunk, "
+                        "at least 4KiB (default: 256KiB)")  # fmt: skip
     parser.add_argument("-y", "--yes", action="store_true", help="proceed even if the server must evict chunks for it")
     parser.add_argument("-j", "--json", action="store_true", help="print JSON")
     args = parser.parse_args(words)
@@ -328,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_server(args: argparse.Namespace) -> int:
-    chunk_bytes = size_of("--chunk-bytes", args.chunk_bytes, 1) // BLOCKS * BLOCKS
+    chunk_bytes = int(args.chunk_bytes) // BLOCKS * BLOCKS
     if not 4096 <= chunk_bytes <= 1 << 30:
         raise ConfigError("--chunk-bytes: give between 4KiB and 1GiB")
     clients, key = min(args.clients, args.prompts), args.key or default_key()

@@ -23,7 +23,7 @@ import msgspec
 from kvdepot import __version__, install
 from kvdepot.cli import options
 from kvdepot.cli.connect import running
-from kvdepot.cli.output import clean, print_json, print_tables, progress, size
+from kvdepot.cli.output import clean, print_json, progress, size
 from kvdepot.cli.status import ask_health
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
@@ -54,10 +54,6 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
     advice: str = ""
 
-    @property
-    def text_and_advice(self) -> str:
-        return f"{self.text} -> {self.advice}" if self.advice else self.text
-
 
 Said: TypeAlias = tuple[str, str] | tuple[str, str, str]
 """State, text and advice of a finding."""
@@ -79,11 +75,6 @@ class Facts:
         """The running server, if it runs on this host."""
         return self.server if socket_path(self.config.url) is not None else None
 
-    @property
-    def unfilled_bytes(self) -> int:
-        """Memory that the arena of a server started here would take; 0 if one runs here."""
-        return 0 if self.here is not None else self.config.arena_bytes
-
 
 @click.command()
 @click.option("--config", "file", metavar="FILE", type=click.Path(), help="the server's settings file (TOML)")
@@ -101,14 +92,14 @@ def doctor(file: str | None, server: options.Address, as_json: bool) -> int:
     else:
         from rich.text import Text
 
-        from kvdepot.cli.view import Listing
+        from kvdepot.cli.view import Listing, print_tables
 
         styles = {"ok": "", "warn": "yellow", "fail": "bold red"}
-        rows = [
-            tuple(Text(clean(part), styles[each.state]) for part in (each.state, each.what, each.text_and_advice))
-            for each in found
-        ]
-        print_tables(Listing(("", "", ""), [*rows], folds=True))
+        rows = []
+        for each in found:
+            words = f"{each.text} -> {each.advice}" if each.advice else each.text
+            rows.append([Text(clean(part), styles[each.state]) for part in (each.state, each.what, words)])
+        print_tables(Listing(("", "", ""), rows, folds=True))
     return 1 if any(each.state == "fail" for each in found) else 0
 
 
@@ -201,7 +192,7 @@ def _shared_memory(facts: Facts) -> Iterator[Said]:
 def _memory(facts: Facts) -> Iterator[Said]:
     found = [limit for limit in limits() if limit.what != str(shm.SHM)]
     text = "; ".join(f"{limit.what}: {size(limit.free)} of {size(limit.most)} available" for limit in found)
-    wanted = facts.unfilled_bytes  # a running server's arena is no longer available memory
+    wanted = 0 if facts.here is not None else facts.config.arena_bytes  # a running server's is not available any more
     if found and wanted > found[0].free:
         advice = f"the arena alone takes {size(wanted)}: lower --arena-gib, or {found[0].advice}"
         yield "fail" if found[0].is_hard and wanted > found[0].most else "warn", text, advice

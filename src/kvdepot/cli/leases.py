@@ -9,7 +9,7 @@ import click
 from kvdepot.cli import options
 from kvdepot.cli.chunks import NOTHING_REMOVED, REMOVES, open_prompt, shared
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import agreed, clean, count, print_tables, show, size
+from kvdepot.cli.output import agreed, clean, count, show, size
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import KINDS, MOST_LISTED, MOST_PRIORITY, NORMAL
 from kvdepot.values import plural
@@ -49,7 +49,15 @@ def lease(
     if not name:
         if source != options.PromptSource() or terms != LeaseTerms():
             raise click.UsageError("give the lease a NAME; without one, the leases are listed")
-        return _list(server, as_json)
+        with connect(server) as client:
+            found = admin.leases(client)
+        if as_json or not found:
+            show(as_json, found, "there are no leases")
+            return 0
+        from kvdepot.cli import view
+
+        view.print_tables(view.leases(found))
+        return 0
     if kind == "expire" and not seconds:
         raise click.UsageError("--kind expire: give --seconds, after which the chunks are removed")
     with open_prompt(server, source) as (client, prompt, update):
@@ -58,20 +66,6 @@ def lease(
     if held < len(prompt):
         text += "; the others are not in memory: it takes those that engines store within the next minute"
     show(as_json, {"chunks": len(prompt), "leased": held}, text)
-    return 0
-
-
-def _list(server: options.Address, as_json: bool) -> int:
-    from kvdepot.client import admin
-
-    with connect(server) as client:
-        found = admin.leases(client)
-    if as_json or not found:
-        show(as_json, found, "there are no leases")
-        return 0
-    from kvdepot.cli import view
-
-    print_tables(view.leases(found))
     return 0
 
 

@@ -12,8 +12,6 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import ONLY_IN_FILE, TOPICS, Config, about, words_of
-from kvdepot.errors import ConfigError
-from kvdepot.values import parse_size
 
 __all__ = [
     "PROMPT",
@@ -27,7 +25,6 @@ __all__ = [
     "prompt",
     "server",
     "settings",
-    "size_of",
     "url",
 ]
 
@@ -132,17 +129,14 @@ def settings(command: Decorated) -> Decorated:
         if field.name in ONLY_IN_FILE:
             continue
         meta, words, many = about(field.name), words_of(field.name), field.name in _MANY
-        default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
+        value = f"{field.default:g}" if isinstance(field.default, float) else str(field.default) or "empty"
+        default = "a unix socket of this user" if field.name == "url" else "none" if many else value
         command = click.option(
             *(["-u"] if field.name == "url" else []), _flag(field.name), field.name,
             metavar=f"[{'|'.join(words)}]" if words else (meta.extra or {})["metavar"], multiple=many,
             help=f"{meta.description} (default: {default})", shell_complete=_complete,
         )(command)  # fmt: skip
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
-
-
-def _default(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
 
 def _flag(setting: str) -> str:
@@ -182,18 +176,3 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         else:
             has_value = True
         yield word
-
-
-def size_of(option: str, text: str, unit: int) -> int:
-    """Bytes of a size such as 64GiB; a plain number counts units. Raises ConfigError, which names the option."""
-    try:
-        try:
-            count = float(text) * unit
-        except ValueError:
-            count = parse_size(text)
-    except ValueError as exc:
-        plain = {1: "bytes", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
-        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say, or a plain number of {plain}") from exc
-    if not 1 <= count < 1 << 60:
-        raise ConfigError(f"{option}: {text!r} is out of range, it must be more than 0 and less than 1 EiB")
-    return int(count)

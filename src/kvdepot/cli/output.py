@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
 import click
 import msgspec
@@ -19,18 +18,13 @@ import msgspec
 from kvdepot.cli.options import Consent
 from kvdepot.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
 __all__ = [
     "Progress",
     "agreed",
     "clean",
-    "console",
     "count",
     "duration",
     "print_json",
-    "print_tables",
     "progress",
     "ranges",
     "share",
@@ -38,8 +32,6 @@ __all__ = [
     "size",
 ]
 
-_PIPE_COLUMNS = 200
-"""Width of tables in a pipe, where the default of 80 columns would cut them."""
 _RUNS = 6
 """Runs of numbers that `ranges` shows."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -59,30 +51,6 @@ def show(as_json: bool, value: object, *lines: str) -> None:
         print_json(value)
     else:
         print("\n".join(lines), flush=True)
-
-
-def console() -> Console:
-    """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
-    from rich.console import Console
-
-    columns, lines = shutil.get_terminal_size((_PIPE_COLUMNS, 25))
-    # Without a height, rich takes 80 columns where TERM=dumb.
-    return Console(width=columns, height=lines, highlight=False, markup=False)
-
-
-class Printable(Protocol):
-    """A listing (view.py) that makes a table of at most `width` columns of text."""
-
-    def table(self, width: int) -> RenderableType: ...
-
-
-def print_tables(*listings: Printable) -> None:
-    """Print tables, which leave out columns that do not fit, with a blank line between two."""
-    out = console()
-    for number, listing in enumerate(listings):
-        if number:
-            out.print()
-        out.print(listing.table(out.width))
 
 
 @contextmanager

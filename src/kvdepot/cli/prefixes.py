@@ -11,7 +11,7 @@ import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import clean, count, duration, print_tables, ranges, show, size
+from kvdepot.cli.output import clean, count, duration, ranges, show, size
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.prefixes import MOST_PREFIXES, SORTS
 
@@ -52,7 +52,7 @@ def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address,
         return 0
     from kvdepot.cli import view
 
-    print_tables(view.prefixes(found, is_long))
+    view.print_tables(view.prefixes(found, is_long))
     if has_more:
         print(f"kvdepot: the first {most}; -n shows more", file=sys.stderr)
     return 0
@@ -73,8 +73,11 @@ def inspect(prefix: str, source: options.PromptSource, server: options.Address, 
     """
     if sum(map(bool, (prefix, source.tokens, source.hashes))) != 1:
         raise click.UsageError("give exactly one of HASH, --tokens and --hashes")
-    if prefix:
-        _check(prefix)
+    if prefix and not (_LEAST_DIGITS <= len(prefix) <= _DIGITS and set(prefix) <= set(hexdigits)):
+        raise ConfigError(
+            f"{clean(prefix)[:80]!r} is not a chunk's hash: give {_DIGITS} hexadecimal digits, as `kvdepot ls --long` "
+            f"shows them, or {_LEAST_DIGITS} or more digits of an id that `kvdepot ls` shows"
+        )
     with connect(server) as client:
         found, numbers = _up_to(client, source.model, prefix.lower()) if prefix else _of_prompt(client, source)
     lacks = f"no chunk whose hash begins with {prefix}" if prefix else f"none of the prompt's {len(numbers)} chunks"
@@ -111,18 +114,9 @@ def _of_prompt(client: Client, source: options.PromptSource) -> tuple[list[Chunk
     return found, {each: number for number, each in enumerate(keys, 1)}
 
 
-def _check(prefix: str) -> None:
-    """Raise ConfigError unless these can be the first digits of a hash."""
-    if not _LEAST_DIGITS <= len(prefix) <= _DIGITS or not set(prefix) <= set(hexdigits):
-        raise ConfigError(
-            f"{clean(prefix)[:80]!r} is not a chunk's hash: give {_DIGITS} hexadecimal digits, as `kvdepot ls --long` "
-            f"shows them, or {_LEAST_DIGITS} or more digits of an id that `kvdepot ls` shows"
-        )
-
-
 def _print(found: list[ChunkStatus], numbers: dict[str, int]) -> None:
     """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
-    from kvdepot.cli.view import named
+    from kvdepot.cli.view import named, print_tables
 
     models: dict[tuple[str, str, int], list[ChunkStatus]] = {}
     for each in found:
@@ -166,5 +160,4 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
                 ", ".join(f"{name}: {count(number)}" for name, number in sorted(tiers.items())) or "-",
             )
         )
-    heads = ("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers")
-    return Listing(heads, [*rows])
+    return Listing(("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers"), rows)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import agreed, clean, duration, print_tables, show, size
+from kvdepot.cli.output import agreed, clean, duration, show, size
 from kvdepot.errors import ConfigError
 from kvdepot.values import parse_size
 
 if TYPE_CHECKING:
     from kvdepot.protocol.quotas import Quota
-    from kvdepot.protocol.status import TenantStatus
 
 __all__ = ["quota"]
 
 _DRY = "nothing was changed: this was a dry run"
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -33,18 +31,17 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
         raise ConfigError(f"{option.opts[0]}: {exc}: write 64GiB or 512MiB, say") from exc
 
 
-def _size(flag: str, field: str, meaning: str) -> Callable[[_Decorated], _Decorated]:
-    """An option for a number of bytes, with or without a unit; it goes by the name of its field in Quota."""
-    return click.option(flag, field, metavar="SIZE", callback=_bytes, help=meaning)
+_size = partial(click.option, metavar="SIZE", callback=_bytes)
+"""An option for a number of bytes, with or without a unit; it goes by the name of its field in Quota."""
 
 
 @click.command()
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--salt", default="", metavar="TEXT", help="not the tenant, but its requests with this cache_salt")
-@_size("--floor", "floor_bytes", "memory guaranteed to it, e.g. 4GiB")
-@_size("--cap", "cap_bytes", "most memory it can use; 0: no cap")
-@_size("--disk-floor", "disk_floor_bytes", "the same as --floor, in each tier disk://")
-@_size("--disk-cap", "disk_cap_bytes", "the same as --cap, in each tier disk://")
+@_size("--floor", "floor_bytes", help="memory guaranteed to it, e.g. 4GiB")
+@_size("--cap", "cap_bytes", help="most memory it can use; 0: no cap")
+@_size("--disk-floor", "disk_floor_bytes", help="the same as --floor, in each tier disk://")
+@_size("--disk-cap", "disk_cap_bytes", help="the same as --cap, in each tier disk://")
 @click.option("--weight", type=float, metavar="N", help="its share of the memory above all floors (default: 1)")
 @click.option("--ttl-s", type=click.IntRange(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
@@ -87,19 +84,15 @@ def quota(
             if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):
                 return 1
             admin.set_quota(client, tenant, new, salt)
-        found = [each for each in admin.status(client).tenants if _is_asked(each, *asked)]
+        quotas = admin.status(client).tenants
+    found = [each for each in quotas if ((each.tenant, each.salt) == asked if salt else tenant in ("", each.tenant))]
     if as_json or not found:
         show(as_json, found, f"{name} has no quota" if name else "no tenant or salt has a quota")
         return 0
-    from kvdepot.cli.view import tenants
+    from kvdepot.cli import view
 
-    print_tables(tenants(found))
+    view.print_tables(view.tenants(found))
     return 0
-
-
-def _is_asked(each: TenantStatus, tenant: str, salt: str) -> bool:
-    """Whether to show this quota: of all quotas, a tenant's, or one salt's."""
-    return (each.tenant, each.salt) == (tenant, salt) if salt else tenant in ("", each.tenant)
 
 
 def _losses(name: str, now: Quota, new: Quota) -> list[str]:

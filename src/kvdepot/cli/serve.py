@@ -152,7 +152,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
 
     Those of a running server are in `kvdepot status --json`.
     """
-    from kvdepot.cli.output import clean, print_json, print_tables, size
+    from kvdepot.cli.output import clean, print_json, size
 
     settings, sources = load_with_sources(file, given)
     stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
@@ -167,7 +167,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
             }
         )
         return 0
-    from kvdepot.cli.view import Listing
+    from kvdepot.cli.view import Listing, print_tables
 
     derived = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
     rows = []
@@ -176,5 +176,5 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
         if name in derived and not value:
             text = f"{text} ({derived[name]})".strip()
         rows.append((name, text, sources[name]))
-    print_tables(Listing(("setting", "value", "from"), [*rows], folds=True))
+    print_tables(Listing(("setting", "value", "from"), rows, folds=True))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
-from kvdepot.cli.output import clean, console, print_json, print_tables, show
+from kvdepot.cli.output import clean, print_json, show
 from kvdepot.config import load
 from kvdepot.errors import ConfigError, KVDepotError, Unavailable
 from kvdepot.protocol.addresses import socket_path
@@ -81,15 +82,16 @@ def _show(answer: Any, place: str, as_json: bool, repeats: bool) -> None:
     from kvdepot.protocol.status import read
 
     now = read(answer)
-    out = console()
+    out = view.console()
     if repeats and out.is_terminal:
         out.clear()
     out.print(view.summary(now, place))
     log = _log_at(place)
-    if log is not None and _writes_to(now.pid, log):
-        out.print(f"log       {clean(str(log))}")
+    with contextlib.suppress(OSError):  # another user's server, or one that has ended
+        if log is not None and os.path.samestat(Path(f"/proc/{now.pid}/fd/2").stat(), log.stat()):
+            out.print(f"log       {clean(str(log))}")
     out.print()
-    print_tables(*view.listings(now))
+    view.print_tables(*view.listings(now))
     if repeats and not out.is_terminal:
         out.print()
 
@@ -100,14 +102,6 @@ def _log_at(place: str) -> Path | None:
 
     log = Shared(place).log if socket_path(place) is not None else None
     return log if log is not None and log.is_file() else None
-
-
-def _writes_to(pid: int, log: Path) -> bool:
-    """Whether a process of this user logs to this file."""
-    try:
-        return os.path.samestat(Path(f"/proc/{pid}/fd/2").stat(), log.stat())
-    except OSError:
-        return False
 
 
 # -- the web page

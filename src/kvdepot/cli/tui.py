@@ -261,7 +261,10 @@ class Top(App[None]):
         self._old = self._why_old()
         shown = "table" if self._tab in _TABLES else "overview"
         with self.batch_update():
-            self.query_one("#tabs", Static).update(self._tabs())
+            tabs = Text(no_wrap=True, overflow="ellipsis")
+            for number, tab in enumerate(TABS, 1):
+                tabs.append(f" {number} {tab} ", "bold reverse" if tab == self._tab else "dim")
+            self.query_one("#tabs", Static).update(tabs)
             if text := self._text():
                 self.query_one("#text", Static).update(text)
                 shown = "details"
@@ -314,12 +317,6 @@ class Top(App[None]):
             ))  # fmt: skip
         table.move_cursor(row=min(row, len(listing.rows) - 1), scroll=False)
         table.scroll_to(y=top, animate=False)
-
-    def _tabs(self) -> Text:
-        tabs = Text(no_wrap=True, overflow="ellipsis")
-        for number, tab in enumerate(TABS, 1):
-            tabs.append(f" {number} {tab} ", "bold reverse" if tab == self._tab else "dim")
-        return tabs
 
 
 def _rank(row: Row, sort: str) -> Any:

@@ -5,12 +5,13 @@ Invariant: text that may come from a client passes through `clean`.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Group, JustifyMethod
+from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +37,7 @@ from kvdepot.values import plural
 __all__ = [
     "LOST",
     "Listing",
+    "console",
     "engines",
     "events",
     "grid",
@@ -46,11 +48,14 @@ __all__ = [
     "named",
     "needs",
     "prefixes",
+    "print_tables",
     "summary",
     "tenants",
     "tiers",
 ]
 
+_PIPE_COLUMNS = 200
+"""Width of tables in a pipe, where the default of 80 columns would cut them."""
 _BAR_CELLS = 20
 _NAME_CELLS = 20
 """The minimum width of a table's first column, if its text is that long."""
@@ -58,12 +63,19 @@ _NAME_CELLS = 20
 LOST = "evictions, failures, refusals"
 
 
+def console() -> Console:
+    """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
+    columns, lines = shutil.get_terminal_size((_PIPE_COLUMNS, 25))
+    # Without a height, rich takes 80 columns where TERM=dumb.
+    return Console(width=columns, height=lines, highlight=False, markup=False)
+
+
 @dataclass(frozen=True)
 class Listing:
     """A table. heads: names of the columns; a numeric column's name begins with >."""
 
     heads: tuple[str, ...]
-    rows: list[tuple[str | Text, ...]]
+    rows: Sequence[Sequence[str | Text]]
     folds: bool = False
     """Whether cells that do not fit are folded; otherwise columns from the right are left out."""
 
@@ -96,14 +108,21 @@ class Listing:
         return [min(widths[0], width - sum(cells + 2 for cells in widths[1:])), *widths[1:]]
 
 
+def print_tables(*listings: Listing) -> None:
+    """Print tables, which leave out columns that do not fit, with a blank line between two."""
+    out = console()
+    for number, listing in enumerate(listings):
+        if number:
+            out.print()
+        out.print(listing.table(out.width))
+
+
 def summary(now: Status, url: str, since: Status | None = None, old: str = "") -> Group:
     """The summary above the tables. since: an earlier status, to show rates instead of totals. old: why the figures are
     old, instead of the state."""
-    lines = [
-        (label, Text(old, "bold yellow") if old and label == "state" else text) for label, text in _lines(now, since)
-    ]
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
-    return Group(head, grid(lines))
+    state = Text(old, "bold yellow") if old else _state(now)
+    return Group(head, grid([("state", state), *_lines(now, since)]))
 
 
 def grid(lines: Sequence[tuple[str, Text]]) -> Table:
@@ -117,7 +136,14 @@ def grid(lines: Sequence[tuple[str, Text]]) -> Table:
 
 
 def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
-    lines = [("state", _state(now)), ("memory", _memory(now))]
+    part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
+    filled = round(min(max(part, 0.0), 1.0) * _BAR_CELLS)
+    memory = Text.assemble(  # without a warning colour, because a cache should be full
+        ("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"),
+        f" {size(now.used_bytes)} of {size(now.capacity_bytes)}, ",
+        f"{count(now.cached_tokens)} tokens in {count(now.chunks)} chunks",
+    )  # fmt: skip
+    lines = [("memory", memory)]
     if now.holds_s is not None:
         held = f"holds about {_about(now.holds_s)} of traffic: the median idle time of evicted chunks"
         lines.append(("", Text(held)))
@@ -130,21 +156,19 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
         moved += f", evicted {count(now.evicted_chunks)} chunks"
     else:
         passed_s = now.uptime_s - since.uptime_s
-        lines.append(("", _reused(_increase(since.tokens, now.tokens), f"in {duration(round(passed_s))}")))
+        old, new = since.tokens, now.tokens
+        bound = None if old.bound is None or new.bound is None else new.bound - old.bound
+        rise = TokenCounts(new.asked - old.asked, new.found - old.found, new.reused - old.reused, bound)
+        lines.append(("", _reused(rise, f"in {duration(round(passed_s))}")))
         lookups = now.counters.get("lookups", 0) - since.counters.get("lookups", 0)
         moved = f"stores {size((now.stored_bytes - since.stored_bytes) / passed_s)}/s"
         moved += f", retrieves {size((now.retrieved_bytes - since.retrieved_bytes) / passed_s)}/s"
         moved += f", {count(lookups / passed_s)} lookups/s"
         moved += f", {count((now.evicted_chunks - since.evicted_chunks) / passed_s)} evictions/s"
     lines += [("saved", Text(saved)), ("traffic", Text(moved))]
-    lines += [("" if number else "warnings", Text(text, "yellow")) for number, text in enumerate(_warnings(now))]
+    for number, concern in enumerate(judge(now).concerns):
+        lines.append(("" if number else "warnings", Text(clean(f"{concern.what} {concern.advice}"), "yellow")))
     return lines
-
-
-def _increase(before: TokenCounts, now: TokenCounts) -> TokenCounts:
-    """The rise of each count."""
-    bound = None if before.bound is None or now.bound is None else now.bound - before.bound
-    return TokenCounts(now.asked - before.asked, now.found - before.found, now.reused - before.reused, bound)
 
 
 def _about(seconds: float) -> str:
@@ -177,32 +201,15 @@ def _state(now: Status) -> Text:
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
 
 
-def _memory(now: Status) -> Text:
-    part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
-    return Text.assemble(
-        _bar(part), f" {size(now.used_bytes)} of {size(now.capacity_bytes)}, ",
-        f"{count(now.cached_tokens)} tokens in {count(now.chunks)} chunks",
-    )  # fmt: skip
-
-
-def _bar(part: float) -> Text:
-    """A bar that shows how full something is. It has no warning colour, because a cache should be full."""
-    filled = round(min(max(part, 0.0), 1.0) * _BAR_CELLS)
-    return Text.assemble(("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"))
-
-
-def _warnings(now: Status) -> list[str]:
-    """Each problem with what to do; the page shows the same."""
-    return [clean(f"{concern.what} {concern.advice}") for concern in judge(now).concerns]
-
-
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     rest = [now.other_namespaces] if now.other_namespaces is not None else []
+    stable = sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
+    lost = [(loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)]
     made = [
-        _requests(now), engines(sorted(now.engines, key=_in_stable_order)),
-        models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants), tiers(now.tiers),
-        _losses(now), _devices(now), events(now.events[: -_EVENTS - 1 : -1]),
+        _requests(now), engines(stable), models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants),
+        tiers(now.tiers), Listing((LOST, ">count", "where", "counter"), lost), _devices(now),
+        events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -212,7 +219,7 @@ _WORK = ("Lookup", "Retrieve", "Store")
 
 
 def _requests(now: Status) -> Listing:
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             latency.request, count(latency.count), count(latency.errors),
             duration(latency.sum_s / latency.count), *(_time(latency, part) for part in (0.5, 0.99)),
@@ -241,13 +248,9 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
 
 
-def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
-    return engine.models, engine.ranks, engine.id
-
-
 def engines(shown: Sequence[Engine]) -> Listing:
     """The table of engines."""
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             ", ".join(engine.models) or "-",
             _shorten(engine.engine, _ENGINE_CELLS),
@@ -266,7 +269,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
 
 def models(shown: Sequence[NamespaceStatus]) -> Listing:
     """The table of models, shapes and layouts."""
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model),
             str(namespace.world_size or "-"),
@@ -309,23 +312,16 @@ def _tokens(of: NamespaceStatus | Usage) -> tuple[str, str, str]:
 def _usage(now: Status) -> Listing:
     """Tokens by tenant, if there are tenants."""
     shown = now.usage if any(each.tenant for each in now.usage) else []
-    rows: list[tuple[str | Text, ...]] = [
-        (each.tenant or "(no tenant)", *_tokens(each), count(each.reused_tokens)) for each in shown
-    ]
+    rows = [(each.tenant or "(no tenant)", *_tokens(each), count(each.reused_tokens)) for each in shown]
     return Listing(("tokens by tenant", *_TOKEN_HEADS, ">saved tokens"), rows)
-
-
-def _whose(tenant: TenantStatus) -> str:
-    if tenant.salt:
-        return f"{tenant.tenant} salt {tenant.salt}".lstrip()
-    return tenant.tenant or "(others)"
 
 
 def tenants(shown: Sequence[TenantStatus]) -> Listing:
     """The table of quotas."""
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
-            _whose(tenant), size(tenant.used_bytes), size(tenant.floor_bytes),
+            f"{tenant.tenant} salt {tenant.salt}".lstrip() if tenant.salt else tenant.tenant or "(others)",
+            size(tenant.used_bytes), size(tenant.floor_bytes),
             size(tenant.cap_bytes) if tenant.cap_bytes else "-", f"{tenant.weight:g}",
             duration(tenant.ttl_s) if tenant.ttl_s else "-", count(tenant.evicted_chunks), count(tenant.capped_chunks),
         )
@@ -337,7 +333,7 @@ def tenants(shown: Sequence[TenantStatus]) -> Listing:
 
 def tiers(shown: Sequence[TierStatus]) -> Listing:
     """The table of tiers."""
-    rows: list[tuple[str | Text, ...]] = []
+    rows: list[Sequence[str | Text]] = []
     for tier in shown:
         held = size(tier.bytes) if tier.bytes is not None else "-"
         if tier.bytes is not None and tier.capacity_bytes:
@@ -345,26 +341,14 @@ def tiers(shown: Sequence[TierStatus]) -> Listing:
         state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
         objects = count(tier.objects) if tier.objects is not None else "-"
         error = f"{duration(tier.error_s)} ago: {tier.error}" if tier.error_s is not None else "-"
-        load = _load_time(tier)
+        counts = next((each.counts for each in tier.histograms if each.name == "load_seconds"), [])
+        load = duration(percentile(counts, 0.99)) if sum(counts) else "-"
         rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), load, error))
     return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", ">p99 load", "last error"), rows)
 
 
-def _load_time(tier: TierStatus) -> str:
-    """The 99th percentile of the duration of calls that load from a tier."""
-    counts = next((each.counts for each in tier.histograms if each.name == "load_seconds"), [])
-    return duration(percentile(counts, 0.99)) if sum(counts) else "-"
-
-
-def _losses(now: Status) -> Listing:
-    rows: list[tuple[str | Text, ...]] = [
-        (loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)
-    ]
-    return Listing((LOST, ">count", "where", "counter"), rows)
-
-
 def _devices(now: Status) -> Listing:
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             f"{device.name} {device.uuid}", str(device.registrations),
             size(device.context_bytes) if device.context_bytes is not None else "-",
@@ -377,7 +361,7 @@ def _devices(now: Status) -> Listing:
 
 def leases(shown: Sequence[LeaseStatus]) -> Listing:
     """The table of leases."""
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             lease.name, lease.kind, count(lease.chunks), size(lease.bytes),
             f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never", str(lease.priority),
@@ -400,7 +384,7 @@ _MODEL_CELLS = 28
 
 def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
     """The table of prefix families. is_long: ids and names in full."""
-    rows: list[tuple[str | Text, ...]] = [
+    rows = [
         (
             each.id[: None if is_long else _HASH_DIGITS],
             _shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
@@ -426,7 +410,5 @@ _EVENTS = 8
 
 def events(shown: Sequence[Event]) -> Listing:
     """The table of events, of which the latest come first."""
-    rows: list[tuple[str | Text, ...]] = [
-        (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in shown
-    ]
+    rows = [(f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in shown]
     return Listing(("events, latest first",), rows)
