@@ -17,7 +17,6 @@ what only a reader has (a disk, a Redis, ports) is replaced by `STAND_INS` or by
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import os
 import re
@@ -33,7 +32,6 @@ from pathlib import Path
 import pytest
 
 from kvdepot.protocol.counters import SERVER, TIER
-from tests.observability.samples import full_status
 from tests.ports import free_port
 from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
@@ -295,19 +293,6 @@ def _pattern(shown: str) -> str:
     return r"\s*\n\s*".join(lines)
 
 
-@pytest.mark.parametrize("block", [b for b in ALL if b.kind == "sh" and not b.is_run], ids=str)
-def test_what_is_not_run_is_shell_all_the_same(block: Block) -> None:
-    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_the_extras_that_the_pages_name_exist() -> None:
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
-    for page in PAGES:
-        for names in re.findall(r"(?:kvdepot|\.)\[([\w,]+)\]", page.read_text()):
-            assert set(names.split(",")) <= extras, f"{page.name}: {names}"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"(?!http)([^\"]+)", page.read_text())
@@ -412,35 +397,6 @@ def test_the_table_of_counters_has_all_that_the_source_counts_and_no_more() -> N
     }  # the others as numbers of their own
     assert counters() | kept_elsewhere == {each.name for each in (*SERVER, *TIER)} | adapters_own
     assert _missing(adapters_own) == []
-
-
-def test_every_error_code_stands_in_the_operators_pages() -> None:
-    codes = set(re.findall(r'code="(\w+)"', (SOURCE / "errors.py").read_text(), re.M))
-    assert len(codes) > 10
-    assert _missing(codes) == []
-
-
-@pytest.mark.faults
-def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
-    names = {
-        alert
-        for path in [*ROOT.glob("deploy/**/*.y*ml"), *SOURCE.glob("**/*.y*ml")]
-        for alert in re.findall(r"^\s*-?\s*alert: (\w+)", path.read_text(), re.M)
-    }
-    if _is_package("web"):
-        need(modules=["prometheus_client"])
-        families = importlib.import_module("kvdepot.web.prometheus").families
-        for family in families(full_status()):
-            names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
-        assert len(names) > 30
-    shown = SOURCE / "integrations" / "vllm" / "stats.py"
-    for counted, ending in (("_COUNTED", "_total"), ("_TIMED", "")) if shown.exists() else ():
-        found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
-        assert found, counted
-        names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
-    of_counters = {f"kvdepot_{counted.series}_total" for counted in SERVER}
-    of_counters |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
-    assert _missing(names - of_counters) == []
 
 
 # -- pictures and site

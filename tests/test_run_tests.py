@@ -70,21 +70,6 @@ def run_parts(tmp_path: Path) -> RunParts:
     return run
 
 
-def test_a_flaky_test_is_named_last_its_failure_is_shown_and_the_other_parts_run(run_parts: RunParts) -> None:
-    files = {"test_good": GOOD, "test_flaky": FLAKY}
-    done = run_parts(files, one=["-n", "2", "test_good.py", "test_flaky.py"], two=["test_good.py"])
-    assert done.returncode == 0, done.stdout
-    lines = done.stdout.splitlines()
-    assert sorted(lines[-2:]) == [
-        "FLAKY: test_flaky.py::test_flaky[x [y]::z]",
-        "FLAKY: test_flaky.py::test_flaky_afterwards",
-    ]
-    assert done.stdout.count("E       AssertionError: the first failure\n") == 1
-    assert done.stdout.count("E       AssertionError: the first teardown\n") == 1
-    summaries = [line.split(" in ")[0] for line in lines if " passed" in line and " in " in line]
-    assert summaries == ["1 failed, 4 passed, 1 error", "1 passed", "1 passed", "3 passed"]
-
-
 def test_a_test_that_fails_twice_fails_the_run_which_still_names_the_flaky_ones(run_parts: RunParts) -> None:
     done = run_parts({"test_flaky": FLAKY, "test_bad": BAD}, one=["test_flaky.py"], two=["test_bad.py"], three=["."])
     assert done.returncode == 1

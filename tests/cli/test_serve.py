@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvdepot import cli
-from kvdepot.config import ONLY_IN_FILE, TOPICS, Config
 from tests.cli.command import run
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.programs import missing
@@ -75,41 +72,3 @@ def test_without_a_folder_for_temporary_files_the_arenas_folder_is_used() -> Non
 
 def test_a_server_whose_settings_are_usual_warns_of_nothing(depot: Depot) -> None:
     assert "WARNING" not in depot.logged()
-
-
-# -- config
-
-
-def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    assert cli.main(["config"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 40
-    assert set(Config.__struct_fields__) <= {line.split()[0] for line in lines if not line.startswith(" ")}
-
-
-def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
-    file = tmp_path / "depot.toml"
-    file.write_text("chunk_size = 64\ncopy_threads = 3\npolicy = 'lru'\n")
-    done = run("config", "--config", str(file), "--policy", "learned", "--json", KVDEPOT_COPY_THREADS="5")
-    assert (done.returncode, done.stderr) == (0, "")
-    said = json.loads(done.stdout)["settings"]
-    assert said["chunk_size"] == {"value": 64, "source": str(file)}
-    assert said["copy_threads"] == {"value": 5, "source": "KVDEPOT_COPY_THREADS"}
-    assert said["policy"] == {"value": "learned", "source": "--policy"}
-    assert said["verify"] == {"value": "sampled", "source": "default"}
-    table = run("config", "--config", str(file), "--policy", "learned", KVDEPOT_COPY_THREADS="5").stdout
-    lines = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
-    assert lines["copy_threads"] == ["5", "KVDEPOT_COPY_THREADS"]
-    assert set(said) <= set(lines)
-
-
-def test_the_help_of_serve_has_every_setting_under_one_topic(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--help"]) == 0
-    said = capsys.readouterr().out
-    settings = {each.name for each in msgspec.structs.fields(Config)} - set(ONLY_IN_FILE)
-    assert [topic for topic in TOPICS if f"{topic}:" not in said] == []
-    for name in settings:
-        assert len(re.findall(rf"^  (?:-u, )?--{name.replace('_', '-')} ", said, re.MULTILINE)) == 1, name

@@ -1,8 +1,7 @@
-"""Commands for setting up: keys; and the shell's completion, which is click's."""
+"""Keys that there is no room for."""
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import subprocess
@@ -46,34 +45,3 @@ def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tm
         pytest.fail(done.stderr)
     assert most_bytes > 80, "it was cut off more than once"
     assert read_client_key(folder / "bob.key").server == read_client_key(folder / "alice.key").server
-
-
-@pytest.fixture
-def shell_path(tmp_path: Path) -> str:
-    """A PATH with a `kvdepot` in it."""
-    script = tmp_path / "bin" / "kvdepot"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvdepot.cli "$@"\n')
-    script.chmod(0o755)
-    return f"{script.parent}:{os.environ['PATH']}"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("kvdepot sta", ["status"]),
-        ("kvdepot serve --chunk", ["--chunk-size"]),
-        ("kvdepot serve --on-stop k", ["keep"]),
-        ("kvdepot serve --policy le", ["learned"]),
-    ],
-)
-def test_bash_completes_commands_options_and_their_values(shell_path: str, words: str, expected: list[str]) -> None:
-    script = (
-        'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)"; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
-        '_kvdepot_completion kvdepot; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", words], env={**os.environ, "PATH": shell_path},
-        capture_output=True, text=True, timeout=HANG_S, check=False,
-    )  # fmt: skip
-    assert (done.stdout.split(), done.stderr) == (expected, "")

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 import kvdepot
 from kvdepot.client.socket import Client
 from kvdepot.metrics import Event
-from kvdepot.protocol.leases import LeaseStatus
-from kvdepot.protocol.status import GroupStatus, TokenCounts
+from kvdepot.protocol.status import TokenCounts
 from kvdepot.status import OTHERS, NamespaceStatus, Status, TierStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.cli.test_view import a_status
@@ -116,26 +115,6 @@ def test_keys_choose_tabs_rows_and_their_order() -> None:
     drive(steps, many)
 
 
-def test_enter_shows_all_that_is_known_about_a_row_until_esc() -> None:
-    groups = [GroupStatus(0, 40, 3 << 20), GroupStatus(2, 8, 1 << 20)]
-    model = NamespaceStatus("acme", "m", 2, 4, 40, 4 << 20, 1, chunk_tokens=256, groups=groups)
-    tier = TierStatus("disk:///kv", "through", "up", 7, 1 << 20, None, 0, 2, {"failures": 3, "late": 0})
-
-    async def steps(keys: Keyboard) -> None:
-        lines = await keys.press("2", "enter")
-        shown = dict(re.split("  +", line, maxsplit=1) for line in lines[1:-1] if "  " in line)
-        assert (shown["tenant"], shown["model"], shown["chunk tokens"]) == ("acme", "m", "256")
-        assert shown["groups"] == "chunks 40, bytes 3 MiB; reach 2, chunks 8, bytes 1 MiB"
-        assert "back" in lines[-1]
-        assert (await keys.press("escape"))[1].lstrip().startswith("models"), "the table again"
-        assert "failures 3" in " ".join(await keys.press("5", "enter"))
-        await keys.press("6")
-        keys.top.show_list("leases", [LeaseStatus("nightly", "acme", "retain", "m", 50, 4, 1 << 20, 61.0)])
-        assert "1 min 1 s" in " ".join(await keys.press("enter"))
-
-    drive(steps, a_status(namespaces=[model], tiers=[tier]))
-
-
 def test_the_overview_has_the_rates_of_the_time_watched() -> None:
     def at(number: int) -> Status:
         tokens = TokenCounts(1000 + 100 * number, 600 + 80 * number, 500 + 50 * number)
@@ -200,22 +179,6 @@ def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start
         top.process.send_signal(signal.SIGINT)
         assert top.end() == 130
         assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw
-
-
-@pytest.mark.faults
-def test_top_says_for_how_long_a_server_that_hangs_has_not_answered(depot: Depot) -> None:
-    _need_textual()
-    with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
-        eventually(lambda: "lookups/s" in top.text)
-        depot.process.send_signal(signal.SIGSTOP)
-        try:
-            eventually(lambda: re.search(r"data from \d\d:\d\d:\d\d: no answer for [\d min]+ s", top.text))
-        finally:
-            depot.process.send_signal(signal.SIGCONT)
-        seen = len(top.raw)
-        eventually(lambda: "Healthy" in top.raw[seen:])
-        top.press("\x03")
-        assert top.end() == 130
 
 
 @pytest.mark.faults

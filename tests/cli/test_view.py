@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvdepot import cli
-from kvdepot.cli import output, view
+from kvdepot.cli import view
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
 from tests.cli.command import run, terminal
@@ -71,24 +71,6 @@ def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup(
     assert text.count("[red]x[/red]") >= 4
 
 
-@pytest.mark.parametrize("width", [20, 80])
-def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: int) -> None:
-    name = "meta-llama/Llama-3.1-8B-Instruct"
-    latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
-    text = shown(
-        a_status(
-            latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1, chunk_tokens=1)]
-        ),
-        width,
-    )
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= width
-    assert all(any(line.startswith(start) for line in lines) for start in ("Lookup", "Retrieve", name[:10]))
-    numbers = ("1.2 M", "999,999") if width < 40 else ("1.2 M", "999,999", "654,321")
-    for number in numbers:
-        assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), text
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -133,38 +115,6 @@ def test_what_somebody_should_look_at_is_said() -> None:
         assert words in text
     assert "Healthy, no engine is connected, up" in shown(a_status())
     assert "Healthy, up" in shown(a_status(engine_count=1))
-
-
-def test_what_left_failed_or_was_refused_is_listed_by_cause() -> None:
-    disk = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {"late": 3, "saved_chunks": 17, "failures": 0})
-    counters = {"lookups": 50, "evicted_chunks": 7, "errors": 1_234, "dropped_chunks": 12, "lookups_refused": 8}
-    lines = [re.split(r"  +", line.strip()) for line in shown(a_status(counters=counters, tiers=[disk])).splitlines()]
-    first = lines.index(["evictions, failures, refusals", "count", "where", "counter"])
-    assert lines[first + 1 : first + 6] == [
-        ["evicted to make room", "7", "Memory", "evicted_chunks"],
-        ["dropped: memory was full", "12", "Memory", "dropped_chunks"],
-        ["failed requests", "1,234", "Requests", "errors"],
-        ["lookups refused", "8", "Requests", "lookups_refused"],
-        ["answered too late", "3", "disk:///kv", "late"],
-    ]
-    assert len(lines) == first + 6
-    assert "refused" not in shown(a_status(counters={"lookups": 50}))
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 s"),
-        (0.00025, "250 µs"),
-        (0.012, "12 ms"),
-        (1.5, "1.5 s"),
-        (61, "1 min 1 s"),
-        (3661, "1 h 1 min"),
-        (90_000, "1 d 1 h"),
-    ],
-)
-def test_times_are_shown_in_two_units_at_most(value: float, text: str) -> None:
-    assert output.duration(value) == text
 
 
 # -- status --watch

@@ -205,9 +205,6 @@ def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
     assert index.records.used == 0
 
 
-# -- anything, in any order
-
-
 # -- models with several KV cache groups
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from functools import partial
 
 import pytest
 
-from kvdepot.cli.root import run
 from kvdepot.devices.cuda.plan import DIRECTIONS
 from kvdepot.processes import code_command
 from tests.conftest import HANG_S, eventually
@@ -63,25 +60,6 @@ def test_every_path_is_measured_with_what_it_leaves_to_the_other_process(
     )
     assert all(one.share is not None and 0 < one.share <= 1 for one in found if one.path != calibrate.PEAK)
     assert len(calibrate.table(found, calibrate.choose(found))) == 6
-    assert machine.used_bytes(0) == 0
-
-
-def test_calibrate_busy_prints_speed_and_share_of_each_path_and_the_setting(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kvdepot.devices.cuda import calibrate
-
-    monkeypatch.setattr(calibrate, "SIZES", (64 << 10, 2 * MIB))
-    monkeypatch.setenv("KVDEPOT_GPU_STAGING_MIB", "0")
-    assert run(["calibrate", "--busy"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("the share of its speed that the other process kept") == 2
-    rows = re.findall(r"^ +\d+ [KM]iB +[\d.]+ [\d.]+ +[\d.]+ [\d.]+  (dma|overlap)$", printed, re.MULTILINE)
-    assert len(rows) == 4
-    assert printed.endswith("beside a busy GPU: kvdepot serve --gpu-dma-from-kib 0\n")
-    assert run(["calibrate", "--busy", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["gpu_dma_from_kib"] == 0 and all(0 < one["share"] <= 1 for one in found["figures"][2:])
     assert machine.used_bytes(0) == 0
 
 

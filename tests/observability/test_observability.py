@@ -207,15 +207,6 @@ def test_no_alert_fires_for_what_is_no_trouble(state: str, tmp_path: Path) -> No
     run(tool("promtool"), "test", "rules", rule_tests(tmp_path, state))
 
 
-def test_the_runbook_of_an_alert_is_its_line_on_the_page_of_metrics() -> None:
-    page = (DEPLOY.parent / alerts.RUNBOOKS).read_text()
-    rules = module("yaml").safe_load(alerts.render())["groups"][0]["rules"]
-    for rule in rules:
-        path, anchor = rule["annotations"]["runbook"].split("#")
-        assert path == alerts.RUNBOOKS
-        assert re.search(rf'^\| `{rule["alert"]}` \| <a id="{anchor}"></a>', page, re.M), rule["alert"]
-
-
 @pytest.mark.faults
 def test_prometheus_takes_the_scrape_job_and_the_rules() -> None:
     said = run(tool("promtool"), "check", "config", DEPLOY / "prometheus" / "prometheus.yml")

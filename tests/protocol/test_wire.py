@@ -204,9 +204,6 @@ def test_a_client_that_reads_nothing_does_not_stop_the_server(depot: Depot, know
     other.close()
 
 
-# -- the first message
-
-
 # -- registrations
 
 

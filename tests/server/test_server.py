@@ -109,9 +109,6 @@ def test_a_server_without_standard_files_keeps_their_numbers_from_its_own(tmp_pa
     assert process.returncode == 0
 
 
-# -- status
-
-
 # -- one server a place
 
 

@@ -434,13 +434,6 @@ class Engine:
             self._free_blocks(request, group, numbers)
         request.sent = []
 
-    def check_blocks(self, request: Request) -> None:
-        """Its blocks contain what it computed or loaded: nobody wrote to them behind its back."""
-        for group, table in enumerate(request.tables):
-            for memory in self.memories[group :: len(self.groups)]:
-                for number, block in table.items():
-                    self._check_block(request, memory, number, block)
-
     def _check_block(self, request: Request, memory: Memory, number: int, block: int) -> None:
         group = memory.model
         is_full = not group.reach and number < request.done // group.block_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,13 +96,6 @@ def shows(page: Page, selector: str, wanted: str) -> None:
     page.locator(selector, has_text=wanted).first.wait_for()
 
 
-def each_second(page: Page) -> None:
-    """Let charts show a time so short that each point is a second."""
-    page.eval_on_selector(
-        "#range input:checked", "e => { e.value = 120; e.dispatchEvent(new Event('change', { bubbles: true })); }"
-    )
-
-
 def open_part(page: Page, name: str) -> None:
     """Open a part of the page that is closed."""
     if page.get_attribute(f"#{name}", "open") is None:
@@ -119,47 +111,6 @@ def rows(page: Page, table: str) -> list[list[str]]:
 
 
 # -- what it says
-
-
-def test_the_page_shows_state_uptime_version_and_number_of_engines(site: Site, open_page: OpenPage) -> None:
-    page = open_page()
-    assert text(page, "#state") == "Healthy"
-    assert text(page, "#host") == "gpu-node-7:7077"
-    assert page.title() == "gpu-node-7:7077 · kvdepot"
-    assert re.fullmatch(r"version 0\.1\.0, since \d+ \w+, [\d:]+ \(3 d 4 h\)", text(page, "#since"))
-    facts = text(page, "#facts")
-    assert facts == "Engine processes 5 Requests in progress 9 Tokens in memory 8.1M"
-
-
-def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Site, open_page: OpenPage) -> None:
-    page = open_page()
-    cards = page.locator("#stores .card")
-    assert cards.count() == 3
-    memory, disk, s3 = (" ".join(cards.nth(i).inner_text().split()) for i in range(3))
-    assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
-    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "Queued 3 MiB" in disk
-    assert "capacity unknown" in s3 and "Last error, 1 min 24 s ago: 503 SlowDown" in s3
-    assert "Holds about 42 min of traffic" in memory and "Evicted within 5 min of use 1.7%" in memory
-    assert "Load p50, p99 5.54 ms, 17.9 ms" in disk and "In flight 3 in, 2 out" in disk
-    assert f"Load p50, p99 {NONE}" in s3
-    bars = page.locator("#stores [role=meter]:visible")
-    assert [bars.nth(i).get_attribute("aria-valuenow") for i in range(bars.count())] == ["94.3", "71.5"]
-
-
-def test_engines_and_models_are_listed_with_their_state_bytes_and_tokens(site: Site, open_page: OpenPage) -> None:
-    page = open_page()
-    assert [row[:5] for row in rows(page, "engines")] == [
-        ["scheduler", "9f31c2aa", "gpu-node-7:5101", NONE, "serving"],
-        ["worker 0", "9f31c2aa", "gpu-node-7:5102", "cuda:0", "copying"],
-        ["worker 1", "9f31c2aa", "gpu-node-7:5103", "cuda:1", "copying"],
-        ["scheduler", "17e5f6b9", "gpu-node-7:5104", NONE, "serving"],
-        ["worker 0", "17e5f6b9", "gpu-node-7:5105", "cuda:2", "idle 10 min"],
-    ]
-    assert rows(page, "namespaces") == [
-        ["meta-llama/Llama-3.3-70B", "208M", "63.0%", "150 GiB", "58.7%", "2", "Forget…"],
-        ["Qwen/Qwen3-32B", "129M", "49.6%", "75.1 GiB", "29.3%", "1", "Forget…"],
-        ["research: mistralai/Mistral-Small-24B", "24M", "15.5%", "15.8 GiB", "6.2%", "0", "Forget…"],
-    ]
 
 
 def test_prefixes_and_leases_are_listed_while_they_can_be_seen(site: Site, open_page: OpenPage) -> None:
@@ -272,29 +223,6 @@ def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Sit
     figure.locator("summary").click()
     figure.locator("tbody tr").first.wait_for()
     assert figure.locator("tbody tr").first.locator("th, td").all_inner_texts()[1] == "61.3%"
-
-
-def test_lines_continue_with_each_status_and_what_memory_lost_is_named_by_the_server(
-    site: Site, open_page: OpenPage
-) -> None:
-    before, site.ticks = site.status, False
-    site.history = example_history(before.wall_s)
-    page = open_page()
-    each_second(page)
-    for later_s, moved, shown in ((1, 3, "3 GB/s"), (3, 11, "4 GB/s")):
-        counters = {**before.counters, "corrupt_chunks": 2 * later_s}
-        site.status = msgspec.structs.replace(
-            before,
-            wall_s=before.wall_s + later_s,
-            uptime_s=before.uptime_s + later_s,
-            stored_bytes=before.stored_bytes + moved * 10**9,
-            counters=counters,
-        )
-        chart_of(page, "Loaded and stored").locator(".legend").filter(has_text=shown).wait_for()
-    lost = chart_of(page, "Chunks evicted or not stored").locator(".legend")
-    lost.filter(has_text="failed their checksum").wait_for()
-    assert "2/s" in lost.inner_text()
-    assert site.asked.count("/v1/history") == 1
 
 
 # -- for everybody
