@@ -144,7 +144,7 @@ class Depot:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
             models = [part.model for part in getattr(request, "shards", ())] or [getattr(request, "model", "")]
-            if any(model != client.model for model in models):  # else it is the server's own name already
+            if any(model and model != client.model for model in models):  # else it is the server's own name already
                 request = self._naming.rename(request, client.tenant)
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:

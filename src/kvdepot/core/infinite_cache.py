@@ -102,26 +102,30 @@ class InfiniteCache:
             return
         whole, part = divmod(min(held, len(chunks) * chunk_tokens), chunk_tokens)
         step = 1 if self._chunks < _ALL else _SAMPLED
-        self._add(chunks[:whole], step)
-        if part:
-            self._missed += (chunk_tokens - part) * self._add(chunks[whole : whole + 1], step)
-            whole += 1
-        self._missed += chunk_tokens * self._add(chunks[whole:], step)
         self._chunks += len(chunks)
+        self._add(chunks[:whole], step)
+        if whole == len(chunks):
+            return
+        if part:
+            self._missed += (chunk_tokens - part) * self._add_missed(chunks[whole : whole + 1], step)
+            whole += 1
+        self._missed += chunk_tokens * self._add_missed(chunks[whole:], step)
         self._most = max(self._most, round(self._missed))
 
-    def _add(self, chunks: Words, step: int) -> float:
-        """Add one in `step` chunks to the sketches; returns about how many of all were there before."""
+    def _add(self, chunks: Words, step: int) -> int:
+        """Add one in `step` chunks to the sketches; returns how many that are."""
         # Sampling is by hash, so that a chunk is always sampled or never.
         some = (chunks if step == 1 else chunks[chunks % step == 0]).tolist()
-        if not some:
-            return 0.0
-        before = self._sketch.get_estimate()
         for update in (self._sketch.update, self._next.update):
             for word in some:
                 update(word)
-        known = len(some) - (self._sketch.get_estimate() - before)
-        return float(known * step)
+        return len(some)
+
+    def _add_missed(self, chunks: Words, step: int) -> float:
+        """Add chunks that were not found; returns about how many of them were in the sketches before."""
+        before = self._sketch.get_estimate()
+        added = self._add(chunks, step)
+        return float(step * (added - (self._sketch.get_estimate() - before)))
 
     def tick(self, now: float) -> None:
         """Called once a second: rotates the sketches after a day."""

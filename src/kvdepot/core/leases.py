@@ -273,7 +273,8 @@ class Leases:
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
         """Let leases grow that await a chunk of which a shard was just sealed."""
-        due = [self._awaited.get(each.chunk.key, {}) for each in events if isinstance(each, Stored)]
+        waits = self._awaited
+        due = [waits.get(each.chunk.key, {}) for each in events if isinstance(each, Stored)] if waits else []
         if any(due):
             self.now = now
             for leases in due:
@@ -401,8 +402,8 @@ class Leases:
 
         The leased chunks of a chain are its first ones, so the last of them is found by bisection.
         """
-        lead = next((each for each in namespace.groups if each.trunk is each), None)
-        if not self.bytes or lead is None:
+        lead = next((each for each in namespace.groups if each.trunk is each), None) if self.bytes else None
+        if lead is None:
             return
 
         def is_free(number: int) -> bool:

@@ -166,16 +166,18 @@ class Learned:
     def use(self, chunk: Victim) -> None:
         self._is_new = True
         self._born = None
-        self._end_request()
-        run = chunk.place
-        count = chunk.number - self._runs.start[run] + 1
-        if count < self._runs.size[run]:
+        if self._within is not None:
+            self._end_request()
+        run, runs = chunk.place, self._runs
+        count = chunk.number - runs.start[run] + 1
+        if count < runs.size[run]:
             run = self._split(chunk, count)
         for shadow in self._shadows:
             shadow.use(run)
             if shadow.count > self._room:
                 self._shrink(shadow, self._room)
-        self._note_gone(run)
+        if self._gone[run] or runs.real[run] < runs.size[run]:
+            self._note_gone(run)
 
     def add(self, chunk: Victim) -> None:
         run = chunk.place

@@ -41,8 +41,12 @@ class Shadow(ABC):
 
     def use(self, run: int) -> None:
         """A request hit all chunks up to the end of `run`."""
-        self._settle()
-        self._move(run)
+        self._is_within = False  # as `_settle`, without the cost of a call in each lookup
+        if self._hit:
+            hit, self._hit = self._hit, 0
+            self._used(hit)
+        if self._tip != run:
+            self._move(run)
         if self.held[run] == self._size[run]:
             self._hit = run
         else:
@@ -296,7 +300,9 @@ class LearningShadow(Shadow):
             facts[before] |= _FOLLOWED
 
     def use(self, run: int) -> None:
-        self._tick(1)
+        self._left -= 1
+        if self._left <= 0:
+            self._next_epoch()
         super().use(run)
 
     def extend(self, run: int, count: int) -> None:

@@ -28,6 +28,8 @@ RECEIVED, SENT = 32, 1024
 """Messages of one client that ZeroMQ queues, in each direction."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its lease, open and mapped."""
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Flags as plain integers: enums and pyzmq's own multipart calls double the cost of a message."""
 _WATCHED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -78,10 +80,22 @@ class Listener:
 
     def take(self) -> tuple[list[bytes], str]:
         """The next message's frames, and the name of its key's owner (empty without keys). Raises zmq.Again."""
-        if self._keys is None:
-            return self.socket.recv_multipart(zmq.NOBLOCK), ""
-        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+        receive = self.socket.recv
+        frames, last = [receive(_NOW)], receive(_NOW, copy=False)  # a message arrives whole
+        frames.append(last.bytes)
+        while last.more:
+            last = receive(_NOW, copy=False)
+            frames.append(last.bytes)
+        return frames, "" if self._keys is None else str(last.get("User-Id"))
+
+    def send(self, client: bytes, frame: bytes) -> bool:
+        """Send a client one message; False if the client is gone, or does not read. Never blocks."""
+        try:
+            self.socket.send(client, _MORE)
+            self.socket.send(frame, _NOW)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def tenant(self, user: str) -> str:
         """The tenant whose chunks a user can reach; empty: the default tenant."""

@@ -235,10 +235,7 @@ class Server:
             match action:
                 case Reply():
                     frame = self.connections.encode(action, time.monotonic())
-                    try:
-                        self._listener.socket.send_multipart((action.client, frame), zmq.NOBLOCK)
-                    except zmq.ZMQError:
-                        self.depot.counters["replies_dropped"] += 1  # the client is gone, or does not read
+                    self.depot.counters["replies_dropped"] += not self._listener.send(action.client, frame)
                 case Copy() | Call():
                     self._copier.submit(action)
                 case Stop():

@@ -47,20 +47,20 @@ class Lifetimes:
         """Count uses and evictions of chunks, one eviction in 16: counting all would make them 10 % slower."""
         wall = self.wall
         for event in events:
-            match event:
-                case Removed(chunk, parent, reason):
-                    if parent is not None and parent.used_s < chunk.used_s:
-                        parent.used_s = chunk.used_s
-                    if reason is Reason.EVICTED:
-                        self._evicted += 1
-                        if not self._evicted % _SAMPLED:
-                            self._count_eviction(chunk)
-                case Used(chunks):
-                    end = chunks[-1]
-                    if end.used_s and not end.children:
-                        self._reuse.count(max(0, wall - end.used_s))
-                    for chunk in chunks:
-                        chunk.used_s = wall
+            if type(event) is Used:  # `match` takes three times as long, and each lookup waits for it
+                end = event.chunks[-1]
+                if end.used_s and not end.children:
+                    self._reuse.count(max(0, wall - end.used_s))
+                for chunk in event.chunks:
+                    chunk.used_s = wall
+            elif type(event) is Removed:
+                chunk, parent = event.chunk, event.parent
+                if parent is not None and parent.used_s < chunk.used_s:
+                    parent.used_s = chunk.used_s
+                if event.reason is Reason.EVICTED:
+                    self._evicted += 1
+                    if not self._evicted % _SAMPLED:
+                        self._count_eviction(chunk)
         return ()
 
     def _count_eviction(self, chunk: Chunk) -> None:
