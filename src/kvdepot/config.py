@@ -30,27 +30,6 @@ from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import shown
 from kvdepot.values import explain, in_units, parse_toml, suggestion
 
-__all__ = [
-    "ONLY_IN_FILE",
-    "TOPICS",
-    "Config",
-    "SaltShare",
-    "Share",
-    "about",
-    "default_key",
-    "default_url",
-    "home_url",
-    "in_text",
-    "load",
-    "load_with_sources",
-    "masked",
-    "odd_chunk_size",
-    "reported",
-    "stray_variables",
-    "url_in_environment",
-    "words_of",
-]
-
 GIB = 1 << 30
 _DEFAULT_ARENA = 4 * GIB
 _LONGEST_SOCKET = len("/engine-0123456789abcdef.sock")

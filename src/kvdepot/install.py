@@ -13,8 +13,6 @@ import re
 import shlex
 import sys
 
-__all__ = ["advice", "again", "requirements"]
-
 _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
 """The pip of this interpreter: a `pip` on the path may be another environment's."""
 

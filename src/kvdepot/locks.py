@@ -19,8 +19,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["is_locked", "leads_to", "lock", "unlock"]
-
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of `flock` on file systems that do not have it, such as Lustre and NFS without locks."""
 _TRIES, _PAUSE_S = 3, 0.008

@@ -20,8 +20,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Sparing", "configure"]
-
 _OURS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """Attributes of every record."""
 _MOST_TEXT = 256

@@ -11,8 +11,6 @@ import io
 import os
 import sys
 
-__all__ = ["code_command", "module_command", "prepare_standard_files"]
-
 _HAS_SAFE_PATH = sys.version_info >= (3, 11)
 _DROP = "import sys; del sys.path[0]\n"
 _AS_MAIN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"

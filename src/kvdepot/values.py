@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["explain", "fault_of", "in_units", "is_size", "parse_size", "parse_toml", "plural", "suggestion"]
-
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code. Without `argv`, `serve` may first re-execute the process."""

@@ -30,8 +30,6 @@ from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.values import plural
 
-__all__ = ["Report", "audit", "check"]
-
 _PROGRESS_CHUNKS = 64
 """Chunks between two updates of the progress."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvdepot.client.socket import Client
     from kvdepot.client.transfer import PromptChunks
 
-__all__ = ["NOTHING_REMOVED", "REMOVES", "forget", "open_prompt", "shared", "warm"]
-
 REMOVES = "this removes {} from memory and from all tiers, shared ones too"
 """The effect of commands that remove chunks, for `str.format`."""
 NOTHING_REMOVED = "nothing was removed: this was a dry run"

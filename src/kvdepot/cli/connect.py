@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvdepot.client.socket import Client
     from kvdepot.protocol.status import Status
 
-__all__ = ["connect", "endpoint", "running"]
-
 _ANSWER_S = 2.0
 _PATIENCE_S = 0.7
 """Time after which a message says that the command is waiting."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["start_over_tuned"]
-
 _TUNED = "KVDEPOT_COPY_TUNED"
 _TUNABLES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000:glibc.cpu.x86_non_temporal_threshold=0x8000"
 """glibc's memcpy with non-temporal stores from 32 KiB on (see docs/decisions.md, "Copies bypass the CPU cache")."""

@@ -37,8 +37,6 @@ from kvdepot.protocol.status import Status
 from kvdepot.values import plural
 from kvdepot.web.child import missing_packages
 
-__all__ = ["VLLM_RELEASES", "Finding", "doctor", "findings"]
-
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 

@@ -17,8 +17,6 @@ from kvdepot.values import plural
 if TYPE_CHECKING:
     from kvdepot.client.socket import Client
 
-__all__ = ["lease", "release"]
-
 
 @click.command(epilog=options.PROMPT)
 @click.argument("name", metavar="[NAME]", required=False, default="")

@@ -14,8 +14,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.memory.room import allocated, limits
 from kvdepot.memory.shm import SHM
 
-__all__ = ["check_limits", "check_memory", "explain_limits"]
-
 log = logging.getLogger(__name__)
 
 _LEAST_FILES = 64

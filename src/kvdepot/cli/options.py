@@ -13,21 +13,6 @@ from click.shell_completion import CompletionItem
 
 from kvdepot.config import ONLY_IN_FILE, TOPICS, Config, about, words_of
 
-__all__ = [
-    "PROMPT",
-    "Address",
-    "Consent",
-    "PromptSource",
-    "Settings",
-    "as_json",
-    "destructive",
-    "long",
-    "prompt",
-    "server",
-    "settings",
-    "url",
-]
-
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")

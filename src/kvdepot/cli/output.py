@@ -18,20 +18,6 @@ import msgspec
 from kvdepot.cli.options import Consent
 from kvdepot.errors import ConfigError
 
-__all__ = [
-    "Progress",
-    "agreed",
-    "clean",
-    "count",
-    "duration",
-    "print_json",
-    "progress",
-    "ranges",
-    "share",
-    "show",
-    "size",
-]
-
 _RUNS = 6
 """Runs of numbers that `ranges` shows."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvdepot.client.socket import Client
     from kvdepot.protocol.prefixes import ChunkStatus
 
-__all__ = ["inspect", "ls"]
-
 _LEAST_DIGITS, _DIGITS = 6, 64
 """Hexadecimal digits of the beginning of a hash, and of a whole one."""
 

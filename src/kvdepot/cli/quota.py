@@ -17,8 +17,6 @@ from kvdepot.values import parse_size
 if TYPE_CHECKING:
     from kvdepot.protocol.quotas import Quota
 
-__all__ = ["quota"]
-
 _DRY = "nothing was changed: this was a dry run"
 
 

@@ -14,8 +14,6 @@ import click
 from kvdepot import __version__
 from kvdepot.errors import ConfigError, KVDepotError
 
-__all__ = ["REMOVED", "root", "run"]
-
 _FAMILIES = {
     "Run and watch": {
         "serve": ("serve", "run the server"),

@@ -29,8 +29,6 @@ from kvdepot.errors import ConfigError, Unavailable
 if TYPE_CHECKING:
     from kvdepot.server.loop import Server
 
-__all__ = ["config", "serve", "stop"]
-
 log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

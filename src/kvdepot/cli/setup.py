@@ -11,8 +11,6 @@ from kvdepot.cli import options
 from kvdepot.cli.output import print_json, progress, show
 from kvdepot.config import load
 
-__all__ = ["calibrate", "keygen"]
-
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path())

@@ -11,8 +11,6 @@ from kvdepot.cli.output import progress
 from kvdepot.eviction import POLICIES
 from kvdepot.simulate.bounds import BOUNDS
 
-__all__ = ["simulate"]
-
 
 @click.command
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())

@@ -20,8 +20,6 @@ from kvdepot.config import load
 from kvdepot.errors import ConfigError, KVDepotError, Unavailable
 from kvdepot.protocol.addresses import socket_path
 
-__all__ = ["ask_health", "status"]
-
 _ANSWER_S = 5.0
 _HEALTH_S = 2.0
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}

@@ -13,8 +13,6 @@ from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.errors import ConfigError
 
-__all__ = ["top"]
-
 _INSTEAD = "`kvdepot status --watch` prints again and again, with --json one line per update"
 
 

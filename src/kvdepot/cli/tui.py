@@ -31,8 +31,6 @@ from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.prefixes import SORTS, Prefix
 from kvdepot.protocol.status import NamespaceStatus, Status, read
 
-__all__ = ["TABS", "Top"]
-
 _TICK_S = 0.1
 _ANSWER_S = 4.0
 """Time to wait for an answer; then the server is asked again."""

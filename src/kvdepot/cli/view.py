@@ -34,26 +34,6 @@ from kvdepot.protocol.status import (
 )
 from kvdepot.values import plural
 
-__all__ = [
-    "LOST",
-    "Listing",
-    "console",
-    "engines",
-    "events",
-    "grid",
-    "is_sum",
-    "leases",
-    "listings",
-    "models",
-    "named",
-    "needs",
-    "prefixes",
-    "print_tables",
-    "summary",
-    "tenants",
-    "tiers",
-]
-
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
 _BAR_CELLS = 20

@@ -35,8 +35,6 @@ from kvdepot.errors import (
 )
 from kvdepot.protocol import wire
 
-__all__ = ["MAX_IN_FLIGHT", "Connection"]
-
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 65536

@@ -21,8 +21,6 @@ from typing import Protocol
 
 from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, Unavailable
 
-__all__ = ["EVENT_S", "DeviceEvent", "EventQueue", "happened"]
-
 log = logging.getLogger(__name__)
 
 EVENT_S = 60.0

@@ -27,8 +27,6 @@ from kvdepot.processes import module_command
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder, is_coming, is_on_demand, make_folder, start_lock
 
-__all__ = ["IDLE_EXIT_S", "Embedded", "Shared"]
-
 IDLE_EXIT_S = 3600
 """`--idle-exit` of a shared server, unless KVDEPOT_IDLE_EXIT says otherwise: longer than restarting an engine with a
 large model, or a pause between two experiments, takes; short enough that its memory is free again the same day."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["TRANSITIONS", "Change", "Phase"]
-
 
 class Phase(enum.Enum):
     """A stage of a connection with its server; the table above says what it waits for."""

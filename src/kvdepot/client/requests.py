@@ -12,8 +12,6 @@ from typing import TypeAlias
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.protocol import wire
 
-__all__ = ["COPY", "Done", "PendingRequest", "Requests"]
-
 COPY = wire.Store | wire.Retrieve
 _REPEATABLE = wire.Lookup | wire.EndSession | wire.Unregister
 

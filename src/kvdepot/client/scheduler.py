@@ -22,8 +22,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import AnswersStatus
 
-__all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "SubmittedLookup", "Unanswered"]
-
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0

@@ -18,8 +18,6 @@ from kvdepot.errors import KVDepotError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, Seal
 
-__all__ = ["Handshake", "Introduction", "LifeWatch", "ServerRun", "ServerRuns"]
-
 
 class LifeWatch(Protocol):
     """Shows whether one run of a server is still alive (memory.arena_header.Watch).

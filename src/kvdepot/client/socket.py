@@ -35,8 +35,6 @@ from kvdepot.protocol.endpoints import holder, is_coming
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
 
-__all__ = ["CONNECT_S", "Client", "MessagingFuture", "check_type"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from kvdepot.devices.cuda.gpus import Gpus
 
-__all__ = ["Devices", "finish", "share"]
-
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Make one layer's tensor visible to other processes of this host, and describe where its elements are.

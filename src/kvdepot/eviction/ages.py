@@ -7,9 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Ages"]
-
-
 _MOVED = 16
 """Items that are moved at once while those that are outdated are dropped: all at once would take a second a million."""
 

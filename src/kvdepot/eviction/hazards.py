@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from math import exp
 
-__all__ = ["EPOCHS", "Hazards"]
-
 EPOCHS = 32
 """Epochs, the unit of age, per turnover: as many requests and misses as there are chunks."""
 _ENDS = tuple(1 << n for n in range(12))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from kvdepot.eviction.policy import Victim
 
-__all__ = ["Lru"]
-
 _MOVED = 4
 """Entries that are moved at once while those that are gone are discarded."""
 

@@ -16,8 +16,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["Policy", "Victim"]
-
 
 class Victim(msgspec.Struct, gc=False):
     """A policy's view of a chunk, and the fields of this folder on it. core/index/chunk.py extends it."""

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from kvdepot.eviction.policy import Victim
 
-__all__ = ["Links", "Runs"]
-
 
 def _mark(key: bytes, salt: int = 0) -> int:
     """32 bits of a hash of a key. Each process uses another one: clients choose keys, and could fill one bucket."""

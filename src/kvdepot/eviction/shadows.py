@@ -14,8 +14,6 @@ from abc import ABC, abstractmethod
 from kvdepot.eviction.hazards import EPOCHS, Hazards
 from kvdepot.eviction.runs import Links, Runs
 
-__all__ = ["LearningShadow", "LruShadow", "Shadow"]
-
 
 class Shadow(ABC):
     """The chunks that a policy would keep."""

@@ -22,8 +22,6 @@ from typing import NamedTuple, TypeVar
 
 from kvdepot.eviction.policy import Policy, Victim
 
-__all__ = ["FairShare", "ShareBounds", "victim_for"]
-
 
 class ShareBounds(NamedTuple):
     """The part of a quota that holds in one space. floor, cap: bytes; a cap of 0 is none."""

@@ -28,8 +28,6 @@ from kvdepot.kv_events.feed import Change, Topics
 from kvdepot.protocol.keys import ROOT, split_tokens
 from kvdepot.protocol.wire import Describe
 
-__all__ = ["BATCH", "TOPIC", "EngineView", "Event", "Message"]
-
 BATCH = 128
 """The most changes that `EngineView.apply` is given, and the most chunks in one message."""
 TOPIC = b"kvdepot"

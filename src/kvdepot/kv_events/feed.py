@@ -19,8 +19,6 @@ from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.protocol.wire import Describe
 
-__all__ = ["Change", "Feed", "Topics"]
-
 _MOST_QUEUED = 1 << 17
 _MOST_DESCRIBED_BYTES = 64 << 20
 """Token ids in the queue; further ones are dropped."""

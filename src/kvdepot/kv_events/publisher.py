@@ -35,8 +35,6 @@ from kvdepot.kv_events.feed import Feed
 from kvdepot.protocol.endpoints import listen
 from kvdepot.protocol.monitor import Monitor, shut
 
-__all__ = ["END", "Publisher", "replay_endpoint"]
-
 log = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)

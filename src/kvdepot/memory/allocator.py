@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["PAGE", "Allocator", "Extents"]
-
 PAGE = 4096
 
 Extents = tuple[tuple[int, int], ...]

@@ -27,8 +27,6 @@ from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
-__all__ = ["Arena", "smallest_arena"]
-
 sparing_log = Sparing(logging.getLogger(__name__))
 
 _STEP = 16 << 20

@@ -30,8 +30,6 @@ from kvdepot.errors import ArenaError, LayoutError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
-__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "SECRET_OFFSET", "ArenaHeader", "Watch"]
-
 HEADER_BYTES = mmap.PAGESIZE
 CHUNKS_OFFSET = 64
 """Offset of the chunks from the start of a page; the same as that of KV in torch's shared-memory files.

@@ -32,8 +32,6 @@ from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "Outcome", "checksum", "copy", "views"]
-
 log = logging.getLogger(__name__)
 sparing_log = Sparing(log)
 

@@ -31,8 +31,6 @@ import numpy as np
 
 from kvdepot.memory.allocator import Extents
 
-__all__ = ["ARENA_BYTES_A_SLOT", "SLOT_BYTES", "Contents", "NamespaceRecord", "Record", "Records", "ShardRecord"]
-
 SLOT_BYTES = 128
 ARENA_BYTES_A_SLOT = 16384
 _SLOT = struct.Struct("<IIBB118s")

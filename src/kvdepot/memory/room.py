@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from kvdepot.memory.shm import SHM
 
-__all__ = ["Limit", "allocated", "free_shm", "limits"]
-
 _UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this for no limit."""
 

@@ -36,11 +36,6 @@ from pathlib import Path
 from kvdepot import locks
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
-__all__ = [
-    "ARENA_MAGIC", "SHM", "LivenessFile", "LivenessView", "is_being_made", "is_tensors", "left_tensors", "map_shared",
-    "populate", "remove_left_tensors", "sweep_liveness_files",
-]  # fmt: skip
-
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _LIVENESS = "kvdepot-card-"

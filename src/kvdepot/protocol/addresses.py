@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePath
 
-__all__ = ["MOST_PATH", "MOST_PORT", "fault_of_endpoint", "socket_path"]
-
 MOST_PORT = 65535
 MOST_PATH = 107
 """Bytes in the path of a unix socket."""

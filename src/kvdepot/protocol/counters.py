@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from kvdepot.protocol.status import Loss, Status
 
-__all__ = ["SERVER", "TIER", "Counted", "Counters", "losses", "refusal"]
-
 _REFUSED = "_refused"
 
 

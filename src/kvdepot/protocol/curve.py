@@ -28,19 +28,6 @@ from zmq.utils import z85
 from kvdepot.errors import ConfigError
 from kvdepot.values import parse_toml
 
-__all__ = [
-    "Gate",
-    "Key",
-    "KeyOwner",
-    "ServerKeys",
-    "generate",
-    "is_loopback",
-    "read_client_key",
-    "read_secret",
-    "read_server_keys",
-    "refuse_open",
-]
-
 CLIENTS = "clients.toml"
 _SERVER = "server"
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")

@@ -21,20 +21,6 @@ from kvdepot import locks
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.addresses import MOST_PATH, socket_path
 
-__all__ = [
-    "Binding",
-    "Claim",
-    "holder",
-    "is_coming",
-    "is_on_demand",
-    "is_taken",
-    "listen",
-    "lock_file",
-    "make_folder",
-    "note_serving",
-    "start_lock",
-]
-
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"

@@ -53,8 +53,6 @@ from blake3 import blake3
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.protocol import wire
 
-__all__ = ["SECRET_BYTES", "Challenge", "End", "Offer", "Seal", "is_open_to_all", "is_sealed"]
-
 SECRET_BYTES = 32
 """Length of an arena's secret."""
 _NONCE_BYTES = 16

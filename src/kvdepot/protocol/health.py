@@ -14,8 +14,6 @@ from kvdepot.protocol.counters import SERVER
 from kvdepot.protocol.status import Status, TierStatus
 from kvdepot.values import plural
 
-__all__ = ["RECENT_S", "Concern", "Health", "judge"]
-
 RECENT_S = 300.0
 """Seconds that count as recent."""
 _ADVICE = {counted.name: counted.advice for counted in SERVER}

@@ -24,8 +24,6 @@ from blake3 import blake3
 
 from kvdepot.errors import LayoutError
 
-__all__ = ["Layout", "Mapping", "Segment", "TensorView", "build_layout", "find_block_axes"]
-
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
 MAX_HANDLE = 4096

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HINT_S", "KINDS", "MOST_LEASES", "MOST_LISTED", "MOST_PRIORITY", "NORMAL", "LeaseStatus"]
-
 KINDS = ("retain", "prefetch", "expire")
 """retain: the chunks are not evicted. prefetch: the same, for chunks that were loaded from tiers in advance. expire: no
 chunk is held, and all are dropped when the lease ends."""

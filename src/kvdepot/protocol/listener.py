@@ -20,8 +20,6 @@ from kvdepot.protocol.curve import ALL_TENANTS, Gate, Key, ServerKeys, read_serv
 from kvdepot.protocol.endpoints import Binding
 from kvdepot.protocol.monitor import Monitor, shut
 
-__all__ = ["Listener"]
-
 log = logging.getLogger(__name__)
 
 RECEIVED, SENT = 32, 1024

@@ -6,8 +6,6 @@ Any other name identifies its model as a whole. Used by integrations/, which mak
 
 from __future__ import annotations
 
-__all__ = ["key_of_model", "name_model"]
-
 _MARK = "@kv-"
 _DIGITS = 32
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 
 import zmq
 
-__all__ = ["Monitor", "shut"]
-
 _EVENT = struct.Struct("=Hi")
 _libc = ctypes.CDLL(None)
 

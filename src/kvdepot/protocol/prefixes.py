@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MOST_CHUNKS", "MOST_PREFIXES", "SORTS", "ChunkStatus", "Prefix"]
-
 SORTS = ("hits", "bytes", "tokens", "idle")
 """Values that families can be sorted by, the highest first; `idle` puts the longest unused family first."""
 MOST_PREFIXES = 1000

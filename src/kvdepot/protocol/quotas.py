@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["MOST_QUOTAS", "MOST_WEIGHT", "Quota", "fault_of", "name_of", "shortest", "shown_tag"]
-
 MOST_QUOTAS = 64
 """Tenants and salts with a quota. An eviction compares all of them, and the status lists all of them."""
 MOST_WEIGHT = 1e6

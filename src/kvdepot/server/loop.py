@@ -46,8 +46,6 @@ from kvdepot.tiers.worker import TierOutcome, TierWorker, start_workers
 from kvdepot.values import plural
 from kvdepot.web.child import Child, beside
 
-__all__ = ["Server"]
-
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0

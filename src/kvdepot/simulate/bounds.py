@@ -13,8 +13,6 @@ import numpy as np
 
 from kvdepot.simulate.traces import Trace
 
-__all__ = ["BOUNDS", "belady", "infinite"]
-
 
 def infinite(trace: Trace, capacity_blocks: int = 0) -> int:
     """Hits of an infinite cache: every reference to a block but the first."""

@@ -25,8 +25,6 @@ from kvdepot.simulate.traces import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Sweep", "as_json", "check_plot", "plot", "print_tables"]
-
 _FORMATS = (".svg", ".png", ".pdf")
 _MARKERS = "os"
 _BOUND_COLORS = {"infinite": "0.55", "belady": "black"}

@@ -27,8 +27,6 @@ from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.simulate.bounds import BOUNDS
 from kvdepot.simulate.traces import Request, Trace
 
-__all__ = ["Result", "replay"]
-
 
 @dataclass(frozen=True)
 class Result:

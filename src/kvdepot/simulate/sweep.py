@@ -23,8 +23,6 @@ from kvdepot.simulate.replay import Result, replay
 from kvdepot.simulate.traces import Trace, load
 from kvdepot.values import parse_size
 
-__all__ = ["Asked", "Progress", "run"]
-
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Shows what is done now, how much is done, and of how much."""
 Work: TypeAlias = tuple[int, str, int]

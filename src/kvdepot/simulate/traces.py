@@ -29,8 +29,6 @@ import numpy.typing as npt
 from kvdepot.errors import ConfigError
 from kvdepot.values import fault_of
 
-__all__ = ["Request", "Trace", "load"]
-
 Request: TypeAlias = tuple[float, Sequence[Hashable]]
 """When it arrived (s), and the ids of its prompt's blocks."""
 

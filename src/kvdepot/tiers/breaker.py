@@ -6,8 +6,6 @@ but reads, because its user may not read, or everything but writes, because it h
 
 from __future__ import annotations
 
-__all__ = ["Breaker"]
-
 FAILURES = 3
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0

@@ -39,8 +39,6 @@ from kvdepot.tiers.format import Facts, Header
 if TYPE_CHECKING:
     import zstandard
 
-__all__ = ["BLOCK_BYTES", "SLACK", "Codec", "fill", "make_codec"]
-
 Bytes = npt.NDArray[np.uint8]
 
 SLACK = 64

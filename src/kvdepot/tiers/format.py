@@ -28,8 +28,6 @@ from zlib import crc32
 import msgspec
 from blake3 import blake3
 
-__all__ = ["HEADER_BYTES", "NO_SALT", "SALT_BYTES", "Facts", "Header"]
-
 MAGIC = b"kvd-tier"
 VERSION = 1
 HEADER_BYTES = 1024

@@ -47,8 +47,6 @@ if TYPE_CHECKING:  # obstore has these in its stubs alone
     from obstore import Bytes, ListStream, ObjectMeta
     from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
 
-__all__ = ["ObjectOptions", "ObjectTier", "open"]
-
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 4 << 30

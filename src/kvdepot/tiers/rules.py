@@ -15,8 +15,6 @@ import msgspec
 from kvdepot.protocol.quotas import Quota, shortest
 from kvdepot.tiers.format import tenant_prefix
 
-__all__ = ["NO_RULES", "Rules", "owner_of", "owner_prefix", "tenant_of"]
-
 
 class Rules(msgspec.Struct, frozen=True):
     """The quotas and times to live in one tier."""

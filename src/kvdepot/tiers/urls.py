@@ -11,18 +11,6 @@ import re
 from collections.abc import Collection, Iterator
 from urllib.parse import quote, unquote
 
-__all__ = [
-    "HARMLESS_OPTIONS",
-    "HIDDEN",
-    "credentials_of",
-    "has_ambiguous_secret",
-    "has_place",
-    "redact",
-    "secrets_of",
-    "shown",
-    "shown_option",
-]
-
 HIDDEN = "***"
 HARMLESS_OPTIONS = frozenset(
     {

@@ -32,12 +32,6 @@ from kvdepot.tiers.codec import SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.rules import Rules
 
-__all__ = [
-    "MOST_PARTS", "Enforce", "Enforced", "Erase", "Erased", "Find", "Forget", "Forgotten", "Load", "Loaded", "Located",
-    "Mover", "NotLoaded", "Part", "Probe", "Save", "Saved", "TierOutcome", "TierTask", "TierWorker", "Unwanted",
-    "start_workers",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]

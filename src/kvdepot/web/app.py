@@ -39,8 +39,6 @@ from kvdepot.web.live import LiveStatus, StatusNow
 from kvdepot.web.poll import Poll
 from kvdepot.web.prometheus import StatusCollector
 
-__all__ = ["make_app"]
-
 _MOST_CHANGES = 4
 """Changes at a time; each occupies a thread until the server has answered."""
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from kvdepot.errors import Busy
 
-__all__ = ["CachedLists"]
-
 _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""

@@ -28,8 +28,6 @@ from kvdepot.web.token import obtain_token
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["Child", "Order", "beside", "missing_packages", "split_address"]
-
 log = logging.getLogger(__name__)
 
 _USER = ".web"

@@ -23,8 +23,6 @@ from kvdepot.errors import BadRequest, InternalError, KVDepotError
 from kvdepot.values import fault_of
 from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send
 
-__all__ = ["HTTP_STATUS", "Dispatch", "Encoded", "Endpoint", "describe", "get", "post"]
-
 log = logging.getLogger(__name__)
 
 HTTP_STATUS = {

@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MOST_BODY", "Guard", "Problem"]
-
 Scope = MutableMapping[str, Any]  # of a connection, or one message, as ASGI has them
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]

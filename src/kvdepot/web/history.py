@@ -17,8 +17,6 @@ from kvdepot.protocol.counters import SERVER
 from kvdepot.protocol.metrics import BOUNDS_S, percentile
 from kvdepot.protocol.status import Status
 
-__all__ = ["History", "Point", "TimeSeries", "measure"]
-
 _SECONDS, _TENS = 900, 2000
 """Number of points kept, for each interval."""
 _TEN = 10

@@ -24,8 +24,6 @@ from kvdepot.protocol.status import Loss, Status
 from kvdepot.web.guard import Problem
 from kvdepot.web.poll import STALE_S, Poll
 
-__all__ = ["LiveStatus", "StatusNow", "engine_flag"]
-
 
 class StatusNow(Status, frozen=True, kw_only=True):
     """The server's status, and what the page needs beside it.

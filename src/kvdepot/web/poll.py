@@ -21,8 +21,6 @@ from kvdepot.protocol.curve import Key
 from kvdepot.protocol.status import Status, read
 from kvdepot.web.history import History
 
-__all__ = ["Poll", "PolledStatus", "Turn"]
-
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0

@@ -25,8 +25,6 @@ from kvdepot.protocol.metrics import BOUNDS_S, ENGINES, Latency
 from kvdepot.protocol.status import OTHERS, Histogram, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
 
-__all__ = ["StatusCollector", "families"]
-
 _NAMESPACES = 50
 """The largest namespaces have metrics of their own, the others are summed. The layouts of one model and shape count
 together."""

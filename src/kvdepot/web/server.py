@@ -18,8 +18,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvdepot.web.guard import App
 
-__all__ = ["MOST_CONNECTIONS", "HttpServer"]
-
 MOST_CONNECTIONS = 128
 _CHECK_S = 1.0
 _REQUEST_S = 10.0

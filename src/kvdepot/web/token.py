@@ -16,8 +16,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_secret
 
-__all__ = ["obtain_token", "read_token", "token_path"]
-
 _TOKEN = re.compile(r"[A-Za-z0-9_\-.~+/=]{16,512}")
 
 

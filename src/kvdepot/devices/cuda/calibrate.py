@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
     from kvdepot.devices.cuda.occupant import Occupant
 
-__all__ = ["PEAK", "SIZES", "Clock", "Figure", "choose", "cost_of", "describe", "dma_from", "find", "measure", "table"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

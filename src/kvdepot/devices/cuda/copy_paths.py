@@ -27,8 +27,6 @@ from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.devices.cuda.plan import CopyPlan, Direction, merge
 from kvdepot.errors import DeviceError
 
-__all__ = ["Choice", "CopyPaths", "Slot", "unmeasured"]
-
 log = logging.getLogger(__name__)
 
 Choice: TypeAlias = dict[Direction, list[tuple[int, str]]]

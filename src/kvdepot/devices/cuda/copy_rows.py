@@ -19,8 +19,6 @@ from triton.compiler import ASTSource
 
 from kvdepot.devices.cuda.kernel import TILE_BYTES, Compiled
 
-__all__ = ["ROWS", "WARPS", "build", "copy_rows", "main"]
-
 ROWS = 4
 """Rows that a program copies at once, to hide the latency of a read over the bus: 1 to 2 us for any size."""
 

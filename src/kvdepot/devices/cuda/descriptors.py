@@ -34,8 +34,6 @@ import msgspec
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
 from kvdepot.memory.shm import SHM, is_being_made
 
-__all__ = ["fetch", "offer", "sweep"]
-
 log = logging.getLogger(__name__)
 
 _PREFIX = "kvdepot-fds-"

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from kvdepot import install
 from kvdepot.errors import DeviceError
 
-__all__ = ["ANY_ORDER", "PREFER_OVERLAP", "STREAM_ORDER", "Addresses", "Copies", "Driver", "DriverError", "load"]
-
 Addresses = npt.NDArray[np.uint64]
 Copies: TypeAlias = tuple[Addresses, Addresses, Addresses]
 """Destinations, sources and bytes of copies, uint64[n] each."""

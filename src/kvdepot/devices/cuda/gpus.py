@@ -29,8 +29,6 @@ from kvdepot.memory.copier import CopyPiece, Mapped, Memory
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Device
 
-__all__ = ["DeviceTensors", "Gpu", "Gpus"]
-
 log = logging.getLogger(__name__)
 
 _TASK_BYTES = 64 << 20

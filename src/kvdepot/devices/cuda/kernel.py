@@ -20,8 +20,6 @@ from kvdepot.processes import code_command
 if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
 
-__all__ = ["TILE_BYTES", "Compiled", "CopyKernel", "compiled"]
-
 TILE_BYTES = 16 << 10
 """Largest copy of one row of the table."""
 

@@ -22,8 +22,6 @@ from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.errors import DeviceError
 from kvdepot.processes import code_command
 
-__all__ = ["Occupant", "main"]
-
 _CODE = "import sys; from kvdepot.devices.cuda.occupant import main; main(sys.argv[1], int(sys.argv[2]))"
 _START_S = 60.0
 _END_S = 5.0

@@ -26,8 +26,6 @@ from kvdepot.devices.cuda.plan import CopyPlan
 from kvdepot.errors import DeviceError
 from kvdepot.memory.copier import Memory
 
-__all__ = ["PIECE_BYTES", "Pins"]
-
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20

@@ -22,8 +22,6 @@ from kvdepot.devices.cuda.driver import Addresses
 from kvdepot.memory.copier import CopyPiece
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["DIRECTIONS", "CopyPlan", "Direction", "Planner", "merge"]
-
 Direction: TypeAlias = Literal["store", "retrieve"]
 DIRECTIONS: tuple[Direction, Direction] = ("store", "retrieve")
 """From the GPU to the host, and back."""

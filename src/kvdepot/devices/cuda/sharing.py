@@ -30,8 +30,6 @@ from kvdepot.protocol.layout import Mapping, TensorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Opened", "finish", "open_allocation", "share"]
-
 _IPC, _PIECES = b"\1", b"\2"
 _IPC_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""

@@ -43,8 +43,6 @@ from kvdepot.tiers.disk.ledger import Ledger
 from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.urls import shown
 
-__all__ = ["Disk", "DiskOptions", "open"]
-
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `disk://` URL."""

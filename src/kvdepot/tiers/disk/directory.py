@@ -32,9 +32,6 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.logs import Sparing
 from kvdepot.tiers import NAME, Tally
 
-__all__ = ["LEFT", "LOCK", "TMP", "TRASH", "Directory", "objects_in", "path_of", "prune", "remove", "spaces_in",
-           "transfer"]  # fmt: skip
-
 log = logging.getLogger(__name__)
 sparing_log = Sparing(log)
 

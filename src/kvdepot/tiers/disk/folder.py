@@ -42,8 +42,6 @@ from kvdepot.tiers.disk.directory import (
 from kvdepot.tiers.disk.ledger import Entry, Ledger
 from kvdepot.tiers.rules import Rules, owner_of
 
-__all__ = ["Folder"]
-
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.1

@@ -19,8 +19,6 @@ from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_of, tenant_of
 
-__all__ = ["Entry", "Ledger"]
-
 
 class Entry(Victim, gc=False):
     """One object, or other bytes that are counted."""

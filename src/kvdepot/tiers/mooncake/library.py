@@ -13,8 +13,6 @@ from typing import Protocol
 from kvdepot import install
 from kvdepot.errors import ConfigError
 
-__all__ = ["Matrix", "MooncakeStore", "Replica", "ReplicateConfig", "library", "size_of"]
-
 _DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 
 Matrix = list[list[int]]

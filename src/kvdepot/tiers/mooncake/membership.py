@@ -29,8 +29,6 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.processes import code_command
 from kvdepot.tiers.mooncake.library import MooncakeStore, library
 
-__all__ = ["SPANS_UNDER_WAY", "Membership", "MooncakeOptions", "address_of", "known"]
-
 SPANS_UNDER_WAY = 1024
 """Maximum pieces of memory in all calls together."""
 STUCK_S = 50.0

@@ -15,8 +15,6 @@ from kvdepot.tiers import Blob, Tally
 from kvdepot.tiers.mooncake.library import Matrix
 from kvdepot.tiers.mooncake.membership import Membership, address_of
 
-__all__ = ["MOST_SPANS", "PREFIX", "Batch", "PoolObject", "Staging", "batches_of", "memory_of", "objects_of"]
-
 PREFIX = "kvdepot/"
 """The beginning of our objects' names; others may use the pool, too."""
 MOST_SPANS = 256

@@ -55,8 +55,6 @@ from kvdepot.tiers.redis.exchange import (
 from kvdepot.tiers.redis.servers import ClientArguments, Cluster, Single
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
-__all__ = ["RedisOptions", "RedisTier", "open"]
-
 LARGEST_BYTES = 512 << 20
 """Redis' limit for a value."""
 SCAN_KEYS = 2000

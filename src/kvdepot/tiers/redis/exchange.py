@@ -10,10 +10,6 @@ from typing import Protocol, TypeAlias, TypeVar
 from redis import ConnectionPool
 from redis.exceptions import InvalidResponse, ResponseError
 
-__all__ = [
-    "Reply", "Request", "checked", "exchange", "expect", "get_request", "request", "says", "sendable", "set_request",
-]  # fmt: skip
-
 PART_BYTES = 1 << 20
 """Size of one GETRANGE."""
 WINDOW_BYTES = 64 << 20

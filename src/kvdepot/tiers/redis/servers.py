@@ -15,8 +15,6 @@ from redis.retry import Retry
 
 from kvdepot.tiers.redis.exchange import Request
 
-__all__ = ["ClientArguments", "Cluster", "Single"]
-
 Route: TypeAlias = tuple[redis.ConnectionPool, Sequence[int]]
 """Connections to a server, and the numbers of the requests that go there."""
 
