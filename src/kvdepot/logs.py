@@ -55,9 +55,6 @@ class Sparing:
         self._lock = threading.Lock()
         self._lines: dict[str, tuple[float, int]] = {}  # when each was logged (time.monotonic), repetitions since
 
-    def __repr__(self) -> str:
-        return f"<Sparing of {len(self._lines)} lines>"
-
     def info(self, text: str, *args: object) -> None:
         self._write(logging.INFO, text % args)
 
@@ -88,9 +85,6 @@ class _Queued(QueueHandler):
     def __init__(self) -> None:
         super().__init__(SimpleQueue())
         self.dropped = 0  # changed under the handler's lock
-
-    def __repr__(self) -> str:
-        return f"<_Queued {self.queue.qsize()} lines wait, {self.dropped} dropped>"
 
     def prepare(self, record: logging.LogRecord) -> str:
         """The line of a record, as the standard library wants it for the queue."""

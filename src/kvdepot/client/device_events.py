@@ -77,9 +77,6 @@ class EventQueue:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()  # set when the thread ends: two threads must not join one in CPython 3.11
 
-    def __repr__(self) -> str:
-        return f"<EventQueue {self._name}, {len(self._waiting)} waiting>"
-
     def put(self, event: DeviceEvent | None, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
         """Call `go` once `event` has happened, or `fail` with the error. Never blocks.
 

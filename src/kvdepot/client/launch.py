@@ -64,9 +64,6 @@ class Shared:
         self._lock = start_lock(path)
         self._is_engines = False  # the server that was last seen was started by an engine
 
-    def __repr__(self) -> str:
-        return f"<Shared at {self.url}>"
-
     def start(self, engine: str = "") -> bool:
         """Start it, unless it is there or being started; whether it was started. Raises Unavailable.
 
@@ -175,9 +172,6 @@ class Embedded:
         # A child that this process forks would hold the pipe open after our end.
         os.register_at_fork(after_in_child=process.stdin.close)
         return process
-
-    def __repr__(self) -> str:
-        return f"<Embedded at {self.url}, pid {self._process.pid}>"
 
     def is_running(self) -> bool:
         return self._process.poll() is None

@@ -132,9 +132,6 @@ class ServerRuns:
         self._clock = clock
         self._former: list[ServerRun] = []
 
-    def __repr__(self) -> str:
-        return f"<ServerRuns current {self.current is not None}, {len(self._former)} former>"
-
     def is_gone(self, server: ServerRun) -> bool:
         """Whether a server can no longer touch a block, not even through its GPUs."""
         if server.gone_at is None and server.watch.is_gone():

@@ -241,9 +241,6 @@ class LivenessFile:
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
         self._at_exit = weakref.finalize(self, _mark_left, self._address, self._owner)
 
-    def __repr__(self) -> str:
-        return f"<LivenessFile {self.name}>"
-
     @staticmethod
     def _map(fd: int) -> int:
         """Map the page with libc, because Python's mmap keeps a descriptor of its own."""
@@ -332,9 +329,6 @@ class LivenessView:
             os.close(self._fd)
             raise
         self._fence = memoryview(self._page).cast("Q")
-
-    def __repr__(self) -> str:
-        return f"<LivenessView {self.name}>"
 
     @property
     def secret(self) -> bytes:

@@ -56,9 +56,6 @@ class Binding:
         self._file: os.stat_result | None = None
         self._listen()
 
-    def __repr__(self) -> str:
-        return f"<Binding to {self._url}{', hidden' * self._is_hidden}{f', {self.obstacle}' * bool(self.obstacle)}>"
-
     def _listen(self) -> None:
         listen(self._socket, self._url)
         self._file = self._path.lstat() if self._path is not None else None
@@ -218,9 +215,6 @@ class Claim:
             if isinstance(exc, OSError):
                 raise Unavailable(f"cannot listen on {url}: {exc.strerror}") from exc
             raise
-
-    def __repr__(self) -> str:
-        return f"<Claim of {self._url}{', given back' * (self._fd < 0)}>"
 
     def _take(self) -> bool:
         """Lock the endpoint; False if the lock file was removed in the meantime, which makes the lock worthless."""

@@ -149,9 +149,6 @@ class Seal:
         self._out, self._in = end.value, other.value
         self._sent = self._taken = 0
 
-    def __repr__(self) -> str:
-        return f"<Seal {self._sent} sent, {self._taken} taken>"
-
     def close(self, frame: bytes) -> bytes:
         """Return the frame with a seal."""
         self._sent += 1

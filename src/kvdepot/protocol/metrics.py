@@ -46,9 +46,6 @@ class Latencies:
         self._kinds: dict[str, Latency] = {}
         self._asked: dict[bytes, dict[bytes, tuple[str, float]]] = {}  # by client and request id: kind, start
 
-    def __repr__(self) -> str:
-        return f"<Latencies of {sum(kind.count for kind in self._kinds.values())} requests>"
-
     def begin(self, client: bytes, number: bytes, kind: str, now: float) -> None:
         """A request was received. INTERNAL requests are not counted."""
         if kind in INTERNAL:
@@ -109,9 +106,6 @@ class Journal:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
-
-    def __repr__(self) -> str:
-        return f"<Journal of {len(self._events)} events>"
 
     def note(self, wall_s: float, kind: str, text: str) -> None:
         """Add an event; the oldest is dropped when there are too many."""

@@ -70,9 +70,6 @@ class Trace:
         self.ends = np.cumsum([len(requests[i]) for i in order])
         self.times = self.times[order]
 
-    def __repr__(self) -> str:
-        return f"<Trace {self.name!r} {len(self)} requests, {len(self.blocks)} references to {self.unique} blocks>"
-
     def __len__(self) -> int:
         return len(self.ends)
 

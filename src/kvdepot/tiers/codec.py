@@ -84,9 +84,6 @@ class Codec:
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
 
-    def __repr__(self) -> str:
-        return f"<Codec compress={self._compress} encrypt={self._key is not None}>"
-
     def encode(self, header: Header, facts: Facts, parts: Sequence[memoryview]) -> list[memoryview]:
         """The object: its header with `stored`, `coding` and `nonce` set, and the bytes after it. Blocks.
 

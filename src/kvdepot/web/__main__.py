@@ -68,30 +68,22 @@ def _await_end(server: HttpServer, live: LiveStatus) -> None:
     os._exit(0)
 
 
-class _Watchdog:
-    """Exits the process if its event loop hangs, and logs where; the server starts the next one.
+def _watch(signs: list[object]) -> None:
+    """Exit the process if its event loop hangs, and log where; the server starts the next one.
 
-    It counts its own checks, not seconds, because a process that was stopped, or frozen with its container, does not
-    hang.
+    signs: the loop adds one with each second that it is alive. Checks are counted, not seconds, because a process that
+    was stopped, or frozen with its container, does not hang.
     """
-
-    def __init__(self) -> None:
-        self._missed = 0  # checks since the loop's last sign of life; both threads write it, and either may win
-        threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True).start()
-
-    def reset(self) -> None:
-        """Note that the loop is alive."""
-        self._missed = 0
-
-    def _run(self) -> None:
-        while self._missed < _MOST_MISSED:
-            time.sleep(_WATCH_S)
-            self._missed += 1
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        places = (f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in reversed(stack))
-        log.error("the web process hangs and will exit; it is stuck in %s", ", in ".join(places))
-        logging.shutdown()  # waits for a second at most
-        os._exit(1)
+    missed = 0
+    while missed < _MOST_MISSED:
+        time.sleep(_WATCH_S)
+        missed = 0 if signs else missed + 1
+        signs.clear()
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    places = (f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in reversed(stack))
+    log.error("the web process hangs and will exit; it is stuck in %s", ", in ".join(places))
+    logging.shutdown()  # waits for a second at most
+    os._exit(1)
 
 
 def _serve(order: Order) -> int:
@@ -101,9 +93,11 @@ def _serve(order: Order) -> int:
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
     poll = Poll(order.url, key)
-    live = LiveStatus(poll)
+    live, signs = LiveStatus(poll), list[object]()
     try:
-        server = HttpServer(make_app(poll, live, order.settings, order.address, order.token), _Watchdog().reset)
+        app = make_app(poll, live, order.settings, order.address, order.token)
+        server = HttpServer(app, lambda: signs.append(None))
+        threading.Thread(target=_watch, args=(signs,), name="kvdepot-watchdog", daemon=True).start()
         threading.Thread(target=_await_end, args=(server, live), daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)

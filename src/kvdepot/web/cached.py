@@ -30,9 +30,6 @@ class CachedLists:
         self._asking = threading.Lock()
         self._kept: dict[object, tuple[float, Any]] = {}
 
-    def __repr__(self) -> str:
-        return f"<CachedLists {len(self._kept)} answers>"
-
     def get(self, question: object, ask: Callable[[], T]) -> T:
         """The answer of `ask`, at most two seconds old. Blocks. Raises what `ask` raises, and Busy if too many wait."""
         if not self._waiting.acquire(blocking=False):

@@ -64,17 +64,6 @@ class Order(msgspec.Struct, frozen=True):
         return f"Order(url={self.url!r}, address={self.address!r})"
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[HOST]:PORT`."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def beside(config: Config, endpoint: str, admit: Callable[[str], Key | None]) -> Child | None:
     """The `Child` of a server that listens at `endpoint`; None if HTTP is off or the endpoint is not public.
 
@@ -104,9 +93,6 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-web", daemon=True)
-
-    def __repr__(self) -> str:
-        return f"<Child {self._config.http} pid {self._process.pid if self._process else None}>"
 
     def start(self) -> None:
         """Start the thread. Never blocks."""
@@ -145,7 +131,8 @@ class Child:
         if listener is None:
             return
         with listener:
-            self.address = _address(listener)
+            host, port = listener.getsockname()[:2]
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             try:
                 self._keep(listener)
             finally:
@@ -171,18 +158,17 @@ class Child:
 
     def _listen(self) -> socket.socket | None:
         """The listening socket; None if the server ends before the address is free."""
-        host, port = split_address(self._config.http)
+        place = self._config.http
+        host, _, port = place.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         while not self._stopping.is_set():
             try:
-                return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+                return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
             except OSError as exc:
                 why = os.strerror(exc.errno) if exc.errno else exc  # `strerror` may have the address once more
                 if not self.failure:
-                    log.warning(
-                        "cannot bind HTTP to %s (%s); retrying, or choose another --http", self._config.http, why
-                    )
-                self.failure = f"cannot bind {self._config.http} ({why}); retrying, or choose another --http"
+                    log.warning("cannot bind HTTP to %s (%s); retrying, or choose another --http", place, why)
+                self.failure = f"cannot bind {place} ({why}); retrying, or choose another --http"
             self._stopping.wait(_LISTEN_S)
         return None
 
@@ -190,17 +176,10 @@ class Child:
         """Run one process until it ends; returns its exit status. Raises OSError."""
         import subprocess  # imported here, because the server needs it for nothing else
 
-        address = self.address
-        key = self._key
-        order = Order(
-            self._url,
-            listener.fileno(),
-            address,
-            self._token,
-            (key.public.decode(), key.secret.decode(), key.server.decode()) if key is not None else None,
-            masked(self._config),
-            self._config.log_level,
-        )
+        address, key = self.address, self._key
+        keys = (key.public.decode(), key.secret.decode(), key.server.decode()) if key is not None else None
+        shown, level = masked(self._config), self._config.log_level
+        order = Order(self._url, listener.fileno(), address, self._token, keys, shown, level)
         # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:

@@ -98,9 +98,6 @@ class Endpoint:
         decoder = msgspec.json.Decoder(self.given) if self.given else None
         self._decoder = decoder if method == "POST" else None
 
-    def __repr__(self) -> str:
-        return f"<Endpoint {self.method} {self.path}>"
-
     async def run_on(self, state: object, scope: Scope, receive: Receive, threads: ThreadPoolExecutor) -> Any:
         """The encoded answer, or an iterator of events. Raises KVDepotError or _Refused."""
         body = await _read(scope, receive) if self._decoder else b""
@@ -153,9 +150,6 @@ class Dispatch:
         self._files = files
         self._state = state
         self._threads = ThreadPoolExecutor(_THREADS, "kvdepot-http")
-
-    def __repr__(self) -> str:
-        return f"<Dispatch {len(self._endpoints)} paths, {len(self._files)} files>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, headers = 200, dict[str, str]()

@@ -22,6 +22,7 @@ _SECONDS, _TENS = 900, 2000
 _TEN = 10
 _LOST = tuple(counted.name for counted in SERVER if counted.where == "Memory")
 """Counters of chunks that memory lost or did not take."""
+_NONE = [0] * (len(BOUNDS_S) + 1)
 
 Point: TypeAlias = dict[str, float]
 """Values by name, without those that are unknown. `time_s`: seconds since 1970. `boot`: identifies the server's run."""
@@ -45,9 +46,6 @@ class History:
         self._tenth: Status | None = None  # the status of the last point of ten seconds
         self._since_tenth = 0
 
-    def __repr__(self) -> str:
-        return f"<History of {len(self._seconds)} seconds and {len(self._tens)} tens of seconds>"
-
     def add(self, time_s: float, status: Status) -> None:
         """Add a point, about a second after the last. If the clock was set back, removes the points after `time_s`."""
         with self._lock:
@@ -68,17 +66,11 @@ class History:
 
     def increase(self, counter: str, range_s: float) -> float:
         """The rise of a counter of this boot in the last `range_s` seconds (15 minutes at most)."""
+        last = self.latest()
         with self._lock:
-            last = self._seconds[-1] if self._seconds else {}
-            first = next(
-                (
-                    point
-                    for point in self._seconds
-                    if point["time_s"] >= last["time_s"] - range_s and point["boot"] == last["boot"]
-                ),
-                last,
-            )
-            return last.get(counter, 0.0) - first.get(counter, 0.0)
+            recent = [point for point in self._seconds if point["time_s"] >= last["time_s"] - range_s]
+        first = next((point for point in recent if point["boot"] == last["boot"]), last)
+        return last.get(counter, 0.0) - first.get(counter, 0.0)
 
     def series(self) -> TimeSeries:
         """All points: one per ten seconds for times before the first second, then one per second."""
@@ -93,7 +85,6 @@ class History:
 
 def measure(before: Status | None, now: Status, time_s: float) -> Point:
     """The point of a status; percentiles are of the requests since the status `before` of the same boot."""
-    saved = (sum(each.counts) for each in now.histograms if each.name == "saved_seconds")
     point = {
         "time_s": time_s,
         "boot": float(int(now.boot[:12] or "0", 16)),  # 48 bits, which a double holds exactly
@@ -101,7 +92,7 @@ def measure(before: Status | None, now: Status, time_s: float) -> Point:
         "found_tokens": now.tokens.found,
         "reused_tokens": now.tokens.reused,
         "saved_prefill_s": now.saved.prefill_s,
-        "saved_requests": sum(saved),
+        "saved_requests": sum(sum(each.counts) for each in now.histograms if each.name == "saved_seconds"),
         "stored_bytes": now.stored_bytes,
         "retrieved_bytes": now.retrieved_bytes,
         "used_bytes": now.used_bytes,
@@ -112,14 +103,10 @@ def measure(before: Status | None, now: Status, time_s: float) -> Point:
     point |= {f"tier_bytes.{tier.name}": tier.bytes for tier in now.tiers if tier.bytes is not None}
     if before is None or before.boot != now.boot:
         return point
+    old, new = ({each.request: each.buckets for each in status.latencies} for status in (before, now))
     for kind in ("Lookup", "Retrieve"):
-        old, new = _buckets(before, kind), _buckets(now, kind)
-        counts = [b - a for a, b in zip(old, new, strict=True)]
+        counts = [b - a for a, b in zip(old.get(kind, _NONE), new.get(kind, _NONE), strict=True)]
         for part in (0.5, 0.99):
             if not isnan(value := percentile(counts, part)):
                 point[f"{kind.lower()}_p{part * 100:.0f}_s"] = value
     return point
-
-
-def _buckets(status: Status, kind: str) -> list[int]:
-    return next((each.buckets for each in status.latencies if each.request == kind), [0] * (len(BOUNDS_S) + 1))

@@ -55,9 +55,6 @@ class LiveStatus:
         self._encoded = -1, b""  # the number of a turn, and its status as JSON
         poll.on_turn = self._notify
 
-    def __repr__(self) -> str:
-        return f"<LiveStatus of turn {self._poll.turn.number}>"
-
     def encoded(self) -> bytes:
         """The latest status as JSON. Raises Unavailable if it is too old."""
         number = self._poll.turn.number  # first: a status that is newer than its number is sent again with the next

@@ -78,9 +78,6 @@ class Poll:
         self._thread = threading.Thread(target=self._run, name="kvdepot-poll", daemon=True)
         self._thread.start()
 
-    def __repr__(self) -> str:
-        return f"<Poll {self.client.server_url}: {self.trouble() or 'healthy'}>"
-
     def trouble(self) -> str:
         """Why the server is unhealthy; empty if it is healthy. Anybody may read this; details are in the log only."""
         turn = self.turn

@@ -63,10 +63,7 @@ _GAUGES = {
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
     "engine_count": ("engine_processes", "Connected processes of engines: schedulers and workers."),
-    "divided_engines": (
-        "divided_engines",
-        "Engines whose scheduler and workers disagree on the identity of their KV.",
-    ),
+    "divided_engines": ("divided_engines", "Engines whose scheduler and workers disagree on the identity of their KV."),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
@@ -120,37 +117,30 @@ class StatusCollector(Collector):
         self._poll = poll
 
     def collect(self) -> Iterator[Metric]:
-        up = not self._poll.trouble()
-        yield GaugeMetricFamily(
-            "kvdepot_up", "1 while the server answers and its loop lag is within bounds.", float(up)
-        )
+        meaning = "1 while the server answers and its loop lag is within bounds."
+        yield GaugeMetricFamily("kvdepot_up", meaning, float(not self._poll.trouble()))
         try:
             answer = self._poll.latest()
         except Unavailable:
             return
-        yield GaugeMetricFamily(
-            "kvdepot_loop_lag_seconds", "How long a request waits before the server handles it.", answer.lag_s
-        )
+        meaning = "How long a request waits before the server handles it."
+        yield GaugeMetricFamily("kvdepot_loop_lag_seconds", meaning, answer.lag_s)
         yield from families(answer.status)
 
 
 def families(status: Status) -> Iterator[Metric]:
     """All metrics of one status."""
-    yield InfoMetricFamily(
-        "kvdepot", "The server.", {"version": status.version, "boot": status.boot, "host": status.host}
-    )
+    facts = {"version": status.version, "boot": status.boot, "host": status.host}
+    yield InfoMetricFamily("kvdepot", "The server.", facts)
     for field, (name, meaning) in _GAUGES.items():
         yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
     if status.holds_s is not None:
-        yield GaugeMetricFamily(
-            "kvdepot_memory_holds_seconds",
-            "Median idle time of recently evicted chunks.",
-            status.holds_s,
-        )
+        meaning = "Median idle time of recently evicted chunks."
+        yield GaugeMetricFamily("kvdepot_memory_holds_seconds", meaning, status.holds_s)
     yield from _counters(status)
     yield from _latencies(status)
     for histogram in status.histograms:
-        yield _histogram(f"kvdepot_{histogram.name}", {"": histogram})
+        yield _histogram("", histogram.name, {"": histogram})
     shape = "namespace", "tenant", "model", "world_size", "blocks_in_chunk"
     yield from _labelled(shape, _OF_NAMESPACE, _shapes(status))
     helps = {f"{name}_tokens": meaning for name, meaning in _TOKENS.items()}
@@ -162,9 +152,8 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _labelled(tenant, _ON_DISK_OF_TENANT, on_disk)
     yield from _labelled(tenant, _LOST_OF_TENANT, status.tenants, kind=CounterMetricFamily)
     yield from _tiers(status.tiers)
-    yield from _labelled(
-        _DEVICE, {"up": "0 while a GPU's copies fail."}, status.devices, lambda each, _: not each.failure
-    )
+    up = {"up": "0 while a GPU's copies fail."}
+    yield from _labelled(_DEVICE, up, status.devices, lambda each, _: not each.failure)
     yield from _labelled(_DEVICE, _OF_DEVICE, status.devices)
 
 
@@ -208,12 +197,10 @@ def _counters(status: Status) -> Iterator[Metric]:
 
 
 def _latencies(status: Status) -> Iterator[Metric]:
-    took = HistogramMetricFamily(
-        "kvdepot_request_duration_seconds", "Time from receiving a request to answering it.", labels=["request"]
-    )
-    failed = CounterMetricFamily(
-        "kvdepot_request_errors", "Requests answered with an error, by kind of request.", labels=["request"]
-    )
+    meaning = "Time from receiving a request to answering it."
+    took = HistogramMetricFamily("kvdepot_request_duration_seconds", meaning, labels=["request"])
+    meaning = "Requests answered with an error, by kind of request."
+    failed = CounterMetricFamily("kvdepot_request_errors", meaning, labels=["request"])
     # Prometheus does not see the first request of a kind as an increase, unless its series began at 0.
     kinds = {request: Latency(request) for request in ENGINES} | {kind.request: kind for kind in status.latencies}
     for kind in kinds.values():
@@ -223,14 +210,12 @@ def _latencies(status: Status) -> Iterator[Metric]:
     yield failed
 
 
-def _histogram(name: str, by_tier: dict[str, Histogram]) -> Metric:
-    """One family, by tier; with the key "", of the server."""
-    labels = [] if "" in by_tier else ["tier"]
-    bare = name.removeprefix("kvdepot_").removeprefix("tier_")
-    family = HistogramMetricFamily(name, _HISTOGRAMS[bare], labels=labels)
+def _histogram(of: str, name: str, by_tier: dict[str, Histogram]) -> Metric:
+    """One family. of: empty for the server's histogram, whose key in `by_tier` is empty, too."""
+    family = HistogramMetricFamily(f"kvdepot_{of}{name}", _HISTOGRAMS[name], labels=["tier"] if of else [])
     for tier, histogram in by_tier.items():
         buckets = _buckets(map("{:.15g}".format, histogram.bounds), histogram.counts)
-        family.add_metric([tier] if labels else [], buckets, histogram.sum)
+        family.add_metric([tier] if of else [], buckets, histogram.sum)
     return family
 
 
@@ -263,12 +248,10 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
     # Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase.
     helps = {counted.series: counted.meaning for counted in TIER}
     names = {counted.series: counted.name for counted in TIER}
-    yield from _labelled(
-        _TIER, helps, tiers, lambda tier, series: tier.counters.get(names[series], 0), CounterMetricFamily
-    )
+    yield from _labelled(_TIER, helps, tiers, lambda tier, of: tier.counters.get(names[of], 0), CounterMetricFamily)
     histograms: dict[str, dict[str, Histogram]] = {}
     for tier in tiers:
         for histogram in tier.histograms:
             histograms.setdefault(histogram.name, {})[tier.name] = histogram
     for name, by_tier in histograms.items():
-        yield _histogram(f"kvdepot_tier_{name}", by_tier)
+        yield _histogram("tier_", name, by_tier)

@@ -122,9 +122,6 @@ class _Listener:
         atexit.register(self._remove)
         threading.Thread(target=self._run, name="kvdepot-descriptors", daemon=True).start()
 
-    def __repr__(self) -> str:
-        return f"<Listener {self.name}: {len(self._offers)} offers, {len(self._deadlines)} connections>"
-
     def add(self, key: Hashable, what: _Offer) -> bytes:
         number = self._numbers.get(key)
         if number is None:

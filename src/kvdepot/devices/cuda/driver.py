@@ -88,9 +88,6 @@ class Driver:
         self.version: int = self.call("cuDriverGetVersion")
         self._batch = self._find_batch()
 
-    def __repr__(self) -> str:
-        return f"<Driver {self.version // 1000}.{self.version % 1000 // 10}>"
-
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of the driver; returns None, its value, or a tuple of its values. Raises DriverError."""
         result, *values = getattr(self.cu, name)(*args)

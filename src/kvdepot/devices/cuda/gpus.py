@@ -168,9 +168,6 @@ class Gpus:
         self._choices: dict[str, Choice] = {}  # measured once per GPU
         self._measuring = threading.Lock()  # one GPU at a time, because they share the host's memory bandwidth
 
-    def __repr__(self) -> str:
-        return f"<Gpus {list(self._gpus.values())}>"
-
     def map(self, layout: Layout) -> DeviceTensors:
         """Map registered tensors. Blocks; for a GPU's first tensors also to create its context and to measure it."""
         gpu = self._join(layout.device)

@@ -63,9 +63,6 @@ class Occupant:
             self.close()
             raise
 
-    def __repr__(self) -> str:
-        return f"<Occupant {self._process.pid}, {self._counter[0]} batches>"
-
     def count(self) -> int:
         """The number of batches of its kernels that have ended. Raises DeviceError if the process has ended."""
         if self._process.poll() is not None:

@@ -183,9 +183,6 @@ class Opened:
         self._close = close
         self._is_open = True
 
-    def __repr__(self) -> str:
-        return f"<Opened {self.size} bytes at {self.address:#x}{'' if self._is_open else ', closed'}>"
-
     def close(self) -> None:
         """Unmap it. The context must be current, and nothing may use it. May be called twice. Raises DeviceError."""
         if self._is_open:
