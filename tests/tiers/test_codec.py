@@ -122,7 +122,7 @@ def test_kv_comes_back_however_it_is_cut(
     header = unpacked(head)
     body = np.frombuffer(b"".join(rest), np.uint8)
     assert header.stored == len(body) <= size + codec.slack <= size + SLACK
-    assert header.names(FACTS, NO_SALT, b"k" * 32, size) and codec.is_readable(header)
+    assert header.names(FACTS, NO_SALT, b"k" * 32, size) and not codec.why_not(header)
     target = Guarded(size, out)
     assert codec.decode(header, cut(body, stored), target.pieces)
     assert (target.bytes == kv).all()
@@ -273,7 +273,7 @@ def test_another_key_is_noticed_before_a_byte_is_decrypted(codec: Codec) -> None
     header, rest = coding_of(codec, normal(1000))
     out = np.zeros(1000, np.uint8)
     for other in (Codec(key=OTHER_KEY), Codec(True, OTHER_KEY), PLAIN, ZSTD):
-        assert not other.is_readable(header)
+        assert other.why_not(header)
         assert not other.decode(header, rest, [out.data])
     assert not out.any()
 
@@ -320,7 +320,7 @@ def test_options_name_the_key_and_what_one_depot_wrote_another_with_that_key_rea
     header, rest = coding_of(make_codec(Options(compress="zstd", key_file=str(key_file))), kv)
     out = np.zeros(1000, np.uint8)
     assert make_codec(Options(key_file=str(key_file))).decode(header, rest, [out.data]) and (out == kv).all()
-    assert BOTH.is_readable(header)
+    assert not BOTH.why_not(header)
     header, _ = coding_of(make_codec(Options()), kv)
     assert header.coding == 0
 

@@ -33,11 +33,6 @@ _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
 
 
-def _table_bytes(size: int) -> int:
-    """Bytes of the table of records in an arena of `size` bytes, in whole pages."""
-    return -(-size // ARENA_BYTES_A_SLOT * SLOT_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def smallest_arena() -> int:
     """Size in bytes of an arena that holds one chunk of one page."""
     return HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE
@@ -114,7 +109,8 @@ class Arena:
         if found is None:
             os.ftruncate(self._fd, 0)  # a server died before it had written the header: trust none of the contents
             os.ftruncate(self._fd, self.size)
-            return self._write_header(ArenaHeader(self.size, _table_bytes(self.size), boot))
+            pages = -(-self.size // ARENA_BYTES_A_SLOT * SLOT_BYTES // mmap.PAGESIZE)  # of the table of records
+            return self._write_header(ArenaHeader(self.size, pages * mmap.PAGESIZE, boot))
         self.whole = min(found.size, os.fstat(self._fd).st_size)
         if self.size < found.chunks_start + mmap.PAGESIZE or self.whole < found.chunks_start:
             raise ArenaError(
@@ -163,10 +159,6 @@ class Arena:
     def read_table(self) -> bytearray:
         """The contents of the table; reading them allocates no memory for pages that were never written."""
         return self.header.read_table(self._fd)
-
-    def ensure_table(self, offset: int, size: int) -> bool:
-        """`ensure` for a range of the table."""
-        return self.ensure(HEADER_BYTES + offset, size)
 
     def start_populating(self) -> None:
         """Start to allocate the pages in the background, because first touching a page costs 30 times a copy."""

@@ -47,7 +47,12 @@ def allocated(name: str) -> int:
 
 def limits(root: Path = Path("/")) -> list[Limit]:
     """All bounds of this process's memory, the tightest first. root: where the machine's /proc and /sys are."""
-    found = [*_machine(root), *_groups(root)]
+    rows = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    sizes = {row[0]: int(row[1]) << 10 for row in rows if len(row) > 1 and row[1].isdigit()}
+    found = list(_groups(root))
+    if "MemAvailable:" in sizes:  # what the kernel estimates to be available without swapping
+        total, free = sizes["MemTotal:"], sizes["MemAvailable:"]
+        found.insert(0, Limit("this machine", total, free, "stop other programs", is_hard=False))
     try:
         room = os.statvfs(SHM)
     except OSError:
@@ -57,13 +62,6 @@ def limits(root: Path = Path("/")) -> list[Limit]:
         most, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
         found.append(Limit(str(SHM), most, free, f"enlarge {SHM} ({advice})"))
     return sorted(found, key=lambda limit: limit.free)
-
-
-def _machine(root: Path) -> Iterator[Limit]:
-    rows = (line.split() for line in _read(root / "proc/meminfo").splitlines())
-    sizes = {row[0]: int(row[1]) << 10 for row in rows if len(row) > 1 and row[1].isdigit()}
-    if "MemAvailable:" in sizes:  # what the kernel estimates to be available without swapping
-        yield Limit("this machine", sizes["MemTotal:"], sizes["MemAvailable:"], "stop other programs", is_hard=False)
 
 
 def _groups(root: Path) -> Iterator[Limit]:
@@ -97,15 +95,12 @@ def _limits_of(group: Path, names: tuple[str, ...], usage: str, what: str) -> It
         text = _read(group / name).strip()
         if text.isdigit() and int(text) < _UNLIMITED:
             most, used = int(text), int(_read(group / usage).strip() or 0)
-            free = max(0, most - max(0, used - _reclaimable(group)))
+            stat = dict(line.split()[:2] for line in _read(group / "memory.stat").splitlines() if " " in line)
+            # Cached files that the kernel gives up before it kills a process of the group.
+            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            free = max(0, most - max(0, used - cached))
             advice = f"raise {name}, the memory limit of this container or unit"
             yield Limit(what, most, free, advice, is_hard=name != "memory.high")
-
-
-def _reclaimable(group: Path) -> int:
-    """Bytes of cached files that the kernel gives up before it kills a process of the group."""
-    found = dict(line.split()[:2] for line in _read(group / "memory.stat").splitlines() if " " in line)
-    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
 
 
 def _read(path: Path) -> str:

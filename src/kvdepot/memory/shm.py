@@ -378,9 +378,8 @@ def is_being_made(path: Path) -> bool:
     return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
 
 
-def sweep_liveness_files() -> int:
-    """Remove the liveness files of clients that died while no server watched them, and no others; returns how many."""
-    removed = 0
+def sweep_liveness_files() -> None:
+    """Remove the liveness files of clients that died while no server watched them, and no others."""
     for path in SHM.glob(f"*{_LIVENESS}*"):
         try:
             if is_being_made(path):
@@ -390,7 +389,6 @@ def sweep_liveness_files() -> int:
             continue  # another user's, or already gone
         try:
             if not locks.is_locked(fd):
-                removed += _remove(path)
+                _remove(path)
         finally:
             os.close(fd)
-    return removed

@@ -6,7 +6,6 @@ To add a counter, add a line here and count it. Counters start at 0 with the ser
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvdepot.protocol.status import Loss, Status
@@ -290,15 +289,10 @@ def refusal(counted: Counted) -> str:
 
 def losses(status: Status) -> list[Loss]:
     """Evictions, failures and refusals that are not 0: the server's, then each tier's, in the table's order."""
-    found = _losses(SERVER, status.counters, "")
-    for tier in status.tiers:
-        found += _losses(TIER, tier.counters, tier.name)
-    return found
-
-
-def _losses(table: Iterable[Counted], counts: dict[str, int], tier: str) -> list[Loss]:
+    tables = [(SERVER, status.counters, ""), *((TIER, tier.counters, tier.name) for tier in status.tiers)]
     return [
         Loss(tier or counted.where, counted.loss, count, counted.name)
+        for table, counts, tier in tables
         for counted in table
         if counted.loss and (count := counts.get(counted.name, 0))
     ]

@@ -108,13 +108,11 @@ def refuse_open(url: str) -> None:
 # -- reading
 
 
-def read_secret(path: Path) -> bytes:
-    """Read a file that other users can neither read nor change. Raises ConfigError, without a word of the file."""
-    return _read(path, 0o077)
+def read_secret(path: Path, forbidden: int = 0o077) -> bytes:
+    """Read a file that other users can neither read nor change. Raises ConfigError, without a word of the file.
 
-
-def _read(path: Path, forbidden: int) -> bytes:
-    """Read a file that other users cannot open. forbidden: bits that its mode must not have."""
+    forbidden: bits that its mode must not have.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
@@ -138,7 +136,7 @@ def _read(path: Path, forbidden: int) -> bytes:
 
 def _read_table(path: Path, forbidden: int = 0o077) -> dict[str, object]:
     try:
-        return parse_toml(_read(path, forbidden).decode())
+        return parse_toml(read_secret(path, forbidden).decode())
     except ValueError:
         raise ConfigError(f"{path} is not TOML: create keys with `kvdepot keygen`") from None
 

@@ -87,7 +87,11 @@ class Binding:
             self.obstacle = "" if is_ours else "another file has replaced the unix socket"
         except FileNotFoundError:
             if not self._path.parent.exists():
-                self.obstacle = f"the folder of the unix socket was removed{_logout(self._path.parent)}"
+                self.obstacle = "the folder of the unix socket was removed"
+                if re.match(r"/run/user/\d+(/|$)", os.fspath(self._path.parent)):  # systemd's
+                    self.obstacle += (
+                        ", as at the logout of its user (`loginctl enable-linger` prevents that; or use another --url)"
+                    )
                 return
             try:
                 self._listen()
@@ -96,13 +100,6 @@ class Binding:
             else:
                 log.warning("%s was removed: listening there again", self._path)
                 self.obstacle = ""
-
-
-def _logout(folder: Path) -> str:
-    """Advice for a folder that systemd removes when its user logs out; empty for other folders."""
-    if not re.match(r"/run/user/\d+(/|$)", os.fspath(folder)):
-        return ""
-    return ", as at the logout of its user (`loginctl enable-linger` prevents that; or use another --url)"
 
 
 def holder(url: str) -> str:

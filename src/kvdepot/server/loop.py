@@ -35,6 +35,7 @@ from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
+from kvdepot.memory.arena_header import HEADER_BYTES
 from kvdepot.memory.copier import Call, Copier, Copy, Outcome
 from kvdepot.memory.records import Records
 from kvdepot.protocol import wire
@@ -82,7 +83,8 @@ class Server:
             raise ArenaError(f"an arena of {config.arena_bytes} bytes cannot hold a chunk; raise --arena-gib")
         with contextlib.ExitStack() as closing:  # closed in reverse order
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            closing.callback(self._close_wake)
+            # Otherwise a thread that hangs might write to a later file with that number.
+            closing.callback(lambda: None if self.hangs else os.close(self._wake))
             events = [config.kv_events, replay_endpoint(config.kv_events)] if config.kv_events else []
             for url, setting in [(config.url, "--url"), *((url, "--kv-events") for url in events)]:
                 if not config.keys:
@@ -124,7 +126,7 @@ class Server:
     def _restore(self) -> Index:
         """An index with the chunks that an earlier server left in the arena."""
         arena, config = self.arena, self._config
-        records = Records(arena.table(), arena.ensure_table)
+        records = Records(arena.table(), lambda offset, size: arena.ensure(HEADER_BYTES + offset, size))
         allocator = Allocator(arena.header.chunks_start, arena.size)
         salts = stored_salts(config.salt_ttls, self._listener.tenants)
         index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, config.chunk_tokens, salts)
@@ -258,10 +260,6 @@ class Server:
             if token is not None:
                 self._act(self.depot.finished(token, outcome, time.monotonic()))
 
-    @staticmethod
-    def _sweep() -> None:
-        shm.sweep_liveness_files()
-
     def _tick(self) -> None:
         if self._feed is not None:
             self._feed.tick(self.depot.index, self.depot.topics())
@@ -270,10 +268,13 @@ class Server:
         self._listener.tick()
         if self._web is not None:
             self._facts.http, self._facts.http_failure = self._web.address, self._web.failure
-        self.depot.report.reach(*self._obstacle())
+        why, where = self._listener.binding.obstacle, self._config.url
+        if self.arena.is_lost():
+            why, where = "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
+        self.depot.report.reach(why, where)
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
-            self._copier.submit(Call(None, self._sweep))
+            self._copier.submit(Call(None, shm.sweep_liveness_files))
         if not self._is_releasing and self._devices.is_overdue(time.monotonic()):
             self._is_releasing = True
             self._copier.submit(Call(None, self._release_idle, "devices"))
@@ -285,12 +286,6 @@ class Server:
             self._devices.release_idle(time.monotonic())
         finally:
             self._is_releasing = False
-
-    def _obstacle(self) -> tuple[str, str]:
-        """Why new clients cannot connect, and where: others may have removed or replaced our files. Empty: they can."""
-        if self.arena.is_lost():
-            return "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
-        return self._listener.binding.obstacle, self._config.url
 
     # -- the end
 
@@ -332,7 +327,3 @@ class Server:
         elif removes:
             # A thread may yet touch the arena or blocks, so the arena's lock must last as long as this process.
             self.arena.remove()
-
-    def _close_wake(self) -> None:
-        if not self.hangs:
-            os.close(self._wake)  # otherwise a hanging thread might write to a later file with that number

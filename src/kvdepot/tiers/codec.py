@@ -75,11 +75,11 @@ class Codec:
         self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
         self._coding = 0  # of everything that it encrypts, and the only one that it decrypts
-        if compress and not _can_compress():
+        if compress and not _has("zstandard"):
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-            if not _can_encrypt():
+            if not _has("cryptography.hazmat.primitives.ciphers"):
                 raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
@@ -106,12 +106,8 @@ class Codec:
             pieces = [_encrypt(self._key, header, pieces)]
         return [memoryview(header.pack(facts)), *pieces]
 
-    def is_readable(self, header: Header) -> bool:
-        """Whether `decode` can read it. If not, the object is not corrupt, but written with other options."""
-        return not self.why_not(header)
-
     def why_not(self, header: Header) -> str:
-        """The reason why `decode` cannot read such an object; empty if it can."""
+        """The reason why `decode` cannot read such an object, which was written with other options; empty if it can."""
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
@@ -120,7 +116,7 @@ class Codec:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # anybody could have written an unencrypted object
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
-        if shuffled and not _can_compress():
+        if shuffled and not _has("zstandard"):
             return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
@@ -131,7 +127,7 @@ class Codec:
         `out`. After False, the contents of `out` are undefined. The KV's checksum is not compared.
         """
         size = sum(map(len, out))
-        if not self.is_readable(header) or header.size != size or header.stored > size + self.slack:
+        if self.why_not(header) or header.size != size or header.stored > size + self.slack:
             return False
         if sum(map(len, stored)) < header.stored:
             return False
@@ -215,20 +211,10 @@ def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:
 
 
 @functools.cache
-def _can_compress() -> bool:
-    """Whether zstandard can be imported; one that is installed may lack its native part."""
+def _has(module: str) -> bool:
+    """Whether a module can be imported; one that is installed may lack its native part."""
     try:
-        import_module("zstandard")
-    except ImportError:
-        return False
-    return True
-
-
-@functools.cache
-def _can_encrypt() -> bool:
-    """Whether cryptography can be imported, with its native part."""
-    try:
-        import_module("cryptography.hazmat.primitives.ciphers")
+        import_module(module)
     except ImportError:
         return False
     return True

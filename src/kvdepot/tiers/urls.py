@@ -54,11 +54,10 @@ def secrets_of(url: str) -> list[str]:
     """Text that no message about this tier may contain: its passwords, those of URLs in its options, and the values of
     options that no tier has."""
     place, _, query = url.partition("?")
-    found = []
     if place.partition("://")[0] in _PATHS:
         place = ""
     options = [option.partition("=") for option in query.split("&")]
-    found += [value for name, _, value in options if name not in HARMLESS_OPTIONS]
+    found = [value for name, _, value in options if name not in HARMLESS_OPTIONS]
     for part in (place, *(unquote(value) for _, _, value in options)):
         credentials = part.partition("://")[2].rpartition("@")[0] if "://" in part else part.rpartition("@")[0]
         user, colon, password = credentials.partition(":")
@@ -79,16 +78,12 @@ def has_place(url: str) -> bool:
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
     """A message without these secrets, in any quoting, and without those of URLs in it."""
-    forms = {form for secret in secrets for form in _forms(secret)}
+    plains = {plain for secret in secrets for plain in (secret, unquote(secret))}
+    forms = {form for p in plains for form in (p, quote(p), quote(p, safe=""), repr(p)[1:-1])}
     for form in sorted(forms, key=len, reverse=True):
         pattern = re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"
         text = re.sub(pattern, HIDDEN, text)
     return _IN_TEXT.sub(lambda found: shown(found[0]), text)
-
-
-def _forms(secret: str) -> Iterator[str]:
-    for plain in (secret, unquote(secret)):
-        yield from (plain, quote(plain), quote(plain, safe=""), repr(plain)[1:-1])
 
 
 def shown(url: str) -> str:

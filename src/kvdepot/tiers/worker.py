@@ -75,10 +75,6 @@ class _Task:
     tier: int
 
 
-def _is_wanted() -> bool:
-    return True
-
-
 @dataclass(slots=True)
 class Find(_Task):
     """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted.
@@ -89,7 +85,7 @@ class Find(_Task):
 
     objects: list[tuple[Facts, bytes]]
     salt: bytes
-    is_wanted: Callable[[], bool] = _is_wanted
+    is_wanted: Callable[[], bool] = lambda: True
 
     @property
     def names(self) -> list[str]:
@@ -429,10 +425,10 @@ class Mover:
             return NotLoaded.CORRUPT
         if header.born < oldest:
             return NotLoaded.ABSENT
-        if not self.codec.is_readable(header):
+        if why := self.codec.why_not(header):
             if not self.codec.has_logged:
                 self.codec.has_logged = True
-                log.warning("%s and similar objects count as misses: %s", part.name, self.codec.why_not(header))
+                log.warning("%s and similar objects count as misses: %s", part.name, why)
             return NotLoaded.ABSENT
         if header.coding:
             if not self.codec.decode(header, blob.buffers[1:], self._kv(part)):

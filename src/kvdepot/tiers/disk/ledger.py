@@ -12,6 +12,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Collection
+from operator import attrgetter
+from typing import cast
 
 from kvdepot.eviction import POLICIES, Victim
 from kvdepot.eviction.ages import Ages
@@ -243,14 +245,15 @@ class Ledger:
         """
         with self._lock:
             by = None if owner is None else self._share_of(owner)
-            return self._pop(_entry(victim_for(by, size, [self._rest, *self._shares.values()], _charge_of)))
+            victim = victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge"))
+            return self._pop(cast("Entry | None", victim))
 
     def excess(self) -> Entry | None:
         """Take out an object of an owner above its cap, or of any while the capacity is exceeded; None if none is."""
         with self._lock:
             for share in self._shares.values():
-                if share.is_over_cap_with(0) and (entry := _entry(share.victim())) is not None:
-                    return self._pop(entry)
+                if share.is_over_cap_with(0) and (victim := share.victim()) is not None:
+                    return self._pop(cast(Entry, victim))
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
 
     def expired(self, wall: float) -> Entry | None:
@@ -282,16 +285,5 @@ def _bounds(quota: Quota) -> ShareBounds:
     return ShareBounds(quota.disk_floor_bytes, quota.disk_cap_bytes, quota.weight)
 
 
-def _entry(victim: Victim | None) -> Entry | None:
-    assert victim is None or isinstance(victim, Entry)
-    return victim
-
-
 def _is_unread(victim: Victim) -> bool:
-    assert isinstance(victim, Entry)
-    return not victim.readers
-
-
-def _charge_of(victim: Victim) -> int:
-    assert isinstance(victim, Entry)
-    return victim.charge
+    return not cast(Entry, victim).readers

@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from urllib.parse import urlsplit
 
@@ -145,7 +146,9 @@ class MooncakeTier:
         failed = []
         for batch in self._batches(objects):
             with self._staging.placed(batch) as placed:
-                codes = self._receive(store, placed)
+                memory = memory_of(placed)  # `transfer` answers sizes, or codes of errors
+                move = partial(store.batch_get_into_multi_buffers, *memory)
+                codes = self._pool.transfer(sum(map(len, memory[2])), move)
                 for entry, place, code in zip(batch.objects, placed, codes, strict=True):
                     if code == entry.size:
                         if batch.stages:
@@ -155,12 +158,6 @@ class MooncakeTier:
                         failed.append(entry)
         self._tally("failed", len(failed))
         return failed
-
-    def _receive(self, store: MooncakeStore, objects: list[PoolObject]) -> list[int]:
-        """Sizes, or codes of errors."""
-        keys, addresses, sizes = memory_of(objects)
-        spans = sum(map(len, sizes))
-        return self._pool.transfer(spans, lambda: store.batch_get_into_multi_buffers(keys, addresses, sizes))
 
     @staticmethod
     def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:

@@ -112,14 +112,18 @@ class Membership:
     # -- joining and leaving
 
     def _join(self) -> MooncakeStore:
-        """A client that has joined. Raises TierError."""
+        """A client that has joined. Raises TierError, or ConfigError for an address that is not this host's."""
         loaded = library()
         try:  # the library itself would try for long
             with socket.create_connection(self._master, timeout=2.0) as probe:
                 local = self._options.local_host or probe.getsockname()[0]
         except OSError as exc:
             raise TierError(f"no mooncake_master answers at {self.place}: {exc.strerror or exc}") from exc
-        self._check_local(local)
+        try:  # the library would not notice
+            with socket.socket() as probe:
+                probe.bind((local.rpartition(":")[0] or local, 0))
+        except OSError as exc:
+            raise ConfigError(f"tier mooncake: local_host={local} is not an address of this host") from exc
         protocol, segment_bytes = self._options.protocol, int(self._options.segment_gib * 2**30)
         last = protocol, self._options.device, self.place
         self._rehearse(local, self._options.metadata, *last)
@@ -132,15 +136,6 @@ class Membership:
         for address, size in self._areas:
             _register(store, address, size)
         return store
-
-    @staticmethod
-    def _check_local(given: str) -> None:
-        """Raises ConfigError if this is not an address of this host, which the library would not notice."""
-        try:
-            with socket.socket() as probe:
-                probe.bind((given.rpartition(":")[0] or given, 0))
-        except OSError as exc:
-            raise ConfigError(f"tier mooncake: local_host={given} is not an address of this host") from exc
 
     def _rehearse(self, *words: str) -> None:
         """Join in another process first, without memory for the pool: that process's GIL may be held for long.

@@ -114,7 +114,10 @@ class Staging:
         total = sum(entry.size for entry in batch.objects)
         with self._lock:
             if total > len(self._area):
-                self._enlarge(total)
+                area = np.zeros(max(total, self._least_bytes), np.uint8)
+                self._pool.register(area.data)
+                self._pool.unregister(self._area.data)
+                self._area = area
             at = address_of(self._area.data)
             moved = []
             for entry in batch.objects:
@@ -122,12 +125,6 @@ class Staging:
                 at += entry.size
             self._tally("staged_bytes", total)
             yield moved
-
-    def _enlarge(self, size: int) -> None:
-        area = np.zeros(max(size, self._least_bytes), np.uint8)
-        self._pool.register(area.data)
-        self._pool.unregister(self._area.data)
-        self._area = area
 
 
 def objects_of(blobs: Sequence[Blob]) -> list[PoolObject]:
