@@ -277,12 +277,10 @@ def table(figures: Sequence[Figure], choice: Choice | None = None) -> list[str]:
         )
         for size, row in rows.items():
             taken = next(path for least, path in reversed(choice[direction]) if size >= least)
-            lines.append(f"  {_bytes(size):>12}" + "".join(_cell(row[path]) for path in paths) + f"  {taken}")
+            figures_of = (row[path] for path in paths)
+            cells = (f"{f.gbps:9.1f}" if f.share is None else f"{f.gbps:9.1f} {f.share:4.2f}" for f in figures_of)
+            lines.append(f"  {_bytes(size):>12}{''.join(cells)}  {taken}")
     return lines
-
-
-def _cell(figure: Figure) -> str:
-    return f"{figure.gbps:9.1f}" if figure.share is None else f"{figure.gbps:9.1f} {figure.share:4.2f}"
 
 
 def _bytes(size: int) -> str:

@@ -125,17 +125,15 @@ class CopyPaths:
         self._staging_bytes = (staging_bytes // SLOTS - _TABLE_ROWS * _ROW_BYTES) // TILE_BYTES * TILE_BYTES
         same = driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         self._same_addresses = bool(driver.call("cuDeviceGetAttribute", same, device))
-        try:
-            self._kernel = self._make_kernel(device)
-        except DeviceError as exc:
-            self.without = str(exc)
-
-    def _make_kernel(self, device: int) -> CopyKernel:
         if self._staging_bytes <= 0:
-            raise DeviceError("gpu_staging_mib is too small")
-        if not self._same_addresses:
-            raise DeviceError("this GPU maps registered memory at other addresses than the CPU")
-        return CopyKernel(self._driver, device)
+            self.without = "gpu_staging_mib is too small"
+        elif not self._same_addresses:
+            self.without = "this GPU maps registered memory at other addresses than the CPU"
+        else:
+            try:
+                self._kernel = CopyKernel(driver, device)
+            except DeviceError as exc:
+                self.without = str(exc)
 
     @property
     def device_bytes(self) -> int:
@@ -177,7 +175,8 @@ class CopyPaths:
         if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context
             self._one_by_one(plan, slot)
             return
-        path = path or self._best(plan)
+        mean = plan.total // len(plan)
+        path = path or next(path for size, path in reversed(self.choice[plan.direction]) if mean >= size)
         if path in ("kernel", "staged") and (
             not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1))
         ):
@@ -191,7 +190,11 @@ class CopyPaths:
                     else:
                         self._driver.copy_batch((plan.device, plan.host, plan.sizes), slot.stream, ANY_ORDER, flags)
                 case "kernel":
-                    self._by_kernel(plan, slot)
+                    host, device, sizes = _tiles(plan.host, plan.device, plan.sizes)
+                    dst, src = (host, device) if plan.is_store else (device, host)
+                    for first in range(0, len(sizes), _TABLE_ROWS):
+                        part = slice(first, first + _TABLE_ROWS)
+                        self._launch(dst[part], src[part], sizes[part], slot)
                 case other:
                     assert other == "staged", other
                     self._staged(plan, slot)
@@ -227,17 +230,6 @@ class CopyPaths:
                     self._driver.call("cuMemcpyHtoDAsync", device, host, size, slot.stream)
         finally:
             self._wait(slot)
-
-    def _best(self, plan: CopyPlan) -> str:
-        mean = plan.total // len(plan)
-        return next(path for size, path in reversed(self.choice[plan.direction]) if mean >= size)
-
-    def _by_kernel(self, plan: CopyPlan, slot: Slot) -> None:
-        host, device, sizes = _tiles(plan.host, plan.device, plan.sizes)
-        dst, src = (host, device) if plan.is_store else (device, host)
-        for first in range(0, len(sizes), _TABLE_ROWS):
-            part = slice(first, first + _TABLE_ROWS)
-            self._launch(dst[part], src[part], sizes[part], slot)
 
     def _staged(self, plan: CopyPlan, slot: Slot) -> None:
         """Copy in rounds that fill the buffer, sorted by host address so that the copy engines' pieces are long."""

@@ -26,6 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,21 +177,20 @@ class _Listener:
 
     def _turn(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         """Answer one message; closes the connection if the message is invalid or the client is gone."""
+        is_answered = False
         try:
-            going_on = self._answer(connection)
+            with contextlib.suppress(OSError, *_UNREADABLE):  # it is gone, does not read, or sent something else
+                is_answered = self._answer(connection)
         except Exception:
             log.exception("could not export device memory")
-            going_on = False
-        if going_on:
+        if is_answered:
             self._deadlines[connection] = time.monotonic() + _IDLE_S
         else:
             self._shut(selector, connection)
 
     def _answer(self, connection: socket.socket) -> bool:
-        try:
-            ask = _decode_ask(connection.recv(_MOST_BYTES))
-        except (OSError, *_UNREADABLE):
-            return False
+        """Raises OSError, or what msgspec raises."""
+        ask = _decode_ask(connection.recv(_MOST_BYTES))
         known = hmac.compare_digest(ask.secret, self._secret) and 0 <= ask.number < len(self._offers)
         if not known or not 0 <= ask.first < len(self._offers[ask.number].sizes):
             return False
@@ -201,11 +201,8 @@ class _Listener:
             fds.extend(export(ask.first, end))
             socket.send_fds(connection, [msgspec.msgpack.encode(sizes[ask.first : end])], fds)
         except KVDepotError as exc:
-            with contextlib.suppress(OSError):
-                connection.send(msgspec.msgpack.encode(str(exc)))
+            connection.send(msgspec.msgpack.encode(str(exc)))
             return False
-        except OSError:
-            return False  # it is gone, or does not read the replies
         finally:
             for fd in fds:
                 os.close(fd)
@@ -268,12 +265,12 @@ def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int
                     os.close(fd)
 
 
+@dataclass
 class _Patience:
     """The remaining time to wait for a worker; time spent on processing its replies does not count."""
 
-    def __init__(self, name: str, left_s: float) -> None:
-        self.name = name
-        self._left_s = left_s
+    name: str
+    _left_s: float
 
     @contextlib.contextmanager
     def spend(self, connection: socket.socket) -> Iterator[float]:
@@ -339,23 +336,18 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
     return sizes, fds
 
 
-def sweep() -> int:
-    """Remove sockets of workers that were killed; returns how many. Sockets of live processes stay."""
-    removed = 0
+def sweep() -> None:
+    """Remove sockets of workers that were killed. Sockets of live processes stay."""
     for path in SHM.glob(f"*{_PREFIX}*"):
         try:
             info = path.lstat()
-            if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
+            if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid() or is_being_made(path):
                 continue
-            if is_being_made(path):
-                continue  # about to listen
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
                 probe.setblocking(False)
                 probe.connect(str(path))
         except ConnectionRefusedError:  # proves that no process has it open
             with contextlib.suppress(OSError):
                 path.unlink()
-                removed += 1
         except OSError:
             continue  # already gone, or busy and hence alive
-    return removed

@@ -257,19 +257,16 @@ class Gpus:
 
     def release_idle(self, now: float) -> None:
         """Release the GPUs that are overdue, one by one. Blocks."""
-        while (gpu := self._take_overdue(now)) is not None:
+        while True:
+            with self._change:
+                gpu = next((gpu for gpu in self.overdue(now) if gpu.uuid not in self._turning), None)
+                if gpu is None:
+                    return
+                self._turning.add(gpu.uuid)  # until `_turned`, no worker can join it
             try:
                 self._release([gpu])
             finally:
                 self._turned(gpu.uuid)
-
-    def _take_overdue(self, now: float) -> Gpu | None:
-        """A GPU that is overdue; until `_turned`, no worker can join it."""
-        with self._change:
-            gpu = next((gpu for gpu in self.overdue(now) if gpu.uuid not in self._turning), None)
-            if gpu is not None:
-                self._turning.add(gpu.uuid)
-            return gpu
 
     def _release(self, gone: Sequence[Gpu]) -> None:
         """Release everything on these GPUs, and pass the arena's registrations on to one that stays."""

@@ -206,19 +206,14 @@ class Pins:
                 self._change.notify_all()
 
     def _register(self, piece: int, context: object) -> bool:
-        if not self._memory.ensure(piece * PIECE_BYTES, self._length(piece)):
-            self._complain("/dev/shm is full")
-            return False
         try:
+            if not self._memory.ensure(piece * PIECE_BYTES, self._length(piece)):
+                raise DeviceError("/dev/shm is full")
             with self._driver.current(context):
                 flags = self._driver.cu.CU_MEMHOSTREGISTER_PORTABLE | self._driver.cu.CU_MEMHOSTREGISTER_DEVICEMAP
                 self._driver.call("cuMemHostRegister", self._place(piece), self._length(piece), flags)
         except DeviceError as exc:
-            self._complain(exc)
+            level = logging.DEBUG if self._refused else logging.WARNING  # once: a terabyte's pieces would fill the log
+            log.log(level, "memory behind %r is not registered with the driver, and slow to copy: %s", self, exc)
             return False
         return True
-
-    def _complain(self, why: object) -> None:
-        """Warn only once, because a terabyte has enough pieces to fill the log."""
-        level = logging.DEBUG if self._refused else logging.WARNING
-        log.log(level, "memory behind %r is not registered with the driver, and slow to copy: %s", self, why)

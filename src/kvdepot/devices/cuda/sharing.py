@@ -64,7 +64,8 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
         what = driver.cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         if driver.call("cuPointerGetAttribute", what, start):
             base, length = _allocation(driver, start)
-            handle = _IPC + _bytes_of(driver.call("cuIpcGetMemHandle", base))
+            exported = driver.call("cuIpcGetMemHandle", base)
+            handle = _IPC + ctypes.string_at(int(exported.getPtr()), _IPC_BYTES)  # newer bindings give only its address
         else:
             pieces = _pieces(driver, start, size, name)
             base, length = pieces[0][0], sum(piece for _, piece in pieces)
@@ -113,11 +114,6 @@ def _allocation(driver: Driver, address: int) -> tuple[int, int]:
     """Base and bytes of the allocation, or of the mapped piece of virtual memory, that contains an address."""
     base, length = driver.call("cuMemGetAddressRange", address)
     return int(base), int(length)
-
-
-def _bytes_of(handle: Any) -> bytes:
-    """The bytes of a CUipcMemHandle; newer bindings give only its address."""
-    return ctypes.string_at(int(handle.getPtr()), _IPC_BYTES)
 
 
 def _pieces(driver: Driver, start: int, size: int, name: str) -> list[tuple[int, int]]:
@@ -174,14 +170,14 @@ def _export(driver: Driver, device: int, addresses: list[int], first: int, end: 
 # -- the server's end
 
 
+@dataclass(slots=True)
 class Opened:
     """An allocation of a worker, mapped in this process: `[address, address + size)` of its GPU."""
 
-    def __init__(self, address: int, size: int, close: Callable[[], None]) -> None:
-        self.address = address
-        self.size = size
-        self._close = close
-        self._is_open = True
+    address: int
+    size: int
+    _close: Callable[[], None]
+    _is_open: bool = True
 
     def close(self) -> None:
         """Unmap it. The context must be current, and nothing may use it. May be called twice. Raises DeviceError."""
