@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index import quotas as quotas_module
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
-from kvdepot.errors import BadRequest, Busy
+from kvdepot.errors import BadRequest
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
@@ -262,25 +261,6 @@ TestQuotas.settings = settings(max_examples=60, stateful_step_count=50, deadline
 # -- changes at run time
 
 
-def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_loses_it() -> None:
-    house = House(6)
-    chunks = [house.store("a", (number,)) for number in range(6)]
-    first = chunks[0]
-    assert first is not None
-    house.index.hold([first])
-    house.index.use([first])
-    house.index.release([first])  # the first is now the one used last
-    house.index.set_quota("a", pages(2))
-    house.index.validate()
-    assert house.store("a") is not None
-    assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, False, False, False, False]
-    house.index.set_quota("a", None)
-    house.index.validate()
-    assert len(house.index.accounts) == 1
-    assert house.store("") is not None
-    assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, True, False, False, False]
-
-
 @pytest.mark.parametrize(
     ("quota", "fault"),
     [
@@ -310,19 +290,6 @@ def test_at_most_so_many_tenants_have_a_quota_and_never_those_without_a_name() -
         index.set_quota("", pages())
 
 
-def test_too_many_chunks_are_not_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas_module, "MOST_MOVED", 4)
-    house = House(16)
-    house.fill("", chunks=5)
-    house.index.set_quota("a", pages(1))  # has no chunks yet, so none move
-    house.fill("a", chunks=5)
-    for quota in (None, pages(ttl_s=5)):
-        with pytest.raises(Busy, match="5 chunks"):
-            house.index.set_quota("a", quota)
-    house.index.validate()
-    assert house.index.accounts.of("a").quota == pages(1)
-
-
 # -- salts
 
 
@@ -341,21 +308,6 @@ def test_a_chunk_with_another_salt_than_the_one_before_it_is_no_part_of_its_chai
     index = Index(Allocator(0, 16 * PAGE), Lru, Records(table))
     restore(index)
     index.validate()
-
-
-def test_chunks_of_another_account_take_no_room() -> None:
-    house = House(8)
-    for rank in range(2):
-        namespace = house.index.namespaces.find("m2", 2, rank, bytes(32), 1, "a")
-    namespace.live = 1
-    house.index.set_quota("a", pages(floor=1), TAGS[1])
-    hashes = b"".join(key_of((number,)) for number in range(4))
-    run = Run(hashes, PAGE, b"root", 1, tenant_salt("a", TAGS[1]))
-    made = house.index.reserve(namespace, 0, run, 1)
-    house.index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(4), 1), 1)
-    house.fill("b", chunks=4)
-    other = house.index.reserve(namespace, 1, Run(hashes, PAGE, b"root", 1), 1)
-    assert (other.known, other.chunks, house.index.evicted) == (4, [], 0)
 
 
 def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> None:
@@ -387,19 +339,6 @@ def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
     house.store("a", tag=y, born=100)
     house.index.set_quota("a", None)
     assert [expire(house.index, wall) for wall in (189, 190)] == [0, 1]
-
-
-@pytest.mark.parametrize("first", [None, Quota()])
-def test_a_chunk_being_stored_does_not_expire_when_its_tenant_gets_a_quota(first: Quota | None) -> None:
-    house = House(16)
-    if first is not None:
-        house.index.set_quota("a", first)
-    (chunk,) = house.reserve("a", (1,), PAGE).chunks
-    house.index.set_quota("a", pages(ttl_s=10))
-    assert expire(house.index, 1000) == 0
-    house.index.seal(chunk, 0, born=1000)
-    assert expire(house.index, 1009) == 0 and house.used("a") == 1
-    assert expire(house.index, 1010) == 1 and house.used("a") == 0
 
 
 # -- a restart

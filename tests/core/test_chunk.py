@@ -14,7 +14,7 @@ from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, IllegalTransition, Shard, State
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from tests.core.shelf import Shelf, key_of, keys, reserve_one
+from tests.core.shelf import Shelf, keys, reserve_one
 
 FIRST = {State.RESERVED, State.LOADING, State.FILLING}
 LAST = {State.FREED, State.GONE}
@@ -57,28 +57,6 @@ def test_no_walk_leads_from_shards_to_chunks(state: State, events: list[Event]) 
 
 
 # -- what the index does
-
-
-Seen = tuple[State, Event, State]
-
-
-class Observed(dict[State, Any]):
-    """The table, in a form that records every transition of the index."""
-
-    def __init__(self) -> None:
-        super().__init__({state: Row(state, self) for state in State})
-        self.seen: set[Seen] = set()
-
-
-class Row(dict[Event, State]):
-    def __init__(self, state: State, table: Observed) -> None:
-        super().__init__(TRANSITIONS[state])
-        self.state, self.table = state, table
-
-    def __getitem__(self, event: Event) -> State:
-        after = TRANSITIONS[self.state][event]
-        self.table.seen.add((self.state, event, after))
-        return after
 
 
 def facts(index: Index) -> Any:
@@ -257,78 +235,3 @@ class States(RuleBasedStateMachine):
 
 TestStates = States.TestCase
 TestStates.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-
-
-def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every transition of the table is used; unused ones should be removed."""
-    table = Observed()
-    for module in ("index", "chains"):
-        monkeypatch.setattr(f"kvdepot.core.index.{module}.TRANSITIONS", table)
-    shelf = Shelf(64, world_size=2)
-    index, namespace = shelf.index, shelf.namespace
-
-    def reserve(key: bytes, rank: int, parent: bytes = b"root", position: int = 1, **more: Any) -> Chunk:
-        (chunk,) = reserve_one(index, namespace, rank, key, parent, position, **more).chunks
-        return chunk
-
-    # A chunk behind one that comes later, and both lost again to what a removal is and a bad byte.
-    first, second = keys("c", 2)
-    reserve(first, 0)
-    chunk = reserve(second, 0, first, 2)
-    reserve(second, 1, first, 2, wall=None)
-    index.seal(chunk, 0)
-    index.seal(chunk, 1)
-    assert chunk.state is State.WHOLE
-    index.hide(chunk)
-    index.hold([head := reserve(first, 1, wall=None)])
-    assert chunk.gone and not head.gone
-    index.discard(head, 0)
-    index.discard(head, 1) if head.holds < 2 else index.seal(head, 1)
-    index.mark_corrupt(head, 1)
-    index.release([head])
-    assert head.state is State.FILLING
-    reserve(first, 1, wall=None)
-    loading = head.shards[1]
-    reserve(first, 1)
-    assert loading.state is State.FREED
-    index.give_back(loading)
-    index.seal(head, 1)
-    index.discard(reserve(first, 0, wall=None), 0)
-    index.hold([head])
-    index.hide(head, at_once=False)
-    reserve(first, 0)
-    index.discard(head, 0)
-    index.hide(head)
-    index.release([head])
-    assert head.gone
-    # Whole chunks, with and without a chain, and what can happen to them.
-    for chained in (True, False):
-        for end in ("corrupt", "hidden", "hidden at once", "evicted"):
-            shelf.store([key := key_of((chained, end))], loose=not chained)  # type: ignore[arg-type]
-            chunk = namespace.chunks[key]
-            assert chunk.state is (State.CHAINED if chained else State.WHOLE)
-            if end == "evicted":
-                index.remove(chunk, Reason.EVICTED)
-                continue
-            index.hold([chunk])
-            if end == "corrupt":
-                index.mark_corrupt(chunk, 1)
-            else:
-                index.hide(chunk, at_once=end != "hidden")
-            if end == "hidden":
-                reserve_one(index, namespace, 0, key, wall=9)
-                assert chunk.state is (State.CHAINED if chained else State.WHOLE)
-            index.release([chunk])
-            assert chunk.gone == (end == "hidden at once")
-            if end == "corrupt":
-                index.seal(reserve(key, 1), 1)
-                index.mark_corrupt(chunk, 1)
-                index.remove(chunk, Reason.DROPPED)
-    shelf.store([key_of(("filling",))])  # type: ignore[arg-type]
-    index.mark_corrupt(chunk := namespace.chunks[key_of(("filling",))], 0)  # type: ignore[arg-type]
-    index.hold([chunk])
-    index.hide(chunk)
-    index.release([chunk])
-    index.validate()
-    allowed = {(state, event, after) for state, row in TRANSITIONS.items() for event, after in row.items()}
-    assert table.seen == allowed, allowed - table.seen

@@ -50,14 +50,6 @@ def test_nobody_is_served_before_hello_and_nobody_who_has_died(server: Harness) 
     assert server.depot.counters["clients_died"] == 1
 
 
-def test_a_client_that_left_in_order_has_not_died_and_its_liveness_is_removed(server: Harness) -> None:
-    server.hello(b"one")
-    liveness = server.liveness_files[b"one"]
-    liveness.left = True
-    server.die(b"one")
-    assert server.depot.counters["clients_died"] == 0 and liveness.removed
-
-
 def test_a_hello_is_refused_without_its_liveness_files_secret_and_keeps_nothing(server: Harness) -> None:
     server.hello(b"one")
     name = server.liveness_files[b"one"].name
@@ -87,14 +79,6 @@ def test_a_liveness_that_nobody_holds_lets_nobody_in(server: Harness) -> None:
     prove, _ = offer.accept(ask(server, b"one", offer.hello), server.boot, server.arena_name.secret)
     with pytest.raises(BadRequest, match=r"the lock of liveness file .* is not held"):
         raise ask(server, b"one", prove)
-
-
-def test_a_client_keeps_its_liveness_however_often_it_says_hello(server: Harness) -> None:
-    server.hello(b"one")
-    server.hello(b"one")
-    answer = ask(server, b"one", Offer("another", b"x" * 16, is_sealed=False).hello)
-    assert isinstance(answer, BadRequest) and "another liveness file" in str(answer)
-    assert ask(server, b"one", wire.Noop()) == "ok"
 
 
 def test_another_version_and_a_lost_arena_are_told_at_hello(server: Harness) -> None:

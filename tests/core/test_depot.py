@@ -18,7 +18,7 @@ from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import GroupStatus
 from tests.core.desk import (
     BLOCKS,
@@ -95,22 +95,6 @@ def test_only_the_first_chunk_of_a_retrieve_skips_blocks_which_may_repeat(desk: 
     assert [piece.skip for copy in desk.copies() for piece in copy.pieces] == [1, 0, 0]
 
 
-def test_a_retrieve_whose_copy_failed_says_so_for_the_chunks_of_that_copy(desk: Desk, client: bytes) -> None:
-    block = 4 << 20  # a chunk is as large as a copy task
-    big = Desk(pages=64 << 10)
-    big.hello()
-    big.register(b"one", block=block)
-    chain = prompt("a", 3)
-    big.ask(b"one", store(chain))
-    asked = big.send(b"one", retrieve(chain))
-    first, second, third = big.copies()
-    big.finish(third)
-    big.finish(second, False)
-    assert asked not in big.answers
-    big.finish(first)
-    assert big.answers[asked] == [True, False, True]
-
-
 def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept() -> None:
     desk = Desk(pages=64 << 10)
     desk.hello()
@@ -132,66 +116,12 @@ def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept
     desk.assert_empty()
 
 
-def test_two_engines_of_one_name_with_different_layouts_never_share_a_chunk(desk: Desk, client: bytes) -> None:
-    other = desk.hello(b"other")
-    desk.register(other, fingerprint=b"g" * 32)
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    assert desk.ask(other, retrieve(chain)) == [False, False]
-    desk.ask(other, store(chain, end=1))
-    assert desk.ask(client, lookup(chain)) == 1, "only what both have is sure to be there for the asker"
-    assert desk.ask(client, retrieve(chain)) == [True, True]
-
-
-def test_a_store_that_finds_no_room_says_so_and_keeps_the_head() -> None:
-    desk = Desk(pages=2)
-    desk.hello()
-    desk.register(b"one")
-    chain = prompt("a", 4)
-    assert desk.ask(b"one", store(chain)) is False
-    assert desk.ask(b"one", lookup(chain)) == 2
-
-
-# -- the fence
-
-
-def test_a_store_whose_fence_was_raised_is_discarded(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    asked = desk.send(client, store(chain, ticket=7))
-    desk.liveness_files[client].fence = 7
-    desk.settle()
-    assert desk.answers[asked] is False
-    assert desk.ask(client, lookup(chain)) == 0
-    desk.assert_empty()
-
-
-def test_a_retrieve_knows_no_fence(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    desk.liveness_files[client].fence = 2**63
-    assert desk.ask(client, retrieve(chain)) == [True, True]
-
-
 # -- pins
 
 
 def held(desk: Desk) -> int:
     desk.index.validate()
     return desk.index.held
-
-
-def test_a_second_lookup_of_a_request_replaces_its_pins(desk: Desk, client: bytes) -> None:
-    one, two = prompt("a", 2), prompt("b", 2)
-    desk.ask(client, store(one))
-    desk.ask(client, store(two))
-    desk.ask(client, lookup(one))
-    desk.ask(client, lookup(two))
-    desk.ask(client, wire.Clear())
-    assert desk.ask(client, lookup(one, "r1")) == 0
-    assert desk.ask(client, lookup(two, "r2")) == 2
-    assert desk.ask(client, lookup(prompt("c", 1))) == 0
-    desk.ask(client, wire.EndSession("r2"))
-    assert held(desk) == 0
 
 
 def test_the_pins_of_a_request_go_once_all_its_readers_have_retrieved_all_its_chunks() -> None:
@@ -225,35 +155,6 @@ def test_a_retrieve_whose_engine_ends_pins_itself_leaves_them_alone(desk: Desk, 
     assert desk.index.held == 0
 
 
-def test_a_retrieve_for_another_model_leaves_pins_of_the_same_request_name(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 2)
-    desk.ask(client, store(chain))
-    desk.ask(client, lookup(chain, "req-0"))
-    other = desk.hello(b"other engine")
-    desk.register(other)
-    desk.ask(other, store(chain, model="n"))
-    desk.ask(other, lookup(chain, "req-0", model="n"))
-    desk.ask(other, retrieve(chain, model="n", request="req-0"))
-    desk.ask(client, wire.Clear())
-    assert desk.ask(client, retrieve(chain, request="req-0")) == [True, True]
-
-
-def test_a_chunk_is_not_evicted_while_it_is_being_retrieved() -> None:
-    desk = Desk(pages=4)
-    desk.hello()
-    desk.register(b"one")
-    chain = prompt("a", 2)
-    desk.ask(b"one", store(chain))
-    asked = desk.send(b"one", retrieve(chain))
-    (copy,) = desk.copies()
-    inside = {extent for piece in copy.pieces for extent in piece.extents}
-    squeezed = desk.send(b"one", store(prompt("b", 4)))
-    written = {e for c in desk.copies() if c.is_store for piece in c.pieces for e in piece.extents}
-    assert not inside & written
-    desk.settle()
-    assert desk.answers[asked] == [True, True] and desk.answers[squeezed] is False
-
-
 # -- limits
 
 
@@ -284,19 +185,6 @@ def test_more_pinning_requests_than_allowed_are_refused_until_one_ends() -> None
     assert desk.ask(b"one", lookup(chain, "a")) == 1, "a request that has its place may ask again"
     desk.ask(b"one", wire.EndSession("a"))
     assert desk.ask(b"one", lookup(chain, "c")) == 1
-
-
-def test_more_clients_than_allowed_are_refused_until_one_dies() -> None:
-    desk = Desk(settings={"max_clients": 2})
-    desk.hello(b"one")
-    desk.hello(b"two")
-    desk.hello(b"one")
-    with pytest.raises(Busy):
-        desk.hello(b"three")
-    assert desk.depot.client(b"three") is None
-    desk.die(b"one")
-    desk.hello(b"three")
-    assert desk.depot.client(b"three") is not None
 
 
 # -- bad requests
@@ -368,27 +256,7 @@ def test_transfers_of_an_instance_nobody_registered_are_told_so(desk: Desk, clie
         assert isinstance(desk.ask(client, request), UnknownInstance)
 
 
-# -- forgetting
-
-
-def test_to_clear_a_model_clears_no_other_whose_name_begins_so(desk: Desk, client: bytes) -> None:
-    for name in ("m", "mm"):
-        desk.ask(client, store(prompt("a", 2), model=name))
-    desk.ask(client, wire.Clear("m"))
-    assert (desk.ask(client, lookup(prompt("a", 2))), desk.ask(client, lookup(prompt("a", 2), model="mm"))) == (0, 2)
-
-
 # -- registering and unregistering
-
-
-def test_an_instance_can_be_used_only_once_its_tensors_are_mapped(desk: Desk) -> None:
-    desk.hello()
-    asked = desk.send(b"one", wire.Register(1, layout()))
-    early = desk.send(b"one", store(prompt("a", 1)))
-    assert asked not in desk.answers and isinstance(desk.answers[early], UnknownInstance)
-    desk.settle()
-    assert desk.answers[asked] is None
-    assert desk.ask(b"one", store(prompt("a", 1))) is True
 
 
 @pytest.mark.parametrize("then", ["", "unregisters", "dies"])
@@ -410,13 +278,6 @@ def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_not
     )
     assert then == "dies" or "no such file" in str(answers[0])
     assert desk.depot.status().instances == 0 and desk.index.namespaces.all() == []
-
-
-def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_mapped(desk: Desk) -> None:
-    desk.hello()
-    outside = Layout([Mapping("kv", 10)], [Segment(0, 0, 8, 8)], 2, bytes(32))
-    asked = desk.send(b"one", wire.Register(1, outside))
-    assert isinstance(desk.answers[asked], LayoutError) and not desk.tasks
 
 
 BAD_REGISTRATIONS = [("m", 1, 1, PER_CHUNK), ("m", 0, 0, PER_CHUNK), ("m", 1, 0, 0), ("m" * 5000, 1, 0, PER_CHUNK)]
@@ -469,53 +330,6 @@ def test_a_devices_tensors_are_mapped_where_no_copy_of_the_processor_waits(desk:
         desk.settle()
 
 
-def test_lookups_of_a_registered_model_are_answered_before_any_store(desk: Desk) -> None:
-    desk.hello()
-    chain = prompt("a", 1)
-    desk.register(b"one")
-    desk.ask(b"one", store(chain))
-    new = desk.hello(b"new")
-    desk.ask(new, wire.Register(1, layout(fingerprint=b"g" * 32), "m", 1, 0, PER_CHUNK))
-    desk.ask(b"one", wire.Unregister(1))
-    assert desk.ask(new, lookup(chain)) == 0, "only the old engine's layout has it"
-
-
-# -- death
-
-
-def test_what_could_not_be_retrieved_saved_nothing(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    for outcomes, saved in ((False, 0), (True, 3)):
-        desk.ask(client, lookup(chain))
-        asked = desk.send(client, retrieve(chain))
-        for task in list(desk.tasks):
-            desk.finish(task, outcomes)
-        assert desk.answers[asked] == [outcomes] * 3
-        assert held(desk) == 0
-        assert desk.depot.status().saved.tokens == saved
-
-
-@pytest.mark.parametrize("saved_s", [float("nan"), -1.0, float("inf")])
-def test_a_session_ends_also_where_what_it_saved_is_nonsense(desk: Desk, client: bytes, saved_s: float) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    desk.ask(client, lookup(chain))
-    assert isinstance(desk.ask(client, wire.EndSession("r", 3, saved_s)), BadRequest)
-    assert held(desk) == 0
-    assert desk.depot.status().saved.tokens == 0
-
-
-def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    desk.ask(client, lookup(chain))
-    status = desk.ask(client, wire.Status())
-    shown = ("chunks", "used_bytes", "reserved_shards", "clients", "sessions", "instances", "operations")
-    assert [getattr(status, name) for name in shown] == [3, 3 * PAGE, 0, 1, 1, 1, 0]
-    assert (status.counters["stored_chunks"], status.counters["hit_chunks"]) == (3, 3)
-
-
 # -- models with several KV cache groups
 
 
@@ -531,22 +345,6 @@ def there(desk: Desk, chain: ChunkChain) -> list[list[int]]:
     """By group, the numbers of the chunks whose parts exist."""
     keys = [chain.slice(i, i + 1) for i in range(len(chain))]
     return [[i for i, key in enumerate(keys) if key in each.chunks] for each in desk.index.namespaces.all()]
-
-
-@pytest.mark.parametrize("reaches", SHAPES)
-def test_all_groups_of_all_ranks_are_one_model(desk: Desk, reaches: Reaches) -> None:
-    desk.register_groups(reaches, world_size=2, chunk_tokens=16)
-    (told,) = desk.depot.status().namespaces
-    assert (told.model, told.world_size, told.chunk_tokens, told.engines) == ("m", 2, 16, 2)
-    assert told.groups == [GroupStatus(reach, 0, 0) for reach in reaches]
-    assert desk.depot.status().instances == 2 * len(reaches)
-    # The model stays until the last of its groups has left.
-    numbers = [instance_of(reaches, group, rank) for group in range(len(reaches)) for rank in range(2)]
-    for number in numbers:
-        assert len(desk.index.namespaces.all()) == len(reaches)
-        assert desk.ask(b"one", wire.Unregister(number)) is None
-    assert desk.index.namespaces.all() == []
-    assert all(mapped.closed for mapped in desk.mapped)
 
 
 def changed(group: int = 0, **fields: Any) -> Callable[[wire.Register], wire.Register]:
@@ -668,36 +466,6 @@ def test_a_lookup_pins_the_parts_of_its_boundary_and_no_others(desk: Desk, reach
     assert there(desk, chain) == [[]] * len(reaches)
 
 
-def test_what_not_all_ranks_have_retrieved_counts_as_reused_by_none(desk: Desk) -> None:
-    desk.register_groups(HYBRID, world_size=2, chunk_tokens=34)
-    chain = prompt("a", 3)
-    put(desk, chain, world_size=2)
-    asked = msgspec.structs.replace(lookup(chain, world_size=2, readers=2), chunk_tokens=34)
-    assert desk.ask(b"one", asked) == 3
-    assert desk.ask(b"one", retrieve(chain, 1, world_size=2, end=1)) == [True]
-    desk.ask(b"one", wire.EndSession("r"))
-    assert desk.depot.usages.tokens.reused == 0 and desk.index.held == 0
-
-
-def test_pins_of_all_groups_count_towards_the_limit() -> None:
-    desk = Desk(settings={"max_pins": 11})
-    desk.hello()
-    desk.register_groups(HYBRID)
-    one, two = prompt("a", 4), prompt("b", 4)
-    for chain in (one, two):
-        put(desk, chain)
-    assert desk.ask(b"one", lookup(one, "r1")) == 4
-    assert isinstance(desk.ask(b"one", lookup(two, "r2")), Busy), "6 of 11 are taken, and 6 more are needed"
-    assert desk.depot.counters["pins_refused"] == 1
-    held = desk.index.held
-    assert desk.ask(b"one", lookup(one, "r1")) == 4, "the same ones, anew"
-    assert desk.index.held == held
-    desk.ask(b"one", wire.EndSession("r1"))
-    assert desk.ask(b"one", lookup(two, "r2")) == 4
-    desk.ask(b"one", wire.EndSession("r2"))
-    desk.assert_empty()
-
-
 def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Desk) -> None:
     desk.register_groups(HYBRID, chunk_tokens=34)
     request = msgspec.structs.replace(group_requests((0,), model="n")[0], instance=8, groups=[])
@@ -726,15 +494,6 @@ def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Des
     assert desk.ask(b"one", retrieve(other, 8, model="n", request="r2")) == [True] * 2
     assert desk.depot.usages.tokens.reused == 3 * 34 + 2
     desk.assert_empty()
-
-
-def test_a_model_has_as_many_chunks_as_the_group_that_has_most(desk: Desk) -> None:
-    reaches = (2, 0)
-    desk.register_groups(reaches, chunk_tokens=34)
-    put(desk, prompt("a", 5), reaches)
-    (told,) = desk.depot.status().namespaces
-    assert told.chunks == 5 and [group.chunks for group in told.groups] == [2, 5]
-    assert desk.depot.status().cached_tokens == 5 * 34
 
 
 def retain(chain: ChunkChain, chunk_tokens: int) -> wire.Lease:
@@ -927,14 +686,6 @@ class DepotMachine(RuleBasedStateMachine):
 
 TestDepotMachine = DepotMachine.TestCase
 TestDepotMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-
-
-def test_a_store_of_which_a_later_part_is_refused_has_reserved_nothing() -> None:
-    desk = Desk(settings={"max_namespaces": 1})
-    desk.register(desk.hello())
-    parts = [shards(prompt("a", 2)), shards(prompt("b", 2), model="other", blocks=[4, 5, 6, 7])]
-    assert isinstance(desk.ask(b"one", wire.Store(1, 1, parts)), Busy)
-    desk.assert_empty()
 
 
 @pytest.mark.parametrize("parts", [1, wire.MAX_CHUNKS + 1])

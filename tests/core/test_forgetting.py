@@ -19,25 +19,12 @@ from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
-from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
+from tests.core.desk import Desk, lookup, prompt, shards, store
 from tests.core.heard import Heard
 from tests.core.host import look, new_host
-from tests.core.shelf import Path, Shelf, Steps, key_of, keys, reserve, sealed
+from tests.core.shelf import Path, Steps, key_of, reserve, sealed
 from tests.core.shelf import prompt as keys_of
 from tests.tiers.faulty import MemoryTier
-
-
-def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order() -> None:
-    shelf, chain = Shelf(64), keys("c", 5)
-    shelf.store(chain)
-    chunks = shelf.namespace.chunks
-    for key in chain[:4]:
-        chunks[key] = chunks.pop(key)  # as a server finds them that has taken over an arena
-    steps = Steps(shelf.index, 1)
-    scope = steps.clear([shelf.namespace])
-    steps.finish()
-    assert scope.removed == 5 and not shelf.index.chunks
-
 
 # -- as the depot does it
 
@@ -99,17 +86,6 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
     asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.Forget())]
     desk.act(desk.depot.stop_waiting())
     assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
-
-
-def test_a_lease_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    desk.ask(b"one", store(chain))
-    pin = wire.Lease("kept", "retain", "m", 1, 2, bytes(chain.hashes))
-    assert desk.ask(b"one", pin) == 4
-    desk.send(b"one", wire.Forget())
-    assert not desk.depot.status().lease_count
-    desk.settle()
-    assert desk.index.chunks == 0
 
 
 def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
@@ -352,18 +328,3 @@ class RemovalMachine(RuleBasedStateMachine):
 
 TestRemovalMachine = RemovalMachine.TestCase
 TestRemovalMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
-
-
-def test_who_has_pinned_what_is_forgotten_gets_none_of_it_before_it_has_gone(desk: Desk) -> None:
-    chain = prompt("a", 4)
-    desk.ask(b"one", store(chain))
-    desk.ask(b"one", lookup(chain))
-    under_way = desk.send(b"one", retrieve(chain))
-    asked = desk.send(b"one", wire.Forget())
-    late = desk.send(b"one", retrieve(chain, blocks=list(range(8, 16))))
-    assert desk.answers[late] == [False] * 4
-    for task in list(desk.tasks):
-        desk.finish(task)
-    assert desk.answers[under_way] == [False] * 4 and asked not in desk.answers
-    desk.settle()
-    assert desk.answers[asked] == {"memory": 4}

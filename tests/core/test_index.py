@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,7 +18,7 @@ from kvdepot.core.index.events import Reason
 from kvdepot.core.index.events import Stored as StoredEvent
 from kvdepot.core.index.excess import expire
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import deepest_boundary, needed_parts
+from kvdepot.core.index.matching import deepest_boundary
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.core.lists import Lists
@@ -34,7 +33,7 @@ from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
 from tests.core.heard import Heard
-from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve, reserve_one
+from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve_one
 from tests.harness import PlainLiveness
 
 # -- the model
@@ -430,28 +429,7 @@ def test_a_part_that_is_too_old_is_no_boundary_but_those_who_pinned_it_get_it() 
     assert rack.index.chunks == 0 and rack.index.allocator.free_bytes == rack.index.allocator.capacity
 
 
-def test_an_unbounded_part_that_is_too_old_takes_all_boundaries_behind_it() -> None:
-    rack, chain = Rack((0, 1), ttl_s=10), keys("c", 4)
-    rack.store(0, chain, [0, 1], born=5)
-    rack.store(0, chain, [2, 3], born=1)
-    rack.store(1, chain, born=9)
-    assert expire(rack.index, 11) == 2
-    rack.index.validate()
-    assert rack.boundary(chain) == 2
-    rack.store(0, chain, [2, 3], born=11)
-    assert rack.boundary(chain) == 4, "they were kept for the younger parts, and are as new"
-
-
 # -- namespaces
-
-
-@pytest.mark.parametrize("reaches", [(1,), (0, 1), (0, 0), (2, 3)])
-def test_other_models_are_not_simple(reaches: Reaches) -> None:
-    namespaces = Rack(reaches).namespaces
-    assert not any(each.is_simple for each in namespaces)
-    assert [(each.group, each.reach) for each in namespaces] == list(enumerate(reaches))
-    trunks = [each.trunk for each in namespaces]
-    assert trunks == [namespaces[0] if 0 in reaches else None] * len(reaches)
 
 
 def test_the_groups_of_a_model_are_found_again_only_by_what_agrees_with_all_of_them() -> None:
@@ -483,34 +461,6 @@ def test_the_groups_of_a_model_are_found_again_only_by_what_agrees_with_all_of_t
     assert namespaces.all() == rack.namespaces
 
 
-def test_the_groups_of_a_model_are_dropped_together_once_none_has_chunks_or_engines() -> None:
-    rack, chain = Rack((0, 1)), keys("c", 1)
-    namespaces, (full, state) = rack.index.namespaces, rack.namespaces
-    rack.store(1, chain)
-    for namespace in (full, state):
-        namespace.live = 0
-        namespaces.forget(namespace)
-    assert namespaces.all() == [full, state] and not full.gone
-    rack.lose(1, chain[0])
-    rack.index.take_events()
-    assert namespaces.all() == [] and full.gone and state.gone
-    again = namespaces.find_groups("m", 1, 0, wire_groups((0, 1)))
-    assert not set(again) & {full, state} and len({each.number for each in (*again, full, state)}) == 4
-
-
-def test_a_lookup_means_the_chunk_size_and_first_groups_blocks_that_it_names() -> None:
-    rack = Rack((0, 1))
-    namespaces = rack.index.namespaces
-    (other,) = namespaces.find_groups("m", 1, 0, [Group(0, BLOCKS + 1, PAGE, bytes(32))], chunk_tokens=48)
-    other.live = 1
-    mine = rack.namespaces[0]
-    model = "", "m", 1
-    assert matching.for_lookup(namespaces, model) == [mine, other]
-    assert matching.for_lookup(namespaces, model, chunk_tokens=48) == [other]
-    assert matching.for_lookup(namespaces, model, BLOCKS) == matching.for_lookup(namespaces, model, 0, 16) == [mine]
-    assert matching.for_lookup(namespaces, model, BLOCKS, chunk_tokens=48) == []
-
-
 # -- boundaries
 
 WINDOW = 12
@@ -533,13 +483,6 @@ def test_the_answer_is_the_largest_boundary_whose_windows_are_whole(
     assert found == max(whole)
 
 
-def test_an_unbounded_group_needs_every_part_and_a_bounded_one_its_last() -> None:
-    assert list(needed_parts(0, 3)) == [0, 1, 2]
-    assert list(needed_parts(2, 3)) == [1, 2]
-    assert list(needed_parts(5, 3)) == [0, 1, 2]
-    assert not needed_parts(2, 0)
-
-
 def test_no_part_is_asked_for_twice_in_a_row_where_one_group_lacks_everything() -> None:
     asked: list[int] = []
 
@@ -559,59 +502,6 @@ def shelf(request: pytest.FixtureRequest) -> Shelf:
     return Shelf(6, policy=request.param)
 
 
-@pytest.fixture
-def lru_shelf() -> Shelf:
-    return Shelf(6)
-
-
-def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru_shelf: Shelf) -> None:
-    each = [[key] for key in keys("k", 6)]
-    for single in each:
-        lru_shelf.store(single, loose=True)
-    for number in (3, 0, 5):
-        lru_shelf.index.release(lru_shelf.pin(each[number]))
-    order = []
-    for number in range(6):
-        lru_shelf.store(keys(f"new{number}", 1), loose=True)
-        order += [i for i in range(6) if not lru_shelf.there(each[i])[0] and i not in order]
-    assert order == [1, 2, 4, 3, 0, 5]
-
-
-def test_two_models_with_other_chunk_sizes_share_a_full_space_without_failures() -> None:
-    draw = random.Random(7)
-    pages = 1000
-    index = Index(Allocator(0, pages * PAGE), Lru)
-    sizes = {"small": 7, "large": 13}
-    namespaces = {name: index.namespaces.find(name, 1, 0, name.encode(), 4) for name in sizes}
-    for namespace in namespaces.values():
-        namespace.live = 1
-    full = split = 0
-    for number in range(4000):
-        name = draw.choice(["small", "large"])
-        chain = keys(f"{name}{number}", draw.randrange(1, 4))
-        for position, key in enumerate(chain, 1):
-            parent = chain[position - 2] if position > 1 else b"root"
-            chunk = reserve(index, namespaces[name], 0, key, parent, position, sizes[name] * PAGE)
-            assert chunk is not None, f"store {number} found no room in {index}"
-            split += len(chunk.shards[0].extents) > 1
-            index.seal(chunk, 0)
-        if index.evicted:
-            full += 1
-            assert index.allocator.free_bytes <= 0.05 * pages * PAGE, index
-    assert full > 3000 and split > 100
-    index.validate()
-
-
-def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: Shelf) -> None:
-    for number in range(2000):
-        shelf.store(keys(f"x{number}", 2))
-        shelf.index.release(shelf.pin(keys(f"x{number}", 2)))
-    shelf.index.validate()
-    assert shelf.index.chunks == 6
-    queued = int(repr(shelf.policy).split()[1])
-    assert queued <= 2 * shelf.index.chunks, "the policy's queue grows with what is gone"
-
-
 def test_a_shard_of_another_size_is_not_written_over_and_is_no_lack_of_room(shelf: Shelf) -> None:
     chain = keys("c", 2)
     shelf.store(chain)
@@ -619,20 +509,6 @@ def test_a_shard_of_another_size_is_not_written_over_and_is_no_lack_of_room(shel
     made = shelf.index.reserve(shelf.namespace, 0, Run(b"".join(chain), 2 * PAGE, b"root", 1), 0)
     assert (made.refusal, made.refused, made.chunks) == (Refusal.OTHER_SIZE, 2, [])
     assert shelf.reserve(chain, 1) is not None, "one of its size is"
-
-
-def test_a_run_evicts_before_it_is_inserted_and_never_its_own_chunks(shelf: Shelf) -> None:
-    own, other = keys("own", 5), keys("other", 3)
-    shelf.store(own[:2])
-    shelf.store(other)
-    run = Run(b"".join(own), PAGE, b"root", 1)
-    made = shelf.index.reserve(shelf.namespace, 0, run, 0)
-    assert (made.known, made.places, made.refusal) == (2, [2, 3, 4], None)
-    assert shelf.there(own) == [True] * 5 and sum(shelf.there(other)) == 1
-    for chunk in made.chunks:
-        shelf.index.seal(chunk, 0)
-    assert shelf.matched(own) == 5
-    shelf.index.validate()
 
 
 # -- runs that meet chunks which exist

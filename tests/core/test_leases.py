@@ -20,13 +20,11 @@ from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag, tenant_salt
-from kvdepot.protocol.leases import KINDS
-from kvdepot.protocol.quotas import shown_tag
 from kvdepot.tiers import parse
 from kvdepot.tiers.worker import Erased
 from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, shards, store
 from tests.core.host import look, new_host
-from tests.core.test_quotas import engine, fill, pages
+from tests.core.test_quotas import engine, pages
 from tests.tiers.faulty import MemoryTier
 
 
@@ -66,20 +64,6 @@ def desk() -> Desk:
 
 
 # -- holding
-
-
-def test_what_is_leased_survives_a_flood_and_what_is_not_does_not(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    kept, lost = prompt("kept", 4), prompt("lost", 4)
-    for chain in (kept, lost):
-        desk.ask(blue, store(chain))
-    assert desk.ask(blue, lease(kept)) == 4
-    fill(desk, blue, 40)
-    assert (has(desk, blue, kept), has(desk, blue, lost)) == (4, 0)
-    assert desk.ask(blue, wire.EndLease("l")) is True
-    fill(desk, blue, 40, "again")
-    assert has(desk, blue, kept) == 0
-    assert desk.ask(blue, wire.EndLease("l")) is False
 
 
 @pytest.mark.parametrize(
@@ -145,45 +129,7 @@ def test_a_lease_of_a_prompt_that_nobody_has_stored_yet_waits_for_a_minute(desk:
     assert desk.depot.leases.totals("") == (1, 2 * PAGE)
 
 
-def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 20)
-    desk.ask(blue, store(chain, end=10))
-    assert desk.ask(blue, lease(chain)) == 10
-    desk.ask(blue, store(chain, first=10, end=20))
-    assert desk.depot.leases.totals("") == (1, 10 * PAGE)
-    assert desk.depot.counters["lease_growths_refused"] == 1 and desk.depot.counters["leases_refused"] == 0
-
-
 # -- the budget
-
-
-def test_a_lease_without_room_ends_own_ones_that_have_an_end_by_priority(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chains = {name: prompt(name, 4) for name in ("forever", "low", "old", "new")}
-    for name, priority, ttl_s in (("forever", 0, 0), ("low", 10, 60), ("old", 50, 60), ("new", 50, 60)):
-        desk.ask(blue, store(chains[name]))
-        assert desk.ask(blue, lease(chains[name], name, priority=priority, ttl_s=ttl_s)) == 4
-    other = prompt("other", 8)
-    desk.ask(blue, store(other))
-    assert isinstance(desk.ask(blue, lease(other, "weak", priority=9, ttl_s=60)), Busy)
-    assert names(desk) == set(chains), "a refused lease changes nothing"
-    assert desk.ask(blue, lease(other, "strong", priority=50)) == 8
-    assert names(desk) == {"forever", "new", "strong"}
-    assert isinstance(desk.ask(blue, lease(prompt("low", 4), "more", priority=40)), Busy | int)
-    assert desk.depot.leases.bytes <= 16 * PAGE
-
-
-def test_a_lowered_quota_ends_leases_by_priority_and_endless_ones_last(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
-    for name, ttl_s, priority in (("forever", 0, 0), ("high", 60, 90), ("low", 60, 10)):
-        desk.ask(blue, store(prompt(name, 5)))
-        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s, priority=priority)) == 5
-    for cap, left in ((26, {"forever", "high"}), (14, {"forever"}), (8, set())):
-        desk.ask(b"admin", wire.SetQuota("blue", pages(0, cap)))
-        assert names(desk) == left
-    assert desk.index.held == 0
 
 
 def test_a_lease_of_a_model_with_windows_grows_when_the_prompts_last_chunk_is_stored() -> None:
@@ -209,16 +155,6 @@ def test_a_lease_of_a_model_with_states_grows_to_each_boundary() -> None:
     assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
     desk.tick(62.0, 1062.0)
     assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
-
-
-def test_a_lease_that_grows_may_end_one_that_would_grow_next(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 15)
-    desk.ask(blue, store(chain, end=2))
-    for name in ("first", "next"):
-        assert desk.ask(blue, lease(chain, name, ttl_s=60)) == 2
-    assert desk.ask(blue, store(chain, first=2, end=15)) is True
-    assert {each.name: each.chunks for each in desk.depot.leases.listed("", 0.0)} == {"first": 15}
 
 
 def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,18 +215,6 @@ def test_another_tenants_forget_ends_no_lease_of_chunks_that_have_expired() -> N
 # -- drops
 
 
-def test_a_drop_removes_a_prompt_from_its_end_up_to_what_another_prompt_shares(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    one, two = branch("agents", 4, 1), branch("agents", 4, 2)
-    for chain in (one, two):
-        desk.ask(blue, store(chain))
-    assert desk.ask(blue, drop(one)) == 3
-    assert (has(desk, blue, one), has(desk, blue, two)) == (4, 7)
-    assert desk.ask(blue, drop(two, keep=2)) == 5
-    assert has(desk, blue, two) == 2 and desk.depot.counters["released_chunks"] == 8
-    desk.assert_empty()
-
-
 def test_a_drop_of_a_prompt_with_windows_whose_trunk_has_expired_removes_both() -> None:
     desk = Desk(settings={"ttl_s": 100})
     desk.hello()
@@ -323,29 +247,6 @@ def test_while_too_much_is_being_dropped_more_is_refused(desk: Desk, monkeypatch
     assert desk.ask(blue, wire.EndLease("held", drops=True)) is True
     desk.settle()
     desk.assert_empty()
-
-
-def test_a_drop_stops_at_what_somebody_holds(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 6)
-    desk.ask(blue, store(chain))
-    assert desk.ask(blue, lookup(prompt("a", 3))) == 3
-    assert desk.ask(blue, drop(chain)) == 3
-    desk.ask(blue, wire.EndSession("r"))
-    assert desk.ask(blue, drop(chain)) == 3
-    assert desk.index.chunks == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lease_that_drops_removes_its_chunks_when_its_time_is_over(desk: Desk, kind: str) -> None:
-    blue = engine(desk, "blue")
-    chain = prompt("a", 5)
-    desk.ask(blue, store(chain))
-    assert desk.ask(blue, lease(chain, kind=kind, ttl_s=5, drops=True)) == 5
-    assert bool(desk.index.held) == (kind != "expire")
-    desk.tick(5.0, 1005.0)
-    desk.settle()
-    assert desk.index.chunks == 0 and names(desk) == set()
 
 
 def test_a_chunk_that_is_being_demoted_is_waited_for_and_its_tier_loses_it() -> None:
@@ -426,30 +327,6 @@ _ARENA = 24
 
 def salted(chain: ChunkChain, salt: bytes = b"") -> wire.Store:
     return wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])
-
-
-def test_a_lease_uses_the_budget_of_the_chunks_that_it_holds_whatever_salt_is_said() -> None:
-    desk = Desk(pages=64)
-    desk.hello(b"one")
-    desk.register(b"one")
-    desk.ask(b"one", wire.SetQuota("", pages(cap=8), _TAG))
-    assert desk.ask(b"one", salted(prompt("theirs", 8), _TAG))
-    for said in (_TAG, b""):
-        refused = desk.ask(b"one", lease(prompt("theirs", 8), salt=said))
-        assert isinstance(refused, Busy), "half of the cap is the budget"
-    assert desk.ask(b"one", salted(prompt("next", 1), _TAG)), "its salt can still store"
-
-
-def test_a_lease_of_others_chunks_does_not_use_the_floor_of_the_salt_that_is_said() -> None:
-    desk = Desk(pages=64)
-    desk.hello(b"one")
-    desk.register(b"one")
-    desk.ask(b"one", wire.SetQuota("", pages(floor=32), _TAG))
-    assert desk.ask(b"one", salted(prompt("r1", 32)))
-    assert isinstance(desk.ask(b"one", lease(prompt("r1", 32), "x", salt=_TAG)), Busy)
-    desk.ask(b"one", lease(prompt("r1", 16), "y", salt=_TAG))
-    assert desk.ask(b"one", salted(prompt("mine", 32), _TAG)), "its floor holds"
-    assert {each.salt: each.chunks for each in desk.depot.status().tenants}[shown_tag(_TAG)] == 32
 
 
 _TAG = salt_tag("user")

@@ -9,7 +9,7 @@ import pytest
 
 from kvdepot.core import lists as lists_module
 from kvdepot.core.actions import Reply
-from kvdepot.core.lists import MOST_LISTS, MOST_OF_CLIENT, Lists
+from kvdepot.core.lists import MOST_OF_CLIENT, Lists
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
@@ -108,36 +108,10 @@ def test_a_list_is_made_in_steps_between_which_others_are_served(slow: Desk) -> 
     assert slow.depot.next_deadline() > 0.0
 
 
-def test_what_goes_while_a_list_is_made_is_left_out(slow: Desk) -> None:
-    slow.ask(b"one", store(chain("a", 1, 2)))
-    slow.ask(b"one", store(chain("b", 1, 2)))
-    asked = slow.send(b"one", wire.Prefixes())
-    slow.send(b"one", wire.Drop("m", 1, BLOCKS, bytes(chain("a", 1, 2).hashes)))
-    slow.settle()
-    assert [each.hash for each in told(slow, asked)] == [chain("b", 1, 2).hashes[-32:].hex()]
-
-
 def test_a_request_out_of_range_is_refused(desk: Desk) -> None:
     for request in (wire.Prefixes(sort="age"), wire.Prefixes(most=0), wire.Prefixes(most=1001)):
         assert isinstance(desk.ask(b"one", request), BadRequest)
     assert isinstance(desk.ask(b"one", wire.Prefixes("m" * 5000)), BadRequest)
-
-
-def test_too_many_lists_at_once_are_refused_and_those_of_the_dead_are_dropped(slow: Desk) -> None:
-    for number in range(20):
-        slow.ask(b"one", store(chain(f"p{number}", 1)))
-    others = [b"other%d" % number for number in range(MOST_LISTS // MOST_OF_CLIENT)]
-    for each in others:
-        slow.hello(each)
-    asked = [slow.send(each, wire.Prefixes()) for each in others for _ in range(MOST_OF_CLIENT)]
-    assert isinstance(slow.answers[slow.send(b"one", wire.Prefixes())], Busy)
-    slow.die(others[0])
-    late = slow.send(b"one", wire.Prefixes())
-    for each in others[1:]:
-        slow.die(each)
-    slow.settle()
-    assert not slow.answers.keys() & set(asked)
-    assert len(told(slow, late)) == 20
 
 
 def test_a_client_that_asks_for_many_lists_is_refused_and_others_are_not(slow: Desk) -> None:

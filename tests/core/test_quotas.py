@@ -93,43 +93,6 @@ def test_a_status_tells_everybody_of_all_tenants_and_a_tenant_of_itself_alone(de
         assert [each.tenant for each in desk.ask(client, wire.Status()).tenants] == [tenant]
 
 
-def test_a_store_beyond_a_cap_is_counted_as_that_and_not_as_full_memory(desk: Desk) -> None:
-    desk.hello(b"admin")
-    blue = engine(desk, "blue")
-    desk.ask(b"admin", wire.SetQuota("blue", pages(cap=2)))
-    assert desk.ask(blue, store(prompt("long", 5))) is False, "a prompt's own beginning is not evicted for its end"
-    counters = desk.depot.counters
-    assert (counters["capped_chunks"], counters["dropped_chunks"]) == (3, 0)
-    assert told(desk)["blue"].capped_chunks == 3
-    assert desk.ask(blue, store(prompt("short", 2))) is True
-
-
-def test_a_lower_cap_and_a_shorter_time_to_live_take_effect_in_steps() -> None:
-    desk = Desk(pages=1024)
-    desk.depot._step_chunks = 100
-    desk.tick(0.0, 1000.0)
-    desk.hello(b"admin")
-    blue, red = engine(desk, "blue"), engine(desk, "red")
-    for client in (blue, red):
-        assert fill(desk, client, 400) == [True] * 400
-    assert desk.depot.next_deadline() > 0.0
-    desk.send(b"admin", wire.SetQuota("blue", pages(cap=50)))
-    left = []
-    while desk.depot.next_deadline() == 0.0:
-        desk.expire()
-        left.append(told(desk)["blue"].chunks)
-    assert left == [300, 200, 100, 50]
-    desk.send(b"admin", wire.SetQuota("red", pages(ttl_s=10)))
-    desk.tick(10.0, 1010.0)
-    turns = 1
-    while desk.depot.next_deadline() == 0.0:
-        desk.expire()
-        turns += 1
-    assert (told(desk)["red"].chunks, told(desk)["blue"].chunks, turns) == (0, 50, 5)
-    assert desk.depot.counters["expired_chunks"] == 400
-    desk.index.validate()
-
-
 # -- with tiers
 
 
@@ -169,22 +132,6 @@ def test_making_room_ahead_takes_nobody_below_its_floor() -> None:
     assert host.index.accounts.of("blue").used == 16 * PAGE
     assert saved(host) >= 24 and "undemoted_chunks" not in host.depot.tiering.status(host.now)[0].counters
     host.assert_quiet()
-
-
-def test_what_is_too_old_for_its_tenant_is_not_loaded_back() -> None:
-    tier = MemoryTier()
-    host, blue, red = tenants_of(tier, lookup_s=8.0)
-    host.ask(b"one", wire.SetQuota("blue", pages(cap=4, ttl_s=60)))
-    host.ask(b"one", wire.SetQuota("red", pages(cap=4)))
-    for client in (blue, red):
-        for number in range(8):
-            assert host.find(client, store(prompt(f"p{number}", 1))) is True
-    host.tick(5.0, 1050.0)
-    assert [host.find(client, look(prompt("p0", 1))) for client in (blue, red)] == [1, 1]
-    host.tick(6.0, 1060.0)
-    host.rest()
-    assert [host.find(client, look(prompt("p1", 1), "later")) for client in (blue, red)] == [0, 1]
-    host.index.validate()
 
 
 def test_a_chunk_that_was_to_leave_stays_if_its_tenant_is_at_its_floor_by_then() -> None:

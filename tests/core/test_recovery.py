@@ -18,12 +18,10 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.core.index.runs import Run
 from kvdepot.eviction import Lru
-from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
-from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, register
-from tests.core.shelf import keys, reserve
+from tests.core.shelf import keys
 
 START = 4096 + 64
 LAYOUT = b"l" * 32
@@ -77,62 +75,6 @@ def facts(index: Index) -> Any:
         )
         for namespace in sorted(index.namespaces.all(), key=lambda each: each.number)
     ]  # fmt: skip
-
-
-def chain(name: str, chunks: int) -> list[bytes]:
-    made = ChunkChain(1, derive_root(("name", name)))
-    made.extend(range(chunks))
-    return [made.parent(0), *(made.parent(i + 1) for i in range(chunks))]
-
-
-def put(index: Index, namespace: Namespace, keys: list[bytes], rank: int = 0, size: int = PAGE, first: int = 0) -> None:
-    """Store chunks `first ..` of a chain."""
-    for i in range(first, len(keys) - 1):
-        if matching.is_missing(namespace, rank, keys[i + 1]):
-            chunk = reserve(index, namespace, rank, keys[i + 1], keys[i], i + 1, size)
-            assert chunk is not None
-            index.seal(chunk, rank, checksum=i + 7)
-
-
-def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int = 1) -> int:
-    return max(
-        (
-            matching.match(namespace, b"".join(keys[1:])).matched
-            for namespace in matching.for_lookup(index.namespaces, ("", model, world_size))
-        ),
-        default=0,
-    )
-
-
-def test_the_least_recently_stored_goes_first_after_a_restart() -> None:
-    index = make(pages=3)
-    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
-    names = ["a", "b", "c"]
-    for name in names:
-        put(index, namespace, chain(name, 1))
-    after, _ = restarted(index)
-    (namespace,) = after.namespaces.all()
-    put(after, namespace, chain("d", 1))
-    assert [matched(after, chain(name, 1)) for name in [*names, "d"]] == [0, 1, 1, 1]
-
-
-def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> None:
-    index = make(pages=8)
-    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
-    keys = chain("a", 8)
-    put(index, namespace, keys)
-    places = {key: namespace.chunks[key].shards[0].extents[0][0] for key in keys[1:]}
-    limit = sorted(places.values())[5]
-    after, restored = restarted(index, limit=limit)
-    lost = [i for i, key in enumerate(keys[1:]) if places[key] >= limit]
-    assert len(lost) == len(restored.dropped) == 3
-    assert all("cut off" in line for line in restored.dropped)
-    assert matched(after, keys) == min(lost)
-    (namespace,) = after.namespaces.all()
-    after.namespaces.find("m", 1, 0, LAYOUT, 4)
-    for i in lost:
-        put(after, namespace, keys[: i + 2], first=i)
-    assert matched(after, keys) == 8, "what is stored again joins what was left"
 
 
 def record(**changes: Any) -> ShardRecord:
@@ -189,20 +131,6 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     assert restore(after).shards == 1
     (namespace,) = after.namespaces.all()
     assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
-
-
-def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
-    index = make(slots=3)
-    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
-    keys = chain("a", 5)
-    put(index, namespace, keys)
-    assert matched(index, keys) == 5
-    assert index.unrecorded == 3
-    index.validate()
-    after, _ = restarted(index)
-    assert matched(after, keys) == 2
-    clear(index)
-    assert index.records.used == 0
 
 
 # -- models with several KV cache groups

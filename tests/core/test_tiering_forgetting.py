@@ -44,36 +44,6 @@ def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(
     assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
 
 
-def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    chain = prompt("a", 3)
-    host.find(b"one", store(chain))
-    assert host.find(b"one", look(chain)) == 3
-    host.find(b"one", wire.Forget())
-    assert host.find(b"one", retrieve(chain)) == [False] * 3
-    host.ask(b"one", wire.EndSession("r"))
-    assert host.index.chunks == 0
-    assert host.find(b"one", store(chain)) is True
-    assert host.find(b"one", look(chain)) == 3
-
-
-def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    there.find(b"one", store(prompt("o", 4)))
-    there.depot.removals.step_chunks = 1
-    asked = there.send(b"one", look(chain))
-    there.work()
-    (load,) = there.tier_tasks
-    forgot = there.send(b"one", wire.Forget())
-    there.work(load)
-    assert there.answers[asked] == 0 and there.depot.removals, "memory is still being gone through"
-    there.rest()
-    assert there.answers[forgot] == {"memory": 4, "disk:///d": 7}
-    assert there.index.chunks == 0 and not tier.objects
-
-
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     faulty = FaultyTier(tier)
     host = new_host(faulty)
@@ -133,20 +103,6 @@ def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_tha
 # -- ages
 
 
-def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
-    host = new_host(ttl_s=60)
-    old, held = prompt("a", 3), prompt("b", 3)
-    for chain in (old, held):
-        host.find(b"one", store(chain))
-    host.find(b"one", look(held, "holds"))
-    host.tick(61.0, 1061.0)
-    host.index.validate()
-    assert host.find(b"one", look(old, "r")) == 0
-    assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
-    host.tick(70.0, 1070.0)
-    assert host.index.chunks == 0
-
-
 def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:
     host = new_host(ttl_s=60)
     chain = prompt("a", 3)
@@ -162,18 +118,3 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     host.tick(122.0, 1122.0)
     host.assert_quiet()
     assert host.index.chunks == 0
-
-
-def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
-    tier = MemoryTier()
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    searching = there.send(b"one", look(chain, "before"))
-    forgotten = there.send(b"one", wire.Forget())
-    asked = there.send(b"one", look(chain, "after"))
-    urgent_first(there)
-    assert there.answers[forgotten]["disk:///d"] == 3
-    assert (there.answers[searching], there.answers[asked]) == (0, 0)
-    assert there.index.chunks == 0
-    there.assert_quiet()

@@ -61,24 +61,6 @@ def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> 
     return wire.Lookup(model, 1, 0, request, 1, hashes, True, reports=reports)
 
 
-def test_models_and_namespaces_add_up_to_the_total_also_without_chunks() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register(b"one")
-    assert desk.ask(b"one", store(prompt("a", 3))) is True
-    assert desk.ask(b"one", look(5, "r1")) == 3
-    assert desk.ask(b"one", look(2, "r2", "nobody has stored this")) == 0
-    desk.ask(b"one", wire.EndSession("r1", 2, 0.5, "m"))
-    status = desk.depot.status()
-    assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (7, 3, 2)
-    assert status.saved.tokens == 2
-    assert status.other_namespaces is not None and status.other_namespaces.asked_tokens == 2
-    for shown in (status.usage, status.model_usage, [*status.namespaces, status.other_namespaces]):
-        assert sums(shown) == (7, 3, 2)
-    (namespace,) = status.namespaces
-    assert (namespace.model, namespace.asked_tokens, namespace.found_tokens, namespace.reused_tokens) == ("m", 5, 3, 2)
-
-
 def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     desk = Desk()
     desk.hello()
@@ -127,18 +109,6 @@ def test_the_upper_bound_is_counted_at_reports_and_leaves_out_engines_caches() -
     desk.ask(b"one", look(9, "r3", reports=True))  # the engine has forgotten all but two tokens, as the depot has
     desk.ask(b"one", wire.EndSession("r3", asked=wire.Asked(8, 0, 2)))
     assert tokens() == (19, 0, 7)
-
-
-def test_chunks_found_are_in_the_upper_bound_even_if_this_run_never_saw_them() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register(b"one")
-    assert desk.ask(b"one", store(prompt("a", 5))) is True  # as if a run before this one had
-    assert desk.ask(b"one", look(5, "r1", reports=True)) == 5
-    desk.ask(b"one", wire.EndSession("r1", asked=wire.Asked(6, 5, 0)))
-    assert desk.ask(b"one", look(6, "r2")) == 5  # from a client that reports nothing
-    tokens = desk.depot.status().tokens
-    assert (tokens.asked, tokens.found, tokens.bound) == (12, 10, 10)
 
 
 def test_a_report_changes_the_upper_bound_only_by_lookups_of_its_own_client() -> None:

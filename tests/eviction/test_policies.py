@@ -14,12 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot.core.index import matching, recovery
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Victim
-from kvdepot.eviction.lru import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
 from kvdepot.simulate.replay import replay
@@ -144,36 +143,6 @@ def test_ghosts_and_queues_stay_in_proportion_to_the_chunks(name: str) -> None:
     assert policy.victim(lambda chunk: True) is None
 
 
-@EVERY
-def test_chunks_stored_after_a_restart_outlive_older_ones_without_requests(name: str) -> None:
-    before, after = Cache(name, 40), Cache(name, 40)
-    for number in range(40):
-        before.ask("before", number)
-    namespace = before.namespace
-    for serial, chunk in enumerate(namespace.chunks.values(), 1000):
-        chunk.used = serial
-        chunk.queued = False
-    for chunk in namespace.chunks.values():
-        chunk.holds = 0
-    taken = sorted(
-        (*extent, None) for c in namespace.chunks.values() for s in c.shards.values() for extent in s.extents
-    )
-    index = Index(Allocator(0, 40 * PAGE), lambda: after.policy)
-    index.allocator.occupy(taken)
-    for chunk in namespace.chunks.values():
-        chunk.account = index.accounts.rest  # as recovery sets it
-    recovery._adopt(index, [namespace], 2000)
-    after.index, after.namespace = index, namespace
-    index.validate()
-    for _ in range(3):
-        for number in range(5):
-            after.ask("after", number)
-    for number in range(15):
-        after.ask("flood", number)
-    assert all(after.has("after", number) == 2 for number in range(5))
-    index.validate()
-
-
 # -- any order of calls, without an index: what a tier without chains does
 
 
@@ -285,25 +254,6 @@ def test_learned_holds_its_bar_on_a_trace_of_real_requests() -> None:
     for capacity in (1000, 5000, 10_000, 20_000, 30_000):
         gains.append(replay(trace, "learned", capacity).hit_rate - replay(trace, "lru", capacity).hit_rate)
     assert min(gains) >= -0.003 and sum(gains) / len(gains) >= 0.01, gains
-
-
-def test_lru_discards_removed_chunks_gradually_and_keeps_its_order() -> None:
-    lru = Lru()
-    chunks = [Victim(key=key_of(number)) for number in range(1000)]
-    for chunk in chunks:
-        lru.insert([chunk])
-    for chunk in random.Random(1).sample(chunks, 1000):
-        lru.add(chunk)
-    gone = set(range(1000)) - set(range(0, 1000, 10))
-    for number in gone:
-        before = lru.queued
-        chunks[number].gone = True
-        lru.remove(chunks[number], evicted=False)
-        assert before - lru.queued <= 4, "all that others wait for at once"
-    left = [chunk for number, chunk in enumerate(chunks) if number not in gone]
-    assert lru.queued < 3 * len(left)
-    assert [lru.victim(lambda chunk: True) for _ in left] == left
-    assert lru.victim(lambda chunk: True) is None
 
 
 @EVERY
