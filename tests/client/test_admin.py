@@ -82,18 +82,6 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
         assert not caplog.records
 
 
-def test_a_prompt_is_inspected_by_its_chunks_or_its_last_one(depot: Depot, tensors: Path) -> None:
-    with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        model = f"model@{secrets.token_hex(4)}"
-        hashes = fill(client, tensors, model, 1)
-        told = admin.inspect(client, model, secrets.token_bytes(HASH_BYTES) + hashes)
-        assert b"".join(bytes.fromhex(each.hash) for each in told) == hashes
-        assert admin.inspect(client, model, end=hashes[-HASH_BYTES:]) == told
-        assert admin.inspect(client, model, end=bytes(HASH_BYTES)) == []
-        with pytest.raises(BadRequest, match="give either"):
-            admin.inspect(client, model)
-
-
 def test_to_reset_says_where_a_tier_cannot_be_told(
     start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

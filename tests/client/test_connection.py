@@ -165,77 +165,6 @@ def test_an_idle_client_says_hello_until_a_new_server_welcomes_it(
     assert talk.connection.welcomed
 
 
-def test_a_request_caused_by_the_failure_of_another_is_sent_with_its_own_hello(talk: Talk) -> None:
-    server = talk.serve()
-    talk.refuses[wire.Hello] = Busy("too many clients")
-    answers: list[Any] = []
-
-    def ask_again(value: object) -> None:
-        answers.append(value)
-        talk.refuses.clear()
-        talk.connection.ask(wire.Noop(), answers.append)
-
-    talk.ask(wire.Noop(), ask_again)
-    assert isinstance(answers[0], Busy) and answers[1:] == [None]
-    assert talk.reached(server, wire.Hello) == 2
-
-
-@pytest.mark.parametrize("has_met", [False, True])
-def test_a_closed_connection_ignores_what_its_socket_reports(talk: Talk, has_met: bool) -> None:
-    if has_met:
-        talk.serve()
-        talk.ask(wire.Noop())
-        assert talk.connection.welcomed
-    talk.connection.close()
-    talk.connection.disconnected()
-    talk.connection.lose_for_good(Unavailable("refused"))
-    talk.wait(2.0)
-    assert not talk.connection.welcomed and len(talk.connection) == 0
-
-
-def test_a_registration_that_takes_long_is_waited_for(talk: Talk) -> None:
-    """For example with eight ranks on eight GPUs: contexts, a compiler, measurements."""
-    talk.serve()
-    talk.holds_back = True
-    answers: list[Any] = []
-    talk.ask(wire.Register(1, GPU), answers.append)
-    talk.wait(20.0)
-    assert answers == []
-    talk.replies += talk.slow
-    talk.hear()
-    assert answers == [None]
-
-
-def test_the_end_of_a_session_whose_answer_was_lost_is_told_again(talk: Talk) -> None:
-    """It has no deadline, or its pins could stay; and no other request is under way that would reveal the loss."""
-    talk.serve()
-    talk.ask(wire.Noop())
-    answers: list[Any] = []
-    talk.connection.ask(wire.EndSession("r"), answers.append, deadline_s=None)
-    talk.replies.clear()  # with the connection that it came by
-    talk.wait(60.0)
-    assert answers == [None]
-
-
-def test_a_copy_that_a_hanging_server_may_do_is_sent_to_no_successor(talk: Talk) -> None:
-    first = talk.serve()
-    told = begin_copies(talk, "GPU-0")
-    for _ in range(2):
-        talk.lose()
-        successor = talk.meet()
-        talk.wait(0.3)
-    successor.die(talk.now)
-    talk.lose()
-    last = talk.meet()
-    talk.wait(2 * LINGER_S)
-    assert {server for server, _ in talk.copies} == {first} and told == {}
-    first.die(talk.now)
-    talk.wait(2 * LINGER_S)
-    assert {server for server, _ in talk.copies} == {first, last} and told == {}
-    talk.answer_copies(last)
-    assert told == {"store": True, "retrieve": True}
-
-
 @pytest.mark.parametrize("refusal", [Busy("too many wait"), UnknownClient("who are you?")])
 def test_a_server_that_keeps_a_registration_is_not_flooded(refusal: KVDepotError, talk: Talk) -> None:
     server = talk.serve()
@@ -272,23 +201,6 @@ def test_a_killed_servers_copies_end_if_no_other_comes(device: str, talk: Talk) 
     assert max(GRACE_S, LINGER_S if device else 0.0) <= took < GRACE_S + 0.5
 
 
-def test_requests_wait_a_moment_for_a_lost_server_and_then_fail_at_once(talk: Talk) -> None:
-    server = talk.serve()
-    told: dict[str, Any] = {}
-    talk.ask(wire.Noop())
-    server.die(talk.now)
-    talk.lose()
-    talk.ask(lookup(), lambda value: told.update(lookup=value))
-    talk.wait(GRACE_S - 0.1)
-    assert told == {}
-    talk.wait(0.2)
-    assert isinstance(told["lookup"], Unavailable)
-    talk.ask(lookup("q"), lambda value: told.update(late=value))
-    assert isinstance(told["late"], Unavailable)
-    talk.meet()
-    assert talk.connection.welcomed, "nobody has to ask for that"
-
-
 def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(talk: Talk) -> None:
     server = talk.serve()
     told = begin_copies(talk, "GPU-0")
@@ -301,18 +213,3 @@ def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(talk: Talk)
     talk.wait(LINGER_S)
     talk.answer_copies(second)
     assert told == {"lookup": 7, "store": True, "retrieve": True}
-
-
-def test_a_lookup_is_not_asked_again_when_its_session_has_ended(talk: Talk) -> None:
-    """Its pins would stay."""
-    server, outcomes = talk.serve(), list[Any]()
-    talk.ask(wire.Noop())
-    talk.connection.ask(lookup(), outcomes.append)
-    talk.replies.clear()
-    talk.ask(wire.EndSession("r"))
-    talk.lose()
-    assert isinstance(outcomes[0], Unavailable)
-    talk.server = server
-    talk.connection.connected()
-    talk.hear()
-    assert talk.connection.welcomed and talk.reached(server, wire.Lookup) == 1

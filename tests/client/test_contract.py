@@ -271,14 +271,6 @@ def test_a_future_is_its_own_cuda_future_and_answers_again_and_again(client: Mes
     assert [future.result(), future.result(timeout=0)] == [CHUNK, CHUNK]
 
 
-def test_a_closed_client_fails_what_is_asked_and_closes_twice(depot: Depot) -> None:
-    connection = MessageQueueClient(depot.url, depot.context)
-    connection.close()
-    connection.close()
-    with pytest.raises(errors.Unavailable):
-        connection.submit_request(RequestType.NOOP, []).result(1.0)
-
-
 # -- keys and ops
 
 
@@ -387,19 +379,6 @@ def test_without_a_server_an_adapter_is_not_made(depot: Depot, monkeypatch: pyte
 # -- lookups
 
 
-@pytest.mark.parametrize("tokens", [0, 1, CHUNK - 1])
-def test_a_prompt_shorter_than_a_chunk_answers_0_at_once_and_sends_nothing(
-    depot: Depot, engine: Engine, tokens: int
-) -> None:
-    before = depot.status()["counters"].get("lookups", 0)
-    engine.scheduler.maybe_submit_lookup_request("short", token_ids=prompt(tokens))
-    assert engine.scheduler.check_lookup_result("short") == 0
-    engine.scheduler.maybe_submit_lookup_request("hashes", block_hashes=block_hashes(tokens // BLOCK))
-    assert engine.scheduler.check_lookup_result("hashes") == 0
-    barrier(engine.scheduler)
-    assert depot.status()["counters"].get("lookups", 0) == before
-
-
 def test_a_lookup_is_none_while_it_is_pending_and_looking_again_is_free(depot: Depot, engine: Engine) -> None:
     scheduler, tokens = engine.scheduler, prompt(CHUNK)
     before = depot.status()["counters"].get("lookups", 0)
@@ -464,43 +443,6 @@ def test_what_was_stored_is_found_and_comes_back_with_neighbours_untouched(engin
     assert read_blocks(caches, others) == neighbours
 
 
-def test_a_lookup_answers_the_longest_cached_prefix_and_no_gap(engine: Engine) -> None:
-    tokens = prompt(4 * CHUNK)
-    engine.store(LoadStoreOp(list(range(8)), token_ids=tokens[: 2 * CHUNK]))
-    engine.store(LoadStoreOp(list(range(12, 16)), token_ids=tokens, start=3 * CHUNK, end=4 * CHUNK))
-    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
-    assert engine.lookup(token_ids=tokens[: CHUNK + 5]) == CHUNK
-    assert engine.lookup(token_ids=[*tokens[:CHUNK], *prompt(CHUNK)]) == CHUNK
-    assert engine.lookup(token_ids=prompt(2 * CHUNK)) == 0
-    engine.store(LoadStoreOp(list(range(8, 12)), token_ids=tokens, start=2 * CHUNK, end=3 * CHUNK))
-    assert engine.lookup(token_ids=tokens) == 4 * CHUNK
-
-
-@pytest.mark.parametrize("extra_blocks", [0, 2])
-def test_a_tail_shorter_than_a_chunk_is_left_out(engine: Engine, extra_blocks: int) -> None:
-    tokens = prompt(CHUNK + extra_blocks * BLOCK + 5)
-    ids = list(range(PER_CHUNK + extra_blocks))
-    engine.store(LoadStoreOp(ids, token_ids=tokens))
-    assert engine.lookup(token_ids=tokens) == CHUNK
-    tail = read_blocks(engine.caches[0], [24, 25])
-    assert engine.retrieve(LoadStoreOp([20, 21, 22, 23, *range(24, 24 + extra_blocks)], token_ids=tokens)) == set()
-    assert read_blocks(engine.caches[0], [20, 21, 22, 23]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
-    assert read_blocks(engine.caches[0], [24, 25]) == tail
-
-
-@pytest.mark.parametrize("blocks", [BLOCKS, 48])
-def test_another_engine_of_the_same_model_and_layout_gets_the_bytes(make_engine: MakeEngine, blocks: int) -> None:
-    tokens = prompt(2 * CHUNK)
-    one = make_engine()
-    one.store(LoadStoreOp(list(range(8)), token_ids=tokens))
-    two = make_engine(model=one.model, caches=[make_caches(blocks=blocks)])
-    assert two.worker.instance_id != one.worker.instance_id
-    assert two.lookup(token_ids=tokens) == 2 * CHUNK
-    last = list(range(blocks - 8, blocks))
-    assert two.retrieve(LoadStoreOp(last, token_ids=tokens)) == set()
-    assert read_blocks(two.caches[0], last) == read_blocks(one.caches[0], list(range(8)))
-
-
 @pytest.mark.parametrize("change", ["model", "width", "dtype", "names", "block size"])
 def test_engines_of_two_models_or_layouts_never_see_each_others_chunks(make_engine: MakeEngine, change: str) -> None:
     tokens, hashes = prompt(CHUNK), block_hashes(PER_CHUNK)
@@ -531,27 +473,6 @@ def test_engines_of_two_models_or_layouts_never_see_each_others_chunks(make_engi
     two.worker.shutdown()
     assert one.retrieve(LoadStoreOp([8, 9, 10, 11], token_ids=tokens)) == set()
     assert one.lookup(token_ids=tokens) == CHUNK
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_with_two_ranks_a_chunk_is_a_hit_only_when_both_have_stored_it(
-    make_engine: MakeEngine, order: tuple[int, int]
-) -> None:
-    pair = make_engine(ranks=[0, 1])
-    tokens = prompt(2 * CHUNK)
-    first, second = order
-    ids = list(range(8))
-    pair.store(LoadStoreOp(ids, token_ids=tokens), rank=first)
-    assert pair.lookup(token_ids=tokens) == 0
-    pair.store(LoadStoreOp(ids[:4], token_ids=tokens[:CHUNK]), rank=second)
-    assert pair.lookup(token_ids=tokens) == CHUNK
-    targets = list(range(8, 16))
-    assert pair.retrieve(LoadStoreOp(targets, token_ids=tokens), rank=second) == set(targets[4:])
-    pair.store(LoadStoreOp(ids[4:], token_ids=tokens, start=CHUNK, end=2 * CHUNK), rank=second)
-    assert pair.lookup(token_ids=tokens) == 2 * CHUNK
-    for rank in order:
-        assert pair.retrieve(LoadStoreOp(targets, token_ids=tokens), rank=rank) == set()
-        assert read_blocks(pair.caches[rank], targets) == read_blocks(pair.caches[rank], ids)
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, [0, 0]), (2, [0, 0, 1, 1])], ids=["TP 2", "TP 2 and PP 2"])
@@ -594,34 +515,6 @@ def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_process
     assert not [thread for thread in threading.enumerate() if thread.name == "kvdepot-device-work"]
 
 
-@pytest.mark.parametrize("mode", ["tokens", "hashes"])
-def test_a_batch_stores_and_retrieves_several_requests_and_reports_them_together(engine: Engine, mode: str) -> None:
-    worker, caches = engine.worker, engine.caches[0]
-
-    def what(chunks: int) -> dict[str, Any]:
-        if mode == "tokens":
-            return {"token_ids": prompt(chunks * CHUNK)}
-        return {"block_hashes": block_hashes(chunks * PER_CHUNK)}
-
-    one, two = what(1), what(2)
-    worker.batched_submit_store_requests(
-        ["one", "two"], [LoadStoreOp([0, 1, 2, 3], **one), LoadStoreOp(list(range(4, 12)), **two)], None
-    )
-    done: set[str] = set()
-    while not done:
-        done = worker.get_finished({"one", "two"})[0] or set()
-    assert done == {"one", "two"}
-    assert (engine.lookup(**one), engine.lookup(**two)) == (CHUNK, 2 * CHUNK)
-    worker.batched_submit_retrieve_requests(
-        ["a", "b"], [LoadStoreOp(list(range(12, 20)), **two), LoadStoreOp([20, 21, 22, 23], **one)], None
-    )
-    loaded = eventually(lambda: worker.get_finished(set())[1])
-    assert loaded == {"a", "b"}
-    assert worker.get_block_ids_with_load_errors() == set()
-    assert read_blocks(caches, list(range(12, 20))) == read_blocks(caches, list(range(4, 12)))
-    assert read_blocks(caches, [20, 21, 22, 23]) == read_blocks(caches, [0, 1, 2, 3])
-
-
 # -- what failed is said
 
 
@@ -634,17 +527,6 @@ def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> N
     assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens)) == {16, 17, 18, 19}
     stored = read_blocks(engine.caches[0], list(range(8)))
     assert read_blocks(engine.caches[0], targets) == stored[:4] + before[4:8] + stored[4:]
-
-
-def test_a_store_that_does_not_fit_is_dropped_and_the_rest_goes_on(
-    make_engine: MakeEngine, start_depot: StartDepot
-) -> None:
-    small = make_engine(start_depot(arena_mib=1), caches=[make_caches(width=1024)])  # a chunk of 1 MiB
-    tokens = prompt(CHUNK)
-    small.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    assert small.worker.counters["stores_dropped"] == 1
-    assert small.lookup(token_ids=tokens) == 0
-    assert small.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize("is_store", [True, False])
@@ -711,19 +593,6 @@ def test_tensors_that_cannot_be_described_are_refused_with_their_shapes(depot: D
 # -- get_finished
 
 
-def test_a_request_is_reported_once_and_only_when_its_store_has_ended(engine: Engine) -> None:
-    worker, event = engine.worker, Later()
-    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
-    for _ in range(2):
-        assert worker.get_finished({"r"}) == (None, None)
-    assert "r" in worker.finished_stores
-    event.there = True
-    assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
-    assert "r" not in worker.finished_stores and "r" in worker.previously_finished
-    assert worker.get_finished({"r"}) == (None, None)
-    assert worker.get_finished({"r", "other"}) == ({"other"}, None)
-
-
 @pytest.mark.parametrize("uses", [("store", "store"), ("nothing", "store"), ("store", "nothing"), ("retrieve",) * 2])
 def test_an_id_that_is_used_again_ends_each_time_and_once(engine: Engine, uses: tuple[str, ...]) -> None:
     worker = engine.worker
@@ -741,20 +610,6 @@ def test_an_id_that_is_used_again_ends_each_time_and_once(engine: Engine, uses: 
         told += [worker.get_finished({"r"})[0] for _ in range(3)]
         assert told.count({"r"}) == 1 and told.count(None) == len(told) - 1
         assert not worker.finished_stores
-
-
-def test_a_request_with_two_stores_is_reported_when_both_have_ended(engine: Engine) -> None:
-    worker, first, second = engine.worker, Later(), Later()
-    tokens = prompt(2 * CHUNK)
-    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens, end=CHUNK), first)
-    worker.submit_store_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens, start=CHUNK, end=2 * CHUNK), second)
-    assert worker.get_finished({"r"}) == (None, None)
-    first.there = True
-    eventually(lambda: engine.lookup(token_ids=tokens) == CHUNK)
-    assert worker.get_finished(set()) == (None, None)
-    second.there = True
-    assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
-    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
 
 
 # -- events
@@ -781,85 +636,7 @@ def test_blocks_are_read_and_written_only_after_the_event(engine: Engine) -> Non
     assert read_blocks(caches, [4, 5, 6, 7]) == stored
 
 
-def test_a_retrieve_whose_event_breaks_later_is_reported_with_its_blocks(engine: Engine) -> None:
-    worker, tokens = engine.worker, prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    worker.submit_retrieve_request(
-        "r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), Later(RuntimeError("the device is lost"))
-    )
-    worker.submit_store_request(
-        "s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later(RuntimeError("the device is lost"))
-    )
-    finished: list[set[str]] = [set(), set()]
-
-    def both() -> bool:
-        for known, new in zip(finished, worker.get_finished({"s"}), strict=True):
-            known |= new or set()
-        return finished == [{"s"}, {"r"}]
-
-    eventually(both)
-    assert worker.get_block_ids_with_load_errors() == {4, 5, 6, 7}
-
-
-# -- pins and sessions
-
-
-@pytest.fixture(scope="module")
-def quiet_depot() -> Iterator[Depot]:
-    """A server of its own for tests that count what is held."""
-    server = Depot().wait_ready()
-    yield server
-    server.close()
-
-
-def held(depot: Depot) -> tuple[int, int]:
-    status = depot.status()
-    return status["sessions"], status["holds"]
-
-
-@pytest.fixture
-def quiet_engine(quiet_depot: Depot, make_engine: MakeEngine) -> Iterator[Engine]:
-    """The only engine on its server; it must leave no chunk held."""
-    engine = make_engine(quiet_depot)
-    assert held(quiet_depot) == (0, 0)
-    yield engine
-    engine.close()
-    eventually(lambda: held(quiet_depot) == (0, 0))
-
-
-@pytest.mark.parametrize("mode", ["tokens", "hashes"])
-def test_a_hit_is_pinned_until_its_session_ends(quiet_depot: Depot, quiet_engine: Engine, mode: str) -> None:
-    what: dict[str, Any] = {"token_ids": prompt(2 * CHUNK)}
-    if mode == "hashes":
-        what = {"block_hashes": block_hashes(2 * PER_CHUNK)}
-    assert quiet_engine.lookup(request_id="miss", **what) == 0 and held(quiet_depot) == (0, 0)
-    quiet_engine.store(LoadStoreOp(list(range(8)), **what))
-    assert held(quiet_depot) == (0, 0)
-    assert quiet_engine.lookup(request_id="r", **what) == 2 * CHUNK
-    sessions, holds = held(quiet_depot)
-    assert sessions == 1
-    assert holds > 0
-    ask(quiet_engine.scheduler.mq_client, RequestType.CLEAR)
-    assert quiet_engine.lookup(request_id="s", **what) == 2 * CHUNK  # pinned chunks outlive a CLEAR
-    for request_id in ("r", "s", "r", "never"):
-        quiet_engine.scheduler.end_session(request_id)
-    barrier(quiet_engine.scheduler)
-    assert held(quiet_depot) == (0, 0)
-    ask(quiet_engine.scheduler.mq_client, RequestType.CLEAR)
-    assert quiet_engine.lookup(**what) == 0
-
-
 # -- the end, and servers that go away
-
-
-def test_shutdown_unregisters_and_is_safe_twice(depot: Depot) -> None:
-    engine = Engine(depot, caches=[make_caches()])
-    before = depot.status()["instances"]
-    engine.worker.shutdown()
-    assert depot.status()["instances"] == before - 1
-    engine.worker.shutdown()
-    engine.scheduler.shutdown()
-    engine.scheduler.shutdown()
 
 
 def test_after_shutdown_nothing_hangs(depot: Depot) -> None:

@@ -58,17 +58,6 @@ def test_a_request_goes_once_its_event_has_happened_without_anyone_looking(waits
     assert outcomes.told == [("r", None)]
 
 
-def test_no_request_waits_behind_the_event_of_an_earlier_one(waits: EventQueue) -> None:
-    outcomes, store, load = Outcomes(), Later(), Later()
-    waits.put(store, *outcomes.of("store"))
-    waits.put(load, *outcomes.of("load"))
-    load.there = True
-    eventually(lambda: outcomes.told)
-    assert outcomes.told == [("load", None)]
-    store.there = True
-    eventually(lambda: len(outcomes.told) == 2)
-
-
 def test_who_looks_lets_go_on_its_own_thread_while_ours_has_nothing_left_to_do() -> None:
     """A switch of threads costs milliseconds under the GIL; an engine that polls need not wait for one."""
     threads: list[threading.Thread] = []

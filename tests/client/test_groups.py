@@ -67,19 +67,6 @@ def test_another_number_of_layouts_than_of_groups_is_refused(layouts: list[Layou
         SPEC.register(7, layouts)
 
 
-def test_a_group_that_the_server_refuses_is_the_callers_error(worker: WorkerClient, peer: Answering) -> None:
-    answered = peer.ask
-
-    def ask(request: wire.Request, *args: Any, **options: Any) -> Any:
-        future = answered(request, *args, **options)
-        peer.answer(BadRequest("no") if isinstance(request, wire.Register) and request.group else None)
-        return future
-
-    peer.ask = ask  # type: ignore[method-assign]
-    with pytest.raises(BadRequest, match="no"):
-        worker.register(LAYOUTS)
-
-
 def test_a_store_is_one_message_a_group_all_of_one_ticket(worker: WorkerClient, peer: Answering) -> None:
     full, window = transfer("a", [1, 2, 3, 4]), transfer("a", [5, 6, 7, 8], group=1)
     other = transfer("b", [9, 10])

@@ -88,21 +88,6 @@ def test_it_stores_looks_up_and_retrieves(engine: Engine, mode: str) -> None:
     assert read_blocks(caches, others) == neighbours
 
 
-@pytest.mark.parametrize("mode", ["tokens", "hashes"])
-def test_several_requests_go_in_one_message_and_each_key_has_its_answer(engine: Engine, mode: str) -> None:
-    worker, caches = engine.workers[0], engine.caches[0]
-    one, two, never = (name_chunks(engine, mode, count) for count in (1, 2, 1))
-    worker.store("s", [*one, *two], [0, 1, 2, 3, 4, 5])
-    assert engine.finish() == {"s": True}
-    targets = [10, 11, 12, 13, 14, 15, 16, 17]
-    untouched = read_blocks(caches, [14, 15])
-    worker.retrieve("r", [*two, *never, *one], targets)
-    answer = engine.finish()["r"]
-    assert answer == [True] * len(two) + [False] * len(never) + [True] * len(one)
-    assert read_blocks(caches, [10, 11, 12, 13, 16, 17]) == read_blocks(caches, [2, 3, 4, 5, 0, 1])
-    assert read_blocks(caches, [14, 15]) == untouched
-
-
 def test_layers_without_names_may_be_registered_one_by_one(depot: Depot) -> None:
     engine = Engine(depot)
     worker, tensors = engine.workers[0], [torch.randn(BLOCKS, BLOCK, 2), torch.randn(BLOCKS, BLOCK, 5)]
@@ -146,19 +131,3 @@ def test_it_shares_chunks_with_our_adapters_of_the_same_model(depot: Depot, engi
         assert read_blocks(engine.caches[0], [5, 4]) == read_blocks(caches, [0, 1])
     ours.shutdown()
     scheduler.shutdown()
-
-
-def test_two_of_them_may_choose_the_same_instance_id(depot: Depot, engine: Engine) -> None:
-    other = Engine(depot)
-    assert other.workers[0].instance_id == engine.workers[0].instance_id
-    for one in (engine, other):
-        keys = name_chunks(one, "tokens", 1)
-        one.workers[0].store("s", keys, [0, 1])
-        assert one.finish() == {"s": True}
-        one.workers[0].retrieve("r", keys, [2, 3])
-        assert one.finish() == {"r": [True]}
-        assert read_blocks(one.caches[0], [2, 3]) == read_blocks(one.caches[0], [0, 1])
-    other.close()
-    keys = name_chunks(engine, "hashes", 1)
-    engine.workers[0].store("s", keys, [0, 1])
-    assert engine.finish() == {"s": True}

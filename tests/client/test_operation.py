@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.transfer import Operation
-from kvdepot.errors import DeadlineExceeded, Unavailable
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.server.process import kill
+from tests.conftest import HANG_S, Depot
 
 
 @pytest.fixture
@@ -55,20 +52,3 @@ def test_a_lookup_is_told_once_however_often_its_answer_is_asked_for(engine: Eng
     engine.scheduler.maybe_submit_lookup_request("short", token_ids=[1])
     assert engine.scheduler.check_lookup_result("short") == 0
     assert len(told) == 1  # nothing was asked of the depot
-
-
-@pytest.mark.faults
-def test_what_fails_is_told_with_its_error(start_depot: StartDepot) -> None:
-    server = start_depot()
-    engine = Engine(server)
-    told = watch(engine)
-    kill(server)
-    assert engine.lookup(list(range(CHUNK))) == 0
-    engine.worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(CHUNK))), None)
-    eventually(lambda: engine.worker.get_finished({"s"})[0])
-    assert [(each.kind, each.chunks, each.done, each.size_bytes) for each in told] == [
-        ("lookup", 1, 0, 0),
-        ("store", 1, 0, 0),
-    ]
-    assert all(isinstance(each.error, Unavailable | DeadlineExceeded) for each in told)
-    engine.close()

@@ -8,7 +8,7 @@ import pytest
 
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient, Unanswered
 from kvdepot.client.transfer import ShardSpec
-from kvdepot.errors import BadRequest, DeadlineExceeded, ProtocolError, Unavailable, UnknownRequest
+from kvdepot.errors import BadRequest, DeadlineExceeded, ProtocolError, Unavailable
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
 
@@ -87,12 +87,3 @@ def test_a_caller_is_held_back_twice_at_most(scheduler: SchedulerClient, peer: A
         peer.heard += 1
     assert isinstance(scheduler.wait_lookup("r", 0.0), Unanswered), "asked a third time"
     assert scheduler.wait_lookup("r", 0.0) == Pending(), "when it comes up anew"
-
-
-def test_what_was_forgotten_is_unknown(scheduler: SchedulerClient, peer: Answering) -> None:
-    scheduler.submit_lookup("r", HASHES)
-    scheduler.forget_lookup("r")
-    scheduler.forget_lookup("r")
-    with pytest.raises(UnknownRequest):
-        scheduler.check_lookup("r")
-    assert scheduler.known_tokens("r") == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.transfer import Operation, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Ended, WorkerClient
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.protocol import wire
@@ -47,26 +47,6 @@ def test_requests_of_one_store_end_together_and_each_once(worker: WorkerClient, 
     assert worker.poll({"b"}) == Ended({"a", "b"}, set())
     assert worker.poll({"a"}) == Ended(set(), set()), "told twice"
     assert worker.counters["stores_dropped"] == 0
-
-
-@pytest.mark.parametrize("value", [False, Unavailable("gone"), 1, None])
-def test_a_store_that_was_not_whole_is_counted(worker: WorkerClient, peer: Answering, value: object) -> None:
-    told: list[Operation] = []
-    worker.watch = told.append
-    worker.submit_store(["a"], [transfer("a", [1, 2])], None)
-    peer.answer(value)
-    assert worker.poll({"a"}).stored == {"a"} and worker.counters["stores_dropped"] == 1
-    assert [(each.done, each.error is None) for each in told] == [(0, value is False)]
-
-
-def test_blocks_of_chunks_that_did_not_come_have_failed_unless_skipped(worker: WorkerClient, peer: Answering) -> None:
-    parts = [transfer("a", [1, 2, 3, 4], skip_blocks=1), transfer("b", [5, 6, 7, 8], skip_blocks=1)]
-    worker.submit_retrieve(["a", "b"], parts, None)
-    peer.answer([False, True, True, False])
-    assert worker.poll(set()) == Ended(set(), {"a", "b"})
-    assert worker.take_failed_blocks() == {2, 7, 8}
-    assert worker.take_failed_blocks() == set()
-    assert worker.counters["chunks_failed"] == 2
 
 
 def test_chunks_of_another_size_are_never_sent_and_have_failed_whole(worker: WorkerClient, peer: Answering) -> None:

@@ -85,24 +85,6 @@ def test_a_worker_killed_during_a_retrieve_leaves_chunks_whole_for_others(
     assert not other.tell("stats")["wrong"]
 
 
-def test_the_pins_of_a_scheduler_that_is_killed_are_released_and_the_worker_goes_on(
-    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
-) -> None:
-    depot = start_depot(arena_mib=16, chunk_size=64)
-    watcher = watch(depot)
-    worker, scheduler = start_driver(depot.url), start_driver(depot.url)
-    for family in range(20):
-        assert worker.tell("store", family=family, chunks=3) is True
-        assert scheduler.tell("lookup", family=family, chunks=3, keep=f"request {family}") == 3
-    assert watcher.status()["holds"] == watcher.status()["sessions"] == 20
-    assert worker.tell("retrieve", family=5, chunks=3) == 0
-    assert watcher.status()["holds"] == 20  # the pins of others are not the worker's to end
-    scheduler.kill()
-    eventually(lambda: watcher.status()["sessions"] == watcher.status()["holds"] == 0)
-    assert worker.tell("hits", families=list(range(20)), chunks=3) == 60
-    assert not worker.tell("stats")["wrong"]
-
-
 def test_engines_killed_and_started_again_leave_no_descriptor_thread_or_map_behind(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:

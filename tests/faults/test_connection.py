@@ -203,21 +203,3 @@ def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_ba
         return bool(reached and status["sessions"] == status["holds"] == 0)
 
     eventually(has_ended)
-
-
-def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:
-    proxy.delay_s = 0.03
-    driver = start_driver(proxy.url, width=64)
-    driver.tell("start", families=10)
-    loaded = 0
-
-    def enough() -> bool:
-        nonlocal loaded
-        loaded += driver.tell("stats").get("loaded_blocks", 0)
-        return loaded > 100
-
-    eventually(enough)
-    stats = driver.tell("stop")
-    assert not stats["wrong"] and not stats["worker"].get("chunks_failed")
-    assert proxy.passed_bytes > 10_000
-    settled(served)

@@ -13,53 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, SHM, Depot, eventually, suspend
 from tests.faults.conftest import Driver, Nursery, StartDriver
 
 pytestmark = pytest.mark.faults
 
 MIB = 1 << 20
-
-
-def test_an_arena_full_of_pins_drops_stores_until_the_pins_end(
-    start_depot: StartDepot, start_driver: StartDriver
-) -> None:
-    depot = start_depot(arena_mib=1, chunk_size=64)
-    driver = start_driver(depot.url, width=64)  # 16 KiB a chunk: room for about 60
-    pinned = 0
-    while driver.tell("store", family=pinned, chunks=4):
-        assert driver.tell("lookup", family=pinned, chunks=4, keep=f"request {pinned}") == 4
-        pinned += 1
-        assert pinned < 20
-    assert pinned > 10
-    for family in range(100, 110):
-        assert driver.tell("store", family=family, chunks=4) is False
-    status = depot.status()
-    assert status["counters"]["dropped_chunks"] >= 11 and status["sessions"] == pinned
-    assert status["used_bytes"] <= status["capacity_bytes"] < MIB
-    assert driver.tell("hits", families=list(range(pinned)), chunks=4) == 4 * pinned
-    for family in range(pinned):
-        driver.tell("end_session", request_id=f"request {family}")
-    eventually(lambda: depot.status()["holds"] == 0)
-    for family in range(100, 110):
-        assert driver.tell("store", family=family, chunks=4) is True
-    assert driver.tell("hits", families=list(range(100, 110)), chunks=4) == 40
-    assert not driver.tell("stats")["wrong"]
-
-
-def test_an_arena_smaller_than_a_chunk_drops_its_stores_and_serves_models_that_fit(
-    start_depot: StartDepot, start_driver: StartDriver
-) -> None:
-    depot = start_depot(arena_mib=2, chunk_size=64)
-    large = start_driver(depot.url, model="large", blocks=16, width=1 << 14)  # 4 MiB a chunk
-    small = start_driver(depot.url, model="small")
-    assert small.tell("store", family=1, chunks=3) is True
-    for family in range(5):
-        assert large.tell("store", family=family, chunks=2) is False
-        assert large.tell("lookup", family=family, chunks=2) == 0
-    assert depot.status()["counters"]["dropped_chunks"] == 10
-    assert small.tell("hits", families=[1], chunks=3) == 3  # it made no room for what never fits
-    assert not small.tell("stats")["wrong"]
 
 
 # -- /dev/shm

@@ -25,7 +25,7 @@ from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Connect, MakeEngine, StartDriver
+from tests.faults.conftest import Connect, MakeEngine
 
 pytestmark = pytest.mark.faults
 
@@ -130,11 +130,6 @@ def layout(scene: Scene, **changes: Any) -> Layout:
     return Layout([mapping], segments, num_blocks, fingerprint)
 
 
-def test_a_layout_that_is_longer_than_its_file_is_refused(scene: Scene) -> None:
-    with pytest.raises(LayoutError, match="bytes, not"):
-        scene.client.ask(wire.Register(9, layout(scene, bytes=1 << 30))).result(HANG_S)
-
-
 @pytest.fixture
 def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Names of files that are no tensors of the client's."""
@@ -225,27 +220,6 @@ def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
 
 
 # -- layouts that do not agree
-
-
-def test_two_engines_of_one_rank_with_different_layouts_never_mix(
-    start_depot: StartDepot, start_driver: StartDriver
-) -> None:
-    depot = start_depot(arena_mib=16, chunk_size=64)
-    narrow, wide = start_driver(depot.url, width=16), start_driver(depot.url, width=32)
-    families = list(range(20))
-    for family in families:
-        assert narrow.tell("store", family=family, chunks=3) is True
-    assert wide.tell("hits", families=families, chunks=3) == 0
-    assert wide.tell("retrieve", family=1, chunks=3) == 3 * 64 // BLOCK  # asked for all the same: all blocks fail
-    assert narrow.tell("retrieve", family=1, chunks=3) == 0
-    for family in families:
-        assert wide.tell("store", family=family, chunks=3) is True
-    for driver in (narrow, wide):
-        assert driver.tell("hits", families=families, chunks=3) == 60
-        driver.send("run", steps=600, families=30)
-    for driver in (narrow, wide):
-        assert not driver.answer()["wrong"]
-    assert [namespace["engines"] for namespace in depot.status()["namespaces"]] == [1, 1]
 
 
 def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothing(

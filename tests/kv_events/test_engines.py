@@ -142,20 +142,6 @@ def test_a_later_engine_is_credited_with_stored_chunks_and_a_gone_one_with_none(
     assert not follower.router.twice and follower.replays <= 1
 
 
-def test_engines_that_name_one_topic_for_their_node_are_told_of_once(host: Host) -> None:
-    follower, tokens, topic = host.follower(), prompt(1, 2), "kv@node:worker-7@llama"
-    first, second = host.engine(topic), host.engine(topic)
-    first.store_prompt(tokens)
-    follower.wait(lambda router: router.blocks(tokens, "llama") == {"node:worker-7": 2 * PER_CHUNK})
-    first.close()
-    longer = tokens + prompt(2, 1)
-    second.store_prompt(longer)
-    follower.wait(lambda router: router.blocks(longer, "llama") == {"node:worker-7": 3 * PER_CHUNK})
-    assert host.depot.status()["kv_event_topics"] == 1
-    assert host.depot.status()["settings"]["kv_events"] == host.endpoint
-    assert not follower.router.twice
-
-
 @pytest.mark.faults
 def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host: Host) -> None:
     follower = host.follower(clears=False)
@@ -192,32 +178,6 @@ def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host)
     later = host.follower()
     engine.describe(chain, tokens)  # as an engine whose lookup has found them
     later.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
-
-
-def test_only_chunks_that_tokens_alone_identify_are_credited(host: Host) -> None:
-    follower, engine = host.follower(), host.engine(TOPICS[0])
-    told = prompt(1, 1)
-    engine.store_prompt(prompt(2, 2), describe=False)
-    engine.store_prompt(prompt(3, 2), root=derive_root(("salt", "alice")))
-    engine.describe(engine.store_prompt(prompt(4, 2), describe=False), prompt(5, 2))  # other tokens
-    half = prompt(6, 2)
-    engine.describe(engine.store_prompt(half, describe=False), half, first=1)  # without its parent
-    engine.store_prompt(told)
-    follower.wait(lambda router: router.blocks(told, "llama") == {PODS[0]: PER_CHUNK})
-    for tokens in (prompt(2, 2), prompt(3, 2), prompt(4, 2), prompt(5, 2), half):
-        assert follower.router.score(tokens, "llama") == {}
-    chain = ChunkChain(CHUNK)
-    chain.extend(half)
-    engine.describe(chain, half)
-    follower.wait(lambda router: router.blocks(half, "llama") == {PODS[0]: 2 * PER_CHUNK})
-
-
-def test_of_a_model_with_windows_the_chunks_that_every_hit_needs_are_credited(host: Host) -> None:
-    groups = (GroupSpec(2, BLOCKS_IN_CHUNK), GroupSpec(0, BLOCKS_IN_CHUNK))
-    follower, tokens = host.follower(), prompt(1, 3)
-    host.engine(TOPICS[0], groups=groups).store_prompt(tokens)
-    follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
-    assert not follower.router.twice
 
 
 def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepot) -> None:

@@ -13,11 +13,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.errors import Unavailable
 from kvdepot.kv_events import engine_view
 from kvdepot.kv_events import publisher as kv_events
-from kvdepot.kv_events.feed import Feed
-from kvdepot.kv_events.publisher import Publisher, replay_endpoint
+from kvdepot.kv_events.publisher import replay_endpoint
 from tests.cli.command import keygen
 from tests.conftest import Depot, StartDepot, clear, eventually
 from tests.kv_events.desk import CHUNK, A, Desk, Follower, described, keys, prompt
@@ -264,15 +262,6 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
 
 
 # -- endpoints and servers
-
-
-def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    feed = Feed()
-    with socket.create_server(("127.0.0.1", 0)) as taken, zmq.Context() as context:
-        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(Unavailable, match=url):
-            Publisher(feed, url, context).close()
-    feed.close()
 
 
 @pytest.mark.faults

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
@@ -99,19 +98,6 @@ class SpaceMachine(RuleBasedStateMachine):
 
 TestSpaceMachine = SpaceMachine.TestCase
 TestSpaceMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_chunks_of_one_size_are_never_cut() -> None:
-    draw = random.Random(5)
-    allocator = Allocator(0, 100 * PAGE)
-    held = [allocator.allocate(7 * PAGE) for _ in range(14)]
-    for _ in range(500):
-        for extents in (held.pop(draw.randrange(len(held))) for _ in range(draw.randrange(1, 8))):
-            assert extents is not None
-            allocator.free(extents)
-        while (extents := allocator.allocate(7 * PAGE)) is not None:
-            held.append(extents)
-        assert len(held) == 14 and all(extents is not None and len(extents) == 1 for extents in held)
 
 
 def test_giving_back_twice_or_what_lies_outside_is_a_bug_of_the_caller() -> None:

@@ -19,7 +19,6 @@ from tests.programs import missing
 GIB = 1 << 30
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\n"
-NO_LIMIT = str((1 << 63) - 4096)
 
 
 def tree(root: Path, cgroup: str, mounts: str, **files: int | str) -> dict[str, tuple[int, int, bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 
@@ -95,18 +94,6 @@ def test_a_prompt_that_grows_hashes_like_one_from_scratch(tokens: list[int], siz
         assert chunks_of(chain)[: cut // size] == by_hand(tokens, size)[: cut // size]
         assert len(chain) >= cut // size
     assert chunks_of(chain) == by_hand(tokens, size)
-
-
-def test_the_same_tokens_as_fresh_int_objects_continue_the_chain() -> None:
-    tokens = [random.Random(1).randrange(2**31) for _ in range(64)]
-    fresh = [int(str(token)) for token in tokens]
-    assert not any(a is b for a, b in zip(tokens, fresh, strict=True))
-    chain = ChunkChain(8)
-    chain.extend(tokens[:40])
-    kept = bytes(chain.hashes)
-    chain.extend(fresh)
-    assert bytes(chain.hashes[: len(kept)]) == kept
-    assert chunks_of(chain) == by_hand(tokens, 8)
 
 
 def test_parents_and_slices_are_the_hashes_of_the_chunks_they_name() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ from kvdepot import errors
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import Depot, eventually
+from tests.conftest import Depot
 from tests.protocol.raw import Raw
 
 SHM = Path("/dev/shm")
@@ -175,50 +174,12 @@ def test_unknown_tags_and_shapes_are_answered_and_the_connection_goes_on(known: 
 # -- frames
 
 
-def test_a_message_longer_than_the_limit_gets_a_protocol_error(depot: Depot, known: Raw) -> None:
-    before = bad_messages(depot)
-    value = known.ask_bytes(bytes(4 * MIB))
-    assert isinstance(value, errors.ProtocolError)
-    assert str(4 * MIB) in str(value)
-    assert bad_messages(depot) == before + 1
-    assert known.ask(wire.Noop()) == "ok"
-
-
 def test_a_message_far_longer_than_the_limit_ends_at_most_its_own_connection(depot: Depot, raw: Raw) -> None:
     raw.hello()
     raw.send(bytes(16 * MIB + 1))
     other = Raw(depot).hello()
     assert other.ask(wire.Noop()) == "ok"
     other.close()
-
-
-def test_a_client_that_reads_nothing_does_not_stop_the_server(depot: Depot, known: Raw) -> None:
-    frame = wire.encode_request(1, wire.Status())
-    for _ in range(20_000):
-        try:
-            known._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            break
-    other = Raw(depot).hello()
-    assert other.ask(wire.Noop()) == "ok"
-    other.close()
-
-
-# -- registrations
-
-
-def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
-    depot: Depot, known: Raw, memory: str
-) -> None:
-    def mapped() -> int:
-        return Path(f"/proc/{depot.process.pid}/maps").read_text().count(memory)
-
-    assert known.ask(wire.Register(1, layout(memory))) is None
-    assert mapped() == 1
-    assert type(known.ask(wire.Register(1, layout(memory), "m", 1, 5, 2))) is errors.BadRequest
-    known.send(wire.encode_request(99, wire.Unregister(1)))
-    assert known.receive() == (99, None)
-    eventually(lambda: mapped() == 0)
 
 
 # -- lookups, stores and retrieves

@@ -6,7 +6,6 @@ import queue
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -146,12 +145,6 @@ def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, sai
 
 
 # -- files
-
-
-def test_only_its_user_can_open_the_socket_the_lock_and_the_arena(small: Depot) -> None:
-    path, lock, arena = files(small)
-    assert stat.S_ISSOCK(path.stat().st_mode)
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, lock, arena)] == [0o600] * 3
 
 
 def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:

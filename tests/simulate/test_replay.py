@@ -225,16 +225,6 @@ def test_the_result_depends_neither_on_processes_nor_on_hash_seeds(chat: str) ->
     assert simulate(*common, "--jobs", "2", PYTHONHASHSEED="2").stdout == alone.stdout
 
 
-def test_a_table_has_a_line_a_capacity_and_a_column_a_policy(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", chat, "--policy", "lru,infinite", "--capacity-blocks", "1000,50"]) == 0
-    out = capsys.readouterr().out
-    assert f"{chat}: 300 requests" in out
-    expected = [f"{replay(load(chat), policy, 50).hit_rate:.1%}" for policy in ("lru", "infinite")]
-    line = next(line for line in out.splitlines() if " 50 " in line)
-    assert [text for text in expected if text.replace("%", " %") not in line] == []
-    assert out.index(" 50 ") < out.index(" 1,000 ")
-
-
 def test_capacities_are_given_and_shown_in_gib(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
     sized = ["--kv-bytes-per-token", "128KiB", "--capacity", "1GiB,6.3GiB"]  # 64 MiB a block
     assert main(["simulate", chat, "--policy", "lru", "--json", *sized]) == 0
@@ -244,15 +234,6 @@ def test_capacities_are_given_and_shown_in_gib(chat: str, capsys: pytest.Capture
     assert [line.split("│")[1:3] for line in out.splitlines() if line.startswith("│")] == [
         [f"{blocks:>7} ", f"{gib:>5} "] for blocks, gib in ((32, "1"), (201, "6.28"))
     ]
-
-
-def test_capacities_spread_up_to_all_blocks_unless_they_are_given(
-    chat: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", chat, "--policy", "infinite", "--json"]) == 0
-    capacities = [row["capacity_blocks"] for row in json.loads(capsys.readouterr().out)]
-    assert capacities[-1] == load(chat).unique
-    assert all(1.8 < after / before < 2.3 for before, after in itertools.pairwise(capacities))
 
 
 @pytest.mark.faults

@@ -269,16 +269,6 @@ def test_encrypted_bytes_show_nothing_and_never_repeat(codec: Codec) -> None:
 
 
 @sealed
-def test_another_key_is_noticed_before_a_byte_is_decrypted(codec: Codec) -> None:
-    header, rest = coding_of(codec, normal(1000))
-    out = np.zeros(1000, np.uint8)
-    for other in (Codec(key=OTHER_KEY), Codec(True, OTHER_KEY), PLAIN, ZSTD):
-        assert other.why_not(header)
-        assert not other.decode(header, rest, [out.data])
-    assert not out.any()
-
-
-@sealed
 @pytest.mark.parametrize(
     "change",
     [{"facts": b"o" * 32}, {"key": b"o" * 32}, {"salt": b"o" * 16}, {"checksum": 9}, {"born": 9}, {"nonce": bytes(12)}],
@@ -313,16 +303,6 @@ def key_file(tmp_path: Path) -> Path:
     path.write_text(KEY.hex() + "\n")
     path.chmod(0o600)
     return path
-
-
-def test_options_name_the_key_and_what_one_depot_wrote_another_with_that_key_reads(key_file: Path) -> None:
-    kv = normal(1000)
-    header, rest = coding_of(make_codec(Options(compress="zstd", key_file=str(key_file))), kv)
-    out = np.zeros(1000, np.uint8)
-    assert make_codec(Options(key_file=str(key_file))).decode(header, rest, [out.data]) and (out == kv).all()
-    assert not BOTH.why_not(header)
-    header, _ = coding_of(make_codec(Options()), kv)
-    assert header.coding == 0
 
 
 @pytest.mark.parametrize(

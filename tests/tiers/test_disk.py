@@ -137,20 +137,6 @@ def test_a_directory_in_use_is_refused_and_free_once_its_process_is_killed(
 # -- the bound
 
 
-def test_a_smaller_capacity_holds_from_the_first_write_after_a_restart(root: Path, start: Callable[..., Disk]) -> None:
-    tier = start()
-    for number in range(40):
-        assert write(tier, number, 100_000)
-        os.utime(file_of(root, number), (number, number))
-    tier.close()
-    tier = start(MIB)
-    assert allocated(root) <= MIB
-    assert write(tier, 100, 100_000)
-    assert allocated(root) <= MIB
-    kept = there(tier, *range(40))
-    assert kept == [*range(40 - len(kept), 40)] and 5 < len(kept) <= 10, "the longest unused went first"
-
-
 def test_the_order_of_use_survives_a_restart(root: Path, start: Callable[..., Disk]) -> None:
     tier = start()
     for number in range(8):
@@ -335,16 +321,6 @@ def test_what_a_killed_process_was_writing_and_removing_is_gone_after_the_start(
     usage = tier.usage()
     assert usage.objects == 1 and usage.counters["swept"] == 2
     assert allocated(root) < MIB and read(tier, 1) == content(1, 10_000)
-
-
-def test_a_file_of_nothing_is_no_object_after_a_power_cut(root: Path, start: Callable[..., Disk]) -> None:
-    tier = start()
-    assert write(tier, 1) and write(tier, 2)
-    os.truncate(file_of(root, 1), 0)
-    tier.close()
-    tier = start()
-    assert there(tier, 1, 2) == [2] and tier.usage().objects == 1
-    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
 
 
 # -- files that change behind our back

@@ -156,18 +156,6 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
     assert tier.usage().objects == 0 and tier.usage().counters["expired"] == 1 + 1
 
 
-def test_an_object_that_is_being_read_does_not_keep_an_account_above_its_cap(start: Callable[..., Disk]) -> None:
-    tier = start(Rules())
-    for number in range(6):
-        assert write(tier, "blue", number)
-    entry = tier._folder._ledger.hold(name_of("blue", 0))
-    assert entry is not None
-    enforce(tier, of_tenants(blue=on_disk(cap=2)))
-    assert there(tier, "blue", range(6)) == [0, 5], "what is read is not evicted"
-    tier._folder._ledger.release(entry)
-    assert write(tier, "blue", 7) and there(tier, "blue", range(8)) == [5, 7]
-
-
 def test_floors_beyond_the_capacity_are_refused_at_the_start(tmp_path: Path) -> None:
     config = parse(f"disk://{tmp_path}/tier?capacity_gib=1MiB")
     config = type(config)(

@@ -71,12 +71,6 @@ def test_shards_that_differ_in_any_fact_have_other_names_and_headers(change: dic
     assert not HEADER.names(other, b"s" * 16, b"k" * 32, 1 << 20)
 
 
-def test_a_header_names_one_salt_key_and_size() -> None:
-    assert not HEADER.names(FACTS, NO_SALT, b"k" * 32, 1 << 20)
-    assert not HEADER.names(FACTS, b"s" * 16, b"o" * 32, 1 << 20)
-    assert not HEADER.names(FACTS, b"s" * 16, b"k" * 32, 1 << 21)
-
-
 def test_names_are_short_and_of_characters_that_every_store_takes() -> None:
     name = msgspec.structs.replace(FACTS, model="m" * 4096, rank=0xFFFF).name(b"s" * 16, b"k" * 32)
     assert len(name) <= 160

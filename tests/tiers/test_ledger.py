@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hypothesis
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
 from kvdepot.tiers.disk.ledger import Entry, Ledger
 from kvdepot.tiers.rules import owner_of
@@ -119,19 +117,3 @@ class Life(RuleBasedStateMachine):
 
 Life.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_objects_that_could_not_be_removed_can_be_evicted(policy: str) -> None:
-    ledger = Ledger(1 << 30, policy)
-    ledger.rank()
-    for number in range(200):
-        entry = Entry(name=f"{'AAAB'[number % 4]}{number:064d}", charge=10)
-        assert ledger.reserve(10, entry.owner)
-        ledger.enter(entry)
-    for entry in ledger.forget("", ""):
-        (ledger.keep if entry.name[0] == "B" else ledger.settle)(entry)
-    evicted = []
-    while (victim := ledger.victim("", 0)) is not None:
-        evicted.append(victim.name)
-    assert len(set(evicted)) == len(evicted) == 50

@@ -117,24 +117,6 @@ def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tenso
     return raw, groups
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
-def test_pages_of_two_sizes_are_one_piece_in_whatever_order_vllm_names_them(layout: str) -> None:
-    """MLA with an indexer: two layers in turns, and in memory all of one kind before all of the other."""
-    specs = [MLAAttentionSpec(TOKENS, num_kv_heads=1, head_size=size, dtype=torch.bfloat16) for size in (48, 16)]
-    block = sum(LAYERS * spec.page_size_bytes for spec in specs)
-    raw, kinds, offset = torch.zeros(block * BLOCKS, dtype=torch.int8), [], 0
-    for number, spec in enumerate(specs):
-        names = [f"{number}.{i}" for i in range(LAYERS)]
-        fixed = (None, block, None, None, None)
-        strides = compute_layout_strides(spec, BLOCKS, LAYERS, KVCacheLayout[layout], fixed_strides=fixed)
-        tensor = KVCacheTensor(len(raw), names, layer_stride=strides[0], block_stride=block, offset=offset)
-        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout[layout], tensor)
-        kinds.append(list(zip(names, views, strict=True)))
-        offset += LAYERS * spec.page_size_bytes
-    described = describe_kv(dict(pair for both in zip(*kinds, strict=True) for pair in both), BLOCKS, "backend")
-    assert [segment.size for segment in described.segments] == [block]
-
-
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_padding(layout: str) -> None:
     raw, groups = overlaid(layout)

@@ -53,19 +53,6 @@ def test_boundaries_within_a_prompt_are_as_far_apart_with_small_chunks() -> None
     assert stored == {*range(252, 256), *range(508, 512), *range(764, 768), *range(996, 1000)}
 
 
-def test_parts_are_stored_for_the_ends_of_a_prompt_and_for_no_others() -> None:
-    plan = GroupPlan([whole(), window(512)], CHUNK)
-    tables = [table(0, 9 * CHUNK, 128), table(1, 9 * CHUNK, 128)]
-    pieces = plan.to_store(tables, range(8), 8 * CHUNK + 17)
-    assert pieces[0] == Piece(0, 0, 8, tables[0][:16])
-    assert pieces[1:] == [Piece(1, 6, 8, tables[1][12:16])]
-    # Of a prompt of whole chunks the last one cannot be loaded for the same prompt, but for a longer one.
-    assert covered(plan.to_store(tables, range(8), 8 * CHUNK), 1) == {5, 6, 7}
-    # Step by step, they are the same.
-    steps = [plan.to_store(tables, range(first, first + 1), 8 * CHUNK + 17) for first in range(8)]
-    assert covered([piece for step in steps for piece in step], 1) == {6, 7}
-
-
 def test_long_prompts_have_boundaries_on_the_way_as_far_apart_as_is_said() -> None:
     tables = [table(0, 64 * CHUNK, 128), table(1, 64 * CHUNK, 128)]
     plan = GroupPlan([whole(), window(512)], CHUNK)
@@ -85,22 +72,6 @@ def test_where_prompts_have_parted_before_there_is_a_boundary() -> None:
     assert covered(plan.to_store(tables, range(4), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
     assert covered(plan.to_store(tables, range(4, 8), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == {3, 4}
     assert covered(plan.to_store(tables, range(6, 8), 12 * CHUNK + 1, junction=5 * CHUNK), 1) == set()
-
-
-def test_behind_the_prompt_every_chunk_may_be_the_last() -> None:
-    plan = GroupPlan([whole(), window(512)], CHUNK)
-    tables = [table(0, 12 * CHUNK, 128), table(1, 12 * CHUNK, 128)]
-    assert covered(plan.to_store(tables, range(12), 4 * CHUNK + 9), 1) == set(range(2, 12))
-
-
-def test_blocks_that_were_read_come_before_computed_ones_without_null_blocks() -> None:
-    plan = GroupPlan([whole(), window(512)], CHUNK)
-    tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128, skipped=CHUNK)]
-    blocks, read = plan.split(tables, 2 * CHUNK + 1)
-    assert blocks[:read] == tables[0][:5] + tables[1][2:5]
-    assert blocks[read:] == tables[0][5:] + tables[1][5:]
-    blocks, read = plan.split(tables, 0, end=2)
-    assert (read, blocks) == (0, tables[0][:4] + tables[1][2:4])
 
 
 def test_only_blocks_that_leave_their_request_are_held() -> None:
