@@ -1,6 +1,8 @@
 """Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `lease`, `forget`), and resetting an engine's cache.
 
-Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other.
+Called by cli/, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other. What takes a
+client blocks until the server has answered, 30 s at most, and raises the server's error, or ProtocolError for an answer
+of another version.
 """
 
 from __future__ import annotations
@@ -60,22 +62,20 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     file = tokens or hashes or "-"
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        words = re.findall(r"[^\s,\[\]\"]+", text)
-        chunks = b"" if tokens else b"".join(map(_hash, words))
-        ids = list(map(_token, words)) if tokens else []
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
-    except ValueError as exc:
+    words = re.findall(r"[^\s,\[\]\"]+", text)
+    form, fault = ("[0-9]{1,20}", "a number") if tokens else (f"[0-9a-fA-F]{{{2 * HASH_BYTES}}}", "one")
+    if wrong := next((word for word in words if not re.fullmatch(form, word)), ""):
         wanted = "token ids, such as [1, 2, 3]" if tokens else f"chunk hashes of {2 * HASH_BYTES} hexadecimal digits"
-        raise ConfigError(f"{file}: not a list of {wanted}: {exc}") from exc
+        raise ConfigError(f"{file}: not a list of {wanted}: {wrong[:80]!r} is not {fault}")
+    ids, chunks = (list(map(int, words)), b"") if tokens else ([], bytes.fromhex("".join(words)))
     return make_prompt(client, ids, chunks, model, salt)
 
 
 def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str) -> PromptChunks:
-    """The chunks with these hashes or, without any, of these token ids.
-
-    model: see `read_prompt`. Blocks until the server has answered. Raises ConfigError.
-    """
+    """The chunks with these hashes or, without any, of these token ids. model: as in `read_prompt`. Raises
+    ConfigError."""
     spec = _spec_named(client, model)
     if not hashes:
         chain = ChunkChain(spec.chunk_tokens, derive_root(*([("salt", salt)] if salt else [])))
@@ -89,7 +89,7 @@ def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, s
 def find_prompt(client: Client, end: bytes, model: str, salt: str) -> PromptChunks:
     """The chunks in memory up to the one with the hash `end`, of a client without a tenant.
 
-    model: see `read_prompt`. Blocks until the server has answered. Raises ConfigError; BadRequest if memory lacks one.
+    model: see `read_prompt`. Raises ConfigError; BadRequest if memory lacks one.
     """
     spec = _spec_named(client, model)
     listed = inspect(client, spec.model, end=end)
@@ -142,18 +142,6 @@ def _spec_named(client: Client, model: str) -> ShardSpec:
     return ShardSpec(*shape)
 
 
-def _token(word: str) -> int:
-    if not (word.isascii() and word.isdigit()):
-        raise ValueError(f"{word[:80]!r} is not a number")
-    return int(word)
-
-
-def _hash(word: str) -> bytes:
-    if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * HASH_BYTES}}}", word):
-        raise ValueError(f"{word[:80]!r} is not one")
-    return bytes.fromhex(word)
-
-
 def warm(client: Client, prompt: PromptChunks, progress: Callable[[int], None] = lambda chunks: None) -> int:
     """Load a prompt's chunks from the tiers into memory. Blocks until no more arrive; returns how many of its first
     chunks are in memory. progress: called with that number as it grows.
@@ -188,48 +176,33 @@ def lease(
 
 
 def end_lease(client: Client, name: str, drops: bool = False) -> None:
-    """End a lease. drops: also remove its chunks, see wire.Drop. Blocks until the server has answered, which does not
-    wait for the removal. Raises BadRequest if there is no lease of that name."""
+    """End a lease. drops: also remove its chunks, see wire.Drop; does not wait for that. Raises BadRequest if there is
+    no lease of that name."""
     if not client.ask(wire.EndLease(name, drops)).result(_ANSWER_S):
         raise BadRequest(f"there is no lease {name!r}; `kvdepot lease` lists them")
 
 
 def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
-    """Remove a prompt's chunks from memory and tiers, from its end; see wire.Drop. Blocks until memory is done.
-
-    keep: of its first chunks, how many stay in any case. Returns how many chunks were removed from memory.
-    """
+    """Remove a prompt's chunks, but the first `keep`; see wire.Drop. Returns how many were removed from memory."""
     return int(client.ask(prompt.drop(keep)).result(_ANSWER_S))
 
 
 def leases(client: Client) -> list[LeaseStatus]:
-    """The leases that this client may see; see wire.Leases. Blocks until the server has answered.
-
-    Raises ProtocolError if the answer is not of this version.
-    """
+    """The leases that this client may see; see wire.Leases."""
     return _answer(client, wire.Leases(), list[LeaseStatus])
 
 
 def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
-    """The prompts in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
-
-    Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
-    if the answer is not of this version.
-    """
+    """The prompts in memory, as prefix families; see wire.Prefixes. Raises Busy if too many ask at once."""
     return _answer(client, wire.Prefixes(model, sort, most), list[Prefix])
 
 
 def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
-    """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
-
-    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if there are too many models or chunks;
-    Busy if too many ask at once; ProtocolError if the answer is not of this version.
-    """
+    """Where chunks are, in memory: those with `hashes`, or up to `end`; see wire.Inspect."""
     return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus])
 
 
 def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:
-    """The answer to a request. Blocks until it is there; raises ProtocolError if it is of another version."""
     answer = client.ask(request).result(_ANSWER_S)
     try:
         return msgspec.convert(answer, kind)
@@ -256,12 +229,10 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 
 def preview(client: Client, model: str, salt: str) -> Preview:
-    """The chunks that `forget` would remove now. Raises ProtocolError if the server is too old to count."""
+    """The chunks that `forget` would remove now."""
     chunks, size = _answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
-    return Preview(
-        MemoryPreview(chunks, size),
-        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
-    )
+    tiers = {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers}
+    return Preview(MemoryPreview(chunks, size), tiers)
 
 
 def unknown_model(client: Client, model: str) -> str:
@@ -288,25 +259,21 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
 
 
 def status(client: Client) -> Status:
-    """The server's status. Blocks until the server has answered."""
+    """The server's status."""
     return read(client.ask(wire.Status()).result(_ANSWER_S))
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
-    """Give a tenant a quota until the server ends; None: none. Blocks until the server has answered.
+    """Give a tenant a quota until the server ends; None: none.
 
     salt: not the tenant itself, but its requests with this cache salt; only the salt's tag is sent.
-    Raises BadRequest if the quota cannot hold, the server knows no such tenant, or this client has one; Busy if too
-    many chunks would have to change accounts.
     """
     client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(_ANSWER_S)
 
 
 def reset(client: Client, model: str) -> bool:
-    """Forget all chunks of an engine whose weights have changed. False, with a warning, if some may remain.
-
-    Blocks 30 s at most; raises nothing.
-    """
+    """Forget all chunks of an engine whose weights have changed. False, with a warning, if some may remain; raises
+    nothing."""
     try:
         left = not_forgotten(forget(client, model, ""))
     except KVDepotError as exc:

@@ -1,9 +1,8 @@
 """The allocator: which bytes of the arena are free. No I/O; called by core/index/ on the deciding thread.
 
-Invariant: a request for `n` bytes succeeds whenever `n` bytes are free. Chunks of different models have different sizes
-and fragment the space, so an allocation may consist of several extents; it is one extent if one of a larger size class
-is free. Adjacent free extents are joined at once. Extents are multiples of a page, and free ones are kept by size class
-(powers of two), so allocating and freeing are O(1) in the usual case.
+Invariant: a request for `n` bytes succeeds whenever `n` bytes are free. An allocation may consist of several extents;
+it is one if one of a larger size class is free. Extents are multiples of a page, adjacent free ones are joined at once
+and kept by size class (powers of two), so allocating and freeing are O(1) in the usual case.
 """
 
 from __future__ import annotations

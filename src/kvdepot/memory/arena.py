@@ -1,10 +1,7 @@
 """The arena: the named shared-memory file that holds the chunks. The server creates it; copy and tier threads write it.
 
-Invariants: the file is never larger than requested, and no page is touched before the kernel has allocated it.
-memory/arena_header.py describes the file's contents.
-
-A server that finds a file of that name takes it over with its contents, once its lock is free. It refuses a file that
-it does not understand, because only the user may decide to remove it.
+Invariants: the file is never larger than requested, and no page is touched before the kernel has allocated it. A server
+that finds a file of that name takes it over, once its lock is free, but refuses one that it does not understand.
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ class ArenaHeader(NamedTuple):
 
 
 class Watch:
-    """A client's view of an arena: tells whether the server with one boot id still lives.
-
-    secret: that server's secret, which only its own user can read.
-    """
+    """A client's view of an arena: tells whether the server with one boot id lives. secret: that server's."""
 
     def __init__(self, name: str, boot: bytes) -> None:
         """Raises LayoutError if the file is not visible here or others can open it, Unavailable if it is not an arena
@@ -125,7 +122,7 @@ class Watch:
             raise
 
     def is_gone(self) -> bool:
-        """Whether that server can no longer touch any memory: its lock is free, or a server with another boot id holds
+        """Whether that server can no longer touch memory: its lock is free, or a server with another boot id holds
         it."""
         if self._fd < 0 or not locks.is_locked(self._fd):
             return True

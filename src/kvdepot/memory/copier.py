@@ -1,11 +1,7 @@
-"""Copy threads: they move KV bytes between the mapped tensors of workers and the arena, and report the outcome.
+"""Copy threads: they move KV bytes between the mapped tensors of workers and the arena, and report whether all arrived.
 
-The server's loop submits tasks; each kind of device (`devices/`) has a subclass of `Mapped` that moves the bytes. Each
-device has lanes of its own, so that no copy waits for another device's bus. Copy threads decide nothing: they execute a
-task, and report whether every byte arrived.
-
-A chunk is stored in the arena segment by segment, and its extents are filled in order (protocol/layout.py,
-memory/allocator.py):
+Each kind of device (`devices/`) has a subclass of `Mapped` that moves the bytes, and lanes of its own, so that no copy
+waits for another device's bus. A chunk is stored in the arena segment by segment, and its extents are filled in order:
 
     logical bytes of a chunk     [seg 0: block 0..n-1][seg 1: block 0..n-1] ...
     segment s                    [n * before(s), n * before(s) + n * size(s))      before = sizes of earlier segments
@@ -122,10 +118,8 @@ Outcome: TypeAlias = list[int] | Mapped | KVDepotError | None
 
 
 class Copier:
-    """The copy threads. They call `report(token, outcome)`.
-
-    `Copy` describes its outcome; that of a `Call` is its value, or the KVDepotError it raised.
-    """
+    """The copy threads. They call `report(token, outcome)`: as `Copy` describes it, or a `Call`'s value or
+    KVDepotError."""
 
     def __init__(self, arena: Memory, threads: int, report: Callable[[object, Outcome], None]) -> None:
         self._arena = arena

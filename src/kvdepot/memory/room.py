@@ -1,8 +1,7 @@
-"""The memory that this process may still take: the machine's, its control groups' and /dev/shm's.
+"""The memory that this process may still take: the machine's, its control groups' and /dev/shm's. It only reads files.
 
-Used by config.py for the arena's default size, by arena.py, by cli/ for its checks, and by devices/cpu.py before it
-moves KV. Any thread; it only reads files of /proc and /sys. A file in /dev/shm takes memory as its pages are written,
-so one that exceeds a limit is found by the kernel's killer later, in silence: sizes are compared here, before.
+A file in /dev/shm takes memory as its pages are written, so one that exceeds a limit is found by the kernel's killer
+later, in silence: sizes are compared here, before.
 """
 
 from __future__ import annotations

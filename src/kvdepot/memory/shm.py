@@ -101,8 +101,8 @@ def _failed(what: str, exc: OSError) -> KVDepotError:
 def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
     """Map `size` bytes of an engine's file, readable and writable. Returns mapping and descriptor; the caller closes.
 
-    Raises LayoutError if the file is smaller, or is an arena or a liveness file: a copy into those would overwrite
-    kvdepot's own state. Raises Busy if there are no free descriptors or address space.
+    Raises LayoutError if the file is smaller, or is an arena or a liveness file, which a copy would overwrite; Busy if
+    there are no free descriptors or address space.
     """
     if _LIVENESS in name:
         raise LayoutError(f"shared memory {name} is a client's liveness file, not KV tensors")
@@ -124,10 +124,7 @@ def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
 
 def populate(fd: int, offset: int, address: int, size: int) -> str:
     """Allocate every page of a range of a file that is mapped at `address`; returns why that failed, or nothing.
-
-    Blocks without the GIL (about 3 s per GiB the first time). Otherwise, touching a page that cannot be allocated would
-    kill the process with SIGBUS.
-    """
+    Blocks without the GIL (about 3 s per GiB the first time). Touching a page without memory would raise SIGBUS."""
     if not _libc.madvise(address, size, _MADV_POPULATE_WRITE):
         return ""
     error = ctypes.get_errno()
@@ -283,11 +280,8 @@ def _mark_left(address: int, owner: int) -> None:
 
 
 def leave_for(pid: int) -> None:
-    """Mark the clients of a process and of its descendants as having left: its parent is about to end it in order, too
-    fast for it to close its connections.
-
-    Does nothing for another user's process, or one that is gone.
-    """
+    """Mark the clients of a process and of its descendants as having left: its parent is about to end it, too fast for
+    it to close its connections. Does nothing for another user's process, or one that is gone."""
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         maps = process.joinpath("maps").read_text(encoding="utf-8", errors="replace").splitlines()

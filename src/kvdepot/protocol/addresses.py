@@ -1,4 +1,4 @@
-"""Validation and parsing of endpoint addresses. Used by config.py for settings, and by all that bind or connect.
+"""Validation and parsing of endpoint addresses.
 
 ZeroMQ accepts addresses that no other process can find: it takes port 99999 for 34463, `*` for a random place, and
 `inproc://`, which is private to the process.

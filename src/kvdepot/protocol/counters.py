@@ -1,8 +1,4 @@
-"""The table of all counters. The status, Prometheus, command line, page, alerts and documentation take names and texts
-from it.
-
-To add a counter, add a line here and count it. Counters start at 0 with the server and only increase.
-"""
+"""The table of all counters; docs/decisions.md says who reads it. To add one, add a line here and count it."""
 
 from __future__ import annotations
 

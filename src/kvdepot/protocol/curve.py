@@ -73,10 +73,8 @@ class ServerKeys:
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
     def admit(self, name: str) -> Key:
-        """Make a key for a client without a tenant. The key is in no file and ends with the server.
-
-        name: not a valid name in a key file, so no other client can have it.
-        """
+        """Make a key, in no file, for a client without a tenant. name: not a valid name in a key file, so no other has
+        it."""
         assert not _NAME.fullmatch(name), name
         public, secret = zmq.curve_keypair()
         self.clients[z85.decode(public)] = KeyOwner(name)
@@ -192,8 +190,8 @@ def _read_clients(folder: Path) -> dict[bytes, KeyOwner]:
 def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> list[Path]:
     """Add keys to a folder: the server's if it is missing, and one for each client. Returns the files written.
 
-    Never overwrites: raises ConfigError, before it writes anything, if a client already has a key or there is nothing
-    to add. Creates the folder for this user alone, and refuses one that others can read.
+    Raises ConfigError, before it writes anything, if a client already has a key, there is nothing to add, or others can
+    read the folder, which is created for this user alone.
     """
     folder = Path(folder)
     wrong = next((name for name in (*clients, *([tenant] if tenant else [])) if not _NAME.fullmatch(name)), None)

@@ -1,7 +1,6 @@
 """Binding sockets to endpoints: unix sockets are for this user alone, and each belongs to one process.
 
-Used by the server's loop and kv_events/publisher.py on the deciding thread. Invariant: no file of another user or
-program is removed. (ZeroMQ itself removes whatever file is at the path it binds to.)
+Invariant: no file of another user or program is removed. (ZeroMQ itself removes whatever is at the path it binds to.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The health of a server: a headline, and for each problem what to do. Plain data and one function.
-
-The web process adds it to each status (web/live.py). The page, `kvdepot status`, `kvdepot top` and `kvdepot doctor`
-show it unchanged, so that they use the same words.
-"""
+"""The health of a server: a headline, and for each problem what to do, in the words of page, commands and doctor."""
 
 from __future__ import annotations
 

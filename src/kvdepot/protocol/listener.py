@@ -1,9 +1,8 @@
-"""The server's listening socket: its keys, and a limit on connections.
+"""The server's listening socket: its keys, and a limit on connections. Used by server/loop.py on the deciding thread.
 
-Used by server/loop.py on the deciding thread. Invariant: connections never exhaust the process's file descriptors,
-because ZeroMQ would then abort it (unix sockets) or spin (TCP). So connections are counted. At the limit, a unix socket
-is renamed until some clients have disconnected, and further connections are shut down at once. (Unbinding would
-disconnect the clients.)
+Invariant: connections never exhaust the process's file descriptors, because ZeroMQ would then abort it (unix sockets)
+or spin (TCP). At the limit, a unix socket is renamed until some clients have disconnected, and further connections are
+shut down at once. (Unbinding would disconnect the clients.)
 """
 
 from __future__ import annotations

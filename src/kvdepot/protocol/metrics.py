@@ -1,8 +1,4 @@
-"""Request latencies, and a journal of recent events.
-
-core/ fills `Latencies` and `Journal` on the deciding thread; the command line, the page and Prometheus read them in a
-Status (protocol/status.py). Counting takes a microsecond at most, and everything kept is bounded.
-"""
+"""Request latencies, and a journal of recent events: core/ fills them on the deciding thread, a Status carries them."""
 
 from __future__ import annotations
 

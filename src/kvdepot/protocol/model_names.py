@@ -1,8 +1,5 @@
-"""Names of models that engines describe themselves: `NAME@kv-DIGEST`.
-
-The digest identifies the model: NAME, such as that of its folder, is for people, and engines may give different ones.
-Any other name identifies its model as a whole. Used by integrations/, which make such names, and by the server.
-"""
+"""Names of models that engines describe themselves: `NAME@kv-DIGEST`. The digest identifies the model: NAME is for
+people, and engines may give different ones. Any other name identifies its model as a whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a tenant, or one cache salt of it, may take of the arena and of local tiers.
-
-Plain data, used in settings, messages, core and tiers.
-"""
+"""What a tenant, or one cache salt of it, may take of the arena and of local tiers. Plain data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The endpoints of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
 
-__main__.py creates the application; uvicorn runs it on the web process's event loop. Requests that read are answered
-from poll.py's last result, except those for lists (cached.py); requests that change something ask the server, on
-threads, a few at a time.
+Requests that read are answered from poll.py's last result, except those for lists (cached.py); requests that change
+something ask the server, on threads, a few at a time.
 """
 
 from __future__ import annotations

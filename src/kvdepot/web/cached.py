@@ -1,7 +1,7 @@
-"""Lists that the server makes on request, unlike the status: prefixes and leases. An answer is kept for a moment.
+"""Lists that the server makes on request, prefixes and leases. app.py has one object for each kind, on its threads.
 
-Used by app.py on its threads, with one object for each kind of list, so that no kind waits for another. Invariant:
-however many ask, the server gets one request of a kind at a time, and the same one again only after `_FRESH_S`.
+Invariant: however many ask, the server gets one request of a kind at a time, and the same one again only after
+`_FRESH_S`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class CachedLists:
         self._kept: dict[object, tuple[float, Any]] = {}
 
     def get(self, question: object, ask: Callable[[], T]) -> T:
-        """The answer of `ask`, at most two seconds old. Blocks. Raises what `ask` raises, and Busy if too many wait."""
         if not self._waiting.acquire(blocking=False):
             raise Busy(f"{_MOST_WAITING} requests for this list are waiting: retry later")
         try:

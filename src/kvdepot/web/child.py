@@ -1,8 +1,7 @@
 """Runs the web process beside the server: starts it, restarts it when it dies, and ends it.
 
-server/loop.py creates the `Child`, whose own thread does the rest. The process inherits the listening socket and gets
-its settings, including secrets, through a pipe. The pipe stays open; when it closes, however the server ended, the
-process ends. Invariant: nothing that happens here affects the depot.
+The process inherits the listening socket and gets its settings, including secrets, through a pipe, and ends when that
+closes, however the server ended. Invariant: nothing that happens here affects the depot.
 """
 
 from __future__ import annotations

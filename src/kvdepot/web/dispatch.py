@@ -1,9 +1,7 @@
 """Operations of the HTTP API: which function answers a method of a path, with what types, and their OpenAPI document.
 
-An operation is a function whose annotations say all: its struct of query parameters or its body, and its answer.
-Coroutine functions run on the event loop and others on threads, because they wait for the server; an asynchronous
-generator answers a stream of server-sent events.
-Every error has the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
+An operation is a function whose annotations say all. Coroutine functions run on the event loop and others on threads;
+an asynchronous generator answers a stream of server-sent events. Every error has the form `{"code", "message"}`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The status over time, for charts: a point per second, and one per ten seconds for older times. Its size is bounded.
 
-A point has counters as they stood and percentiles since the point before; readers compute rates from differences of
-counters within one boot. Written by poll.py's thread, read by others.
+A point has counters as they stood and percentiles since the point before. Written by poll.py's thread, read by others.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class History:
                 self._tenth, self._since_tenth = status, 0
 
     def latest(self) -> Point:
-        """The newest point; empty if there is none."""
         with self._lock:
             return self._seconds[-1] if self._seconds else {}
 

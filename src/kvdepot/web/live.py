@@ -1,8 +1,8 @@
 """The latest status as JSON, and a stream of server-sent events with each new one.
 
-poll.py's thread signals each turn; the rest runs on the event loop. A status is encoded once for all readers, so ten
-open pages wake the process once a second. Invariant: a reader of the stream gets the current turn at once and none
-twice, and learns that the server does not answer as soon as one that asks for `/v1/status`.
+poll.py's thread signals each turn; the rest runs on the event loop, and encodes a status once for all readers.
+Invariant: a reader of the stream gets the current turn at once and none twice, and learns that the server does not
+answer as soon as one that asks for `/v1/status`.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ class LiveStatus:
         return self._encoded[1]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """One server-sent event per turn: the status, or as `problem` why there is none. Ends with the server.
-
-        A turn with a server that hangs takes longer than its last status stays fresh: then a `problem` precedes it.
-        """
+        """One server-sent event per turn: the status, or as `problem` why there is none, also once the last one is no
+        longer fresh. Ends with the server."""
         self._loop = asyncio.get_running_loop()
         seen = -1, False
         while not self._is_ending:

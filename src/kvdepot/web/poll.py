@@ -1,7 +1,6 @@
-"""The web process's client: polls the server's status once a second, and keeps the last answer.
+"""The web process's client: polls the server's status once a second, on a thread of its own, and keeps the last answer.
 
-It has a thread of its own; the event loop reads its results, and can be notified of new ones. Invariant: an HTTP
-request that only reads never causes a request to the server, except for lists (cached.py).
+Invariant: an HTTP request that only reads never causes a request to the server, except for lists (cached.py).
 """
 
 from __future__ import annotations

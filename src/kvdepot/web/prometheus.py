@@ -1,7 +1,4 @@
-"""`/metrics`: the status as Prometheus metrics, named by its conventions. Every label has a bounded set of values.
-
-Called by app.py for each scrape. Values are those of the status, unchanged.
-"""
+"""`/metrics`: the status as Prometheus metrics, unchanged. Every label has a bounded set of values."""
 
 from __future__ import annotations
 
@@ -129,7 +126,6 @@ class StatusCollector(Collector):
 
 
 def families(status: Status) -> Iterator[Metric]:
-    """All metrics of one status."""
     facts = {"version": status.version, "boot": status.boot, "host": status.host}
     yield InfoMetricFamily("kvdepot", "The server.", facts)
     for field, (name, meaning) in _GAUGES.items():

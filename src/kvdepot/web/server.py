@@ -1,8 +1,7 @@
 """The HTTP server: uvicorn's, plus a timeout for every state of a connection and a bound on their number.
 
-Runs on the event loop, and checks all connections once a second. uvicorn's own timeout covers only the time between a
-response and the next request, and its `limit_concurrency` would answer a health probe with 503 while idle connections
-fill the limit. Here a connection beyond the maximum replaces the one that has been in its state for longest.
+Runs on the event loop, and checks all connections once a second; docs/decisions.md says why. A connection beyond the
+maximum replaces the one that has been in its state for longest.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ _TOKEN = re.compile(r"[A-Za-z0-9_\-.~+/=]{16,512}")
 
 
 def token_path(config: Config) -> Path:
-    """The file that holds the token: `http_token_file`, or one beside the unix socket.
-
-    For TCP and abstract sockets it is in the folder of the default socket, named after the arena.
-    """
+    """The file that holds the token: `http_token_file`, or one beside the unix socket. For TCP and abstract sockets it
+    is in the folder of the default socket, named after the arena."""
     if config.http_token_file:
         return Path(config.http_token_file)
     if path := socket_path(config.url):
@@ -41,10 +39,8 @@ def read_token(config: Config) -> str:
 
 
 def obtain_token(config: Config) -> str:
-    """The existing token, or else a new one; but `http_token_file` is never created. Raises ConfigError.
-
-    The token outlives the server, so that pages and scripts keep working with the next one.
-    """
+    """The existing token, or else a new one, which outlives the server; but `http_token_file` is never created. Raises
+    ConfigError."""
     path = token_path(config)
     if config.http_token_file or (path.exists() and not path.is_symlink() and path.stat().st_size):
         return read_token(config)
