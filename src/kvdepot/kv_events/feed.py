@@ -1,10 +1,6 @@
-"""The queue between the deciding thread and the publisher's.
-
-A `Feed` listens to the index's events: it queues each chunk that becomes visible or invisible, what engines describe,
-and whose engines are registered. The publisher's thread takes these changes and turns them into events
-(engine_view.py). Invariant: the deciding thread only appends to a bounded queue. When the queue is full, it reports
-that everything is gone, and then lists the existing chunks again, some each second.
-"""
+"""The queue between the deciding thread and the publisher's. Invariant: the deciding thread only appends to a bounded
+queue. When that is full, it reports that everything is gone, and then lists the existing chunks again, some each
+second."""
 
 from __future__ import annotations
 
@@ -34,10 +30,7 @@ topics that have replaced the former ones; chunks described by an engine; or Non
 
 
 class Feed:
-    """A queue of changes; `notice` takes the index's events.
-
-    The deciding thread calls `notice`, `described` and `tick`, the reader's thread the rest.
-    """
+    """A queue of changes. The deciding thread calls `notice`, `described` and `tick`, the reader's thread the rest."""
 
     def __init__(self, most: int = _MOST_QUEUED) -> None:
         self.overflows = 0  # how often the queue was full
@@ -102,9 +95,7 @@ class Feed:
 
     def tick(self, index: Index, topics: Topics = frozenset()) -> None:
         """Called once a second: continue listing the chunks that existed before the feed, or before the overflow.
-
-        topics: the topics of the engines that are registered now.
-        """
+        topics: those of the engines that are registered now."""
         if len(self._queue) > self._most // 2:
             return
         if topics != self._topics:

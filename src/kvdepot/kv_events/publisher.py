@@ -117,10 +117,8 @@ class Publisher:
         guard: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         kept_messages: int = _KEPT_MESSAGES,
     ) -> None:
-        """Listen; `start` begins to publish. guard: sets up a socket's keys before it listens. Raises Unavailable.
-
-        The caller must hold the endpoint (endpoints.Claim) until the context has been terminated.
-        """
+        """Listen; `start` begins to publish. guard: sets up a socket's keys before it listens. The caller must hold the
+        endpoint (endpoints.Claim) until the context has been terminated. Raises Unavailable."""
         self._feed = feed
         self._endpoint = endpoint
         self._view = EngineView()

@@ -1,8 +1,5 @@
-"""Upper bounds on the hits of any eviction policy on a trace. No I/O; simulate/replay.py calls them by name, like
-policies.
-
-Invariant: a bound is never below what any policy reaches at that capacity.
-"""
+"""Upper bounds on the hits of any eviction policy on a trace, by name, like policies. Invariant: a bound is never below
+what any policy reaches at that capacity."""
 
 from __future__ import annotations
 

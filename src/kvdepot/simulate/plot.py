@@ -1,7 +1,4 @@
-"""Output of `kvdepot simulate`: JSON, tables, and a plot of hit rate over capacity.
-
-Called by simulate/sweep.py. Plots need matplotlib (extra `simulate`).
-"""
+"""Output of `kvdepot simulate`: JSON, tables, and a plot of hit rate over capacity (matplotlib, extra `simulate`)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """One trace replayed through the server's own index, allocator and policies, so the hit rates are those of a server.
 
-Called by simulate/sweep.py, tests and benchmarks.
-
 **A request** is a lookup and a store, as an engine makes them: the longest cached prefix of its blocks is a hit and is
 pinned; the rest is reserved, evicting by the policy, and sealed in order; then the pins are released. A block that
-finds no room is dropped with all behind it. Requests do not overlap, and generated tokens are not stored.
-
-A block is one page of an `Allocator` without memory behind it, so the capacity is an exact number of blocks.
+finds no room is dropped with all behind it. Requests do not overlap, and generated tokens are not stored. A block is
+one page of an `Allocator` without memory behind it, so the capacity is an exact number of blocks.
 """
 
 from __future__ import annotations

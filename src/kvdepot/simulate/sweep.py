@@ -49,10 +49,7 @@ class Asked:
 
 
 def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -> int:
-    """Replay traces and print the results; returns the exit code.
-
-    progress: shows the progress until the results are printed.
-    """
+    """Replay traces and print the results; returns the exit code. progress: shows it until the results are printed."""
     known = (*POLICIES, *BOUNDS)
     policies = _split(args.policy) or [*known]
     if unknown := [name for name in policies if name not in known]:

@@ -93,10 +93,8 @@ class _Bailian(msgspec.Struct, gc=False):
 
 
 def load(path: str) -> Trace:
-    """Read a trace from a file; detects its format from the first line.
-
-    Raises ConfigError, with file and line, if it cannot be read.
-    """
+    """Read a trace from a file; the first line shows its format. Raises ConfigError, with file and line, if it cannot
+    be read."""
     sizes: set[int] = set()
     trace = Trace(_requests(Path(path), sizes), path)
     trace.block_tokens = max(sizes, default=0)

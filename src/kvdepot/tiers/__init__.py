@@ -1,9 +1,9 @@
 """Storage behind memory: the contract of every tier, and how a tier is written in the settings.
 
 A tier keeps objects: bytes under a name. It knows nothing about chunks, engines or the arena: format.py defines what
-names and bytes mean, core/tiering/ decides which tier is asked for what, and worker.py calls the methods, each on one
-of the tier's own threads and never on the deciding one. So they may block; deadlines, the circuit breaker and the
-bounded queue are the callers'. Every tier must pass the suite in kvdepot.testing.tiers.
+names and bytes mean, core/tiering/ decides which tier is asked for what, and worker.py calls the methods on the tier's
+own threads. So they may block; deadlines, the circuit breaker and the bounded queue are the callers'. Every tier must
+pass the suite in kvdepot.testing.tiers.
 
 A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&write=through`.
 """
@@ -96,10 +96,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """A tier's own counters (`Usage.counters`): `tally("evicted")` counts one. Any thread.
-
-    The names are those of `protocol.counters.TIER`.
-    """
+    """A tier's own counters (`Usage.counters`, named as in `protocol.counters.TIER`): `tally("evicted")` counts one.
+    Any thread."""
 
     def __init__(self, *names: str) -> None:
         """names: counters that are shown from the start, at 0."""
@@ -251,10 +249,8 @@ class TierConfig(msgspec.Struct, frozen=True):
         return tier
 
     def module(self) -> ModuleType:
-        """The module of this kind of tier, imported now. Blocks, but accesses no store.
-
-        Raises ConfigError if a package is missing.
-        """
+        """The module of this kind of tier, imported now, which may block. Raises ConfigError if a package is
+        missing."""
         kind = KINDS[self.kind]
         try:
             return importlib.import_module(f"kvdepot.tiers.{kind}")

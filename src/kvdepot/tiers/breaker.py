@@ -17,8 +17,8 @@ class Breaker:
     """A circuit breaker. `usable`: it is closed, and calls may be made.
 
     It opens after FAILURES failures with no success in between, or when the first probe of a tier that has never
-    answered fails. From `retry_at` on, another failure opens it for twice as long; a success closes it. Something must
-    be called for that: a tier gets a harmless probe; calls of one kind are made again (`tick`).
+    answered fails. From `retry_at` on, calls of one kind are made again (`tick`), and the tier gets a probe: another
+    failure opens it for twice as long, a success closes it.
     """
 
     __slots__ = ("error", "failures", "last_success", "retry_at", "usable", "wait_s")

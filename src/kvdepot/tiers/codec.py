@@ -166,10 +166,8 @@ def _width(header: Header) -> int:
 
 
 def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> int:
-    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts.
-
-    numpy copies, which releases the GIL.
-    """
+    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts. numpy releases the
+    GIL."""
     total = 0
     rest = iter(buffers)
     room = np.empty(0, np.uint8)
@@ -221,11 +219,8 @@ def _has(module: str) -> bool:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """zstd with almost no search for matches.
-
-    A plane of KV hardly ever repeats itself; it shrinks because some bytes are frequent. Chance matches make zstd's
-    fastest level half as fast, and its frames 3 % longer.
-    """
+    """zstd with almost no search for matches: a plane of KV hardly repeats itself, and chance matches make zstd's
+    fastest level half as fast, and its frames 3 % longer."""
     import zstandard
 
     parameters = zstandard.ZstdCompressionParameters.from_level(

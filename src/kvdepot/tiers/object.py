@@ -190,11 +190,9 @@ class ObjectTier:
         """Nothing to prepare."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
-        """A HEAD each, concurrently."""
         return self._each(self._head, names)
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """A GET each, concurrently."""
         return self._each(self._get, blobs)
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:

@@ -1,9 +1,8 @@
-"""Rules of a local tier: quotas and times to live, by names of objects. Pure.
+"""Rules of a local tier: quotas and times to live, by names of objects. Pure. The core makes them, a worker hands them
+to its tier (`Enforcing.enforce`).
 
 Each tenant with a quota owns objects, and so does each cache salt with a quota; their owners are the beginnings of
 their names' parts (`owner_prefix`).
-
-The core makes the rules (core/tiering/), a worker hands them to its tier (`Enforcing.enforce`).
 """
 
 from __future__ import annotations

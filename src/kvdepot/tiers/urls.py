@@ -1,9 +1,6 @@
-"""Tier URLs for people: credentials and other secrets are replaced by `***`.
-
-`shown` is for a URL of the settings, however malformed; `redact` is for messages that may contain URLs or secrets. All
-text about a tier (log, errors, status, `kvdepot config`, `kvdepot doctor`, HTTP) goes through one of the two.
-Invariant: whatever may be part of a password is treated as one.
-"""
+"""Tier URLs for people: credentials and other secrets are replaced by `***`. All text about a tier goes through
+`shown`, for a URL of the settings, however malformed, or `redact`, for messages. Invariant: whatever may be part of a
+password is treated as one."""
 
 from __future__ import annotations
 

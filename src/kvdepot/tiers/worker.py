@@ -1,8 +1,7 @@
 """The threads of one tier: they move shards between the arena and the tier, and check what they read.
 
-The server makes one TierWorker per tier; core/tiering/ decides its tasks. As in memory/copier.py, loads run before
-saves, and outcomes are reported on the worker's threads. Invariant: an object's bytes are used only if its header and
-checksum match.
+core/tiering/ decides their tasks; loads run before saves, and outcomes are reported on these threads. Invariant: an
+object's bytes are used only if its header and checksum match.
 """
 
 from __future__ import annotations
@@ -115,10 +114,7 @@ class Erase(_Task):
 
 @dataclass(slots=True)
 class Forget(_Task):
-    """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten.
-
-    A tier that must scan all its objects to forget (Redis) scans them once per space.
-    """
+    """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten."""
 
     salt: str
     namespaces: list[str]
@@ -209,10 +205,8 @@ class TierWorker:
     def __init__(
         self, config: TierConfig, arena: Memory, report: Callable[[object, TierOutcome], None], codec: Codec
     ) -> None:
-        """Open the tier, in the background if that takes long. If it fails to open, each task tries again.
-
-        Raises ConfigError.
-        """
+        """Open the tier, in the background if that takes long; if it fails, each task tries again. Raises
+        ConfigError."""
         self._tier: Tier | None = None
         self._opening = threading.Lock()
         self._config = config
@@ -320,9 +314,7 @@ class TierWorker:
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
         """The error to answer, without secrets. Logs an error that is not of this package, unless it was the last one.
-
-        A panic of a library's Rust code is a BaseException.
-        """
+        (A panic of a library's Rust code is a BaseException.)"""
         if isinstance(exc, KVDepotError):
             return type(exc)(self._config.redact(exc))
         # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
@@ -338,10 +330,8 @@ class TierWorker:
 def start_workers(
     tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[object, TierOutcome], None]
 ) -> list[TierWorker]:
-    """Start one worker per tier. A tier that is unavailable now may open later.
-
-    rules: at the start, of all tiers. Raises ConfigError.
-    """
+    """Start one worker per tier; one that is unavailable now may open later. rules: of all tiers, at the start. Raises
+    ConfigError."""
     workers: list[TierWorker] = []
     try:
         for tier in tiers:
@@ -363,11 +353,8 @@ def _complete(asked: Sequence[object], answers: list[_T]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Does tier tasks on one thread.
-
-    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. ttl_s: seconds after which shards count as absent;
-    0: never.
-    """
+    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. ttl_s: seconds
+    after which shards count as absent; 0: never."""
 
     tier: Tier
     arena: Memory

@@ -7,9 +7,8 @@
     5a/5a..9/0c..1/e7/e7..3.0
                         objects: salt, space, key and rank, fanned out by the first two characters of salt and key
 
-Invariant: no path leads out of the root: names are checked before they become paths, and links are not followed.
-
-Paths are strings: a Path costs more than most of these system calls.
+Invariant: no path leads out of the root: names are checked before they become paths, and links are not followed. Paths
+are strings: a Path costs more than most of these system calls.
 """
 
 # ruff: noqa: PTH102, PTH106, PTH108, PTH116, PTH208
@@ -177,10 +176,8 @@ def spaces_in(root: str, salt: str, space: str) -> list[tuple[str, str]]:
 
 
 def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_result]]]:
-    """Names and stats of all objects under a root, a directory at a time.
-
-    Removes links, empty files, and what belongs to another user.
-    """
+    """Names and stats of all objects under a root, a directory at a time. Removes links, empty files, and what belongs
+    to another user."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         if level == len(_LEVELS):
             yield _objects(path, entries)

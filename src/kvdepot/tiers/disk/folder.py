@@ -154,7 +154,6 @@ class Folder:
     # -- reading
 
     def read(self, blob: Blob) -> int:
-        """As Tier.read."""
         entry = self._ledger.hold(blob.name)
         if entry is None:
             return ABSENT
@@ -193,7 +192,6 @@ class Folder:
     # -- writing
 
     def write(self, blob: Blob) -> bool:
-        """As Tier.write."""
         size = blob.size
         self._retry_discarded()
         if not (self._counted.is_set() and size and NAME.fullmatch(blob.name)):
@@ -209,7 +207,6 @@ class Folder:
         return False
 
     def _write(self, blob: Blob, size: int) -> bool:
-        """Raises OSError."""
         now = time.time()
         entry = Entry(name=blob.name, charge=self._charge_for(size), dated=now, born=blob.born or now)
         owner = entry.owner
@@ -256,10 +253,7 @@ class Folder:
         return self._charge_for(info.st_blocks * 512)
 
     def _charge_for(self, size: int) -> int:
-        """Bytes that a file of `size` bytes will take: its blocks, and the blocks that map them.
-
-        The inode maps the first few blocks; after that, one block maps 256 or more.
-        """
+        """Bytes that a file of `size` bytes will take: its blocks, and the blocks that map all but the first few."""
         block = self.directory.block_bytes
         blocks = -(-size // block)
         return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
@@ -274,10 +268,8 @@ class Folder:
         return False
 
     def _evict(self, size: int, owner: str) -> bool:
-        """Evict at least `size` bytes for an owner; whether that many could be.
-
-        For a file system that is full below our capacity: otherwise what is stored would stay forever.
-        """
+        """Evict at least `size` bytes for an owner; whether that many could be. For a file system that is full below
+        our capacity."""
         while size > 0:
             if not (freed := self._drop(lambda: self._ledger.victim(owner, 0))):
                 return False
@@ -285,11 +277,9 @@ class Folder:
         return True
 
     def _trim(self, most: int, wall: float) -> bool:
-        """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity.
-
-        Returns whether there may be more. What cannot be removed now, because it is being read or the file system
-        refuses, stays until the next call.
-        """
+        """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity. Returns whether
+        there may be more. What cannot be removed now, because it is being read or the file system refuses, stays until
+        the next call."""
         for pick, is_expired in ((lambda: self._ledger.expired(wall), True), (self._ledger.excess, False)):
             while self._drop(pick, is_expired):
                 most -= 1
@@ -321,7 +311,6 @@ class Folder:
             raise TierError(f"{self._root} does not allow removing objects")
 
     def _remove(self, name: str) -> bool:
-        """Whether the object is gone."""
         with self._naming(name):
             entry = self._ledger.take(name)
             if entry is not None:
@@ -360,10 +349,8 @@ class Folder:
         return sum(map(len, gone.values()))
 
     def _unlink(self, entry: Entry) -> bool:
-        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone.
-
-        If not, the entry is an object again.
-        """
+        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone. If
+        not, the entry is an object again."""
         path = path_of(self._root, entry.name)
         try:
             os.unlink(path)
@@ -382,7 +369,6 @@ class Folder:
         self._retry_discarded()
 
     def _retry_discarded(self) -> None:
-        """Remove what could not be removed before."""
         for path in list(self._litter):
             entries = self._litter.pop(path, None)
             if entries is None:

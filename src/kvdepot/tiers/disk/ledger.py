@@ -78,7 +78,6 @@ class Ledger:
         """Change quotas and times to live. Objects above a cap, or expired now, stay until they are taken out.
 
         If other owners have quotas than before, the policies start again, with all objects in the order of their dates.
-        That, or another time to live, takes some microseconds an object.
         """
         with self._lock:
             before, self._rules = self._rules, rules
@@ -126,7 +125,6 @@ class Ledger:
             self._put(entry)
 
     def rank(self) -> None:
-        """Order all objects by their last use."""
         with self._lock:
             for entry in sorted(self._entries.values(), key=lambda entry: entry.dated):
                 self._rank(entry)
@@ -163,7 +161,6 @@ class Ledger:
             return True
 
     def free(self, size: int, owner: str) -> None:
-        """Undo `reserve`."""
         with self._lock:
             assert 0 <= size <= self._used[owner], f"{size} of {self.used_bytes} bytes freed"
             self._charge(owner, -size)
@@ -196,7 +193,6 @@ class Ledger:
             self._rank(entry)
 
     def keep(self, entry: Entry) -> None:
-        """Undo `take`."""
         with self._lock:
             entry.gone = False
             self._put(entry)
@@ -214,7 +210,6 @@ class Ledger:
             return entry
 
     def release(self, entry: Entry) -> None:
-        """A reader is done."""
         with self._lock:
             entry.readers -= 1
             if entry.readers:
@@ -239,10 +234,8 @@ class Ledger:
             return True
 
     def victim(self, owner: str | None, size: int) -> Entry | None:
-        """Take out the object to evict for `size` bytes of an owner. None if there is none without readers.
-
-        owner: None: none in particular, so that all floors hold.
-        """
+        """Take out the object to evict for `size` bytes of an owner (None: of none, so that all floors hold). None if
+        all are read."""
         with self._lock:
             by = None if owner is None else self._share_of(owner)
             victim = victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge"))
@@ -262,10 +255,7 @@ class Ledger:
             return self._pop(next(self._ages.due(wall), None))
 
     def forget(self, salt: str, space: str, but: Collection[str] = ()) -> list[Entry]:
-        """Take out all objects whose names begin so (kvdepot.tiers.Tier.forget).
-
-        but: `salt/space` of objects to keep.
-        """
+        """Take out all objects whose names begin so (Tier.forget). but: `salt/space` of objects to keep."""
         with self._lock:
             names = [name for name in self._entries if name.startswith(salt) and name.startswith(space, 33)]
             taken = [self.take(name) for name in names if name[:65] not in but]

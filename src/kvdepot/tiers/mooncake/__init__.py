@@ -124,7 +124,7 @@ class MooncakeTier:
             return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """As the contract says. Objects on dead hosts are absent."""
+        """Objects on dead hosts are absent."""
         sizes = [ABSENT] * len(blobs)
         if not blobs:
             return sizes
@@ -175,7 +175,7 @@ class MooncakeTier:
         return fitting
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        """As the contract says. Existing objects are kept; an object that another host is writing is refused."""
+        """Existing objects are kept; an object that another host is writing is refused."""
         there = [False] * len(blobs)
         with self._pool.calling() as store:
             config: ReplicateConfig = library().ReplicateConfig()
@@ -244,6 +244,6 @@ class MooncakeTier:
         return Usage(counters={**self._tally.counts(), "rejoined": self._pool.rejoined})
 
     def close(self) -> None:
-        """As the contract says. Takes this host's segment, with its objects, out of the pool."""
+        """Takes this host's segment, with its objects, out of the pool."""
         self._pool.leave()
         self._memory = ()

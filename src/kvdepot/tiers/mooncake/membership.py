@@ -77,10 +77,8 @@ class Membership:
     """A client of the library that has joined the pool."""
 
     def __init__(self, master: tuple[str, int], options: MooncakeOptions, registers: bool) -> None:
-        """registers: whether the transport must know memory before it moves bytes there. Blocks for seconds.
-
-        Raises TierError, or ConfigError.
-        """
+        """registers: whether the transport must know memory before it moves bytes there. Blocks for seconds. Raises
+        TierError, or ConfigError."""
         self._master = master
         self._options = options
         self._registers = registers
@@ -138,10 +136,8 @@ class Membership:
         return store
 
     def _rehearse(self, *words: str) -> None:
-        """Join in another process first, without memory for the pool: that process's GIL may be held for long.
-
-        Raises TierError.
-        """
+        """Join in another process first, without memory for the pool: that process's GIL may be held for long. Raises
+        TierError."""
         failed = f"Mooncake Store at {self.place} cannot be joined"
         try:
             done = subprocess.run(
@@ -187,10 +183,8 @@ class Membership:
                 self._state.notify_all()
 
     def _give_up(self) -> None:
-        """Close a client that may still be moving bytes of a call that has failed, before that call returns.
-
-        The last of the calls in progress closes it, the others wait. The pool loses its segment.
-        """
+        """Close a client that may still be moving bytes of a call that has failed, before that call returns: the last
+        of the calls in progress does, the others wait. The pool loses its segment."""
         if self._calls == 0:
             store, self._store = self._store, None
             assert store is not None, "stuck without a client"
@@ -200,10 +194,7 @@ class Membership:
             self._state.wait_for(lambda: not self._stuck)
 
     def transfer(self, spans: int, move: Callable[[], list[int]]) -> list[int]:
-        """Call a function of the client that moves bytes; its codes. Raises TierError.
-
-        spans: pieces of memory in the call.
-        """
+        """Call a function of the client that moves bytes in this many pieces of memory; its codes. Raises TierError."""
         with self._state:
             self._state.wait_for(lambda: self._stuck or self._spans + spans <= SPANS_UNDER_WAY)
             if self._stuck:

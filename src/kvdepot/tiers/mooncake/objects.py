@@ -59,10 +59,8 @@ class PoolObject:
 
 
 class Batch(NamedTuple):
-    """Objects for one call of the library. stages: whether their bytes move through the staging memory.
-
-    No two have the same key: the library would fill one and answer for both (0.3.13).
-    """
+    """Objects for one call of the library, no two of the same key: it would fill one and answer for both (0.3.13).
+    stages: whether their bytes move through the staging memory."""
 
     objects: list[PoolObject]
     stages: bool
@@ -89,10 +87,8 @@ def batches_of(
 
 
 class Staging:
-    """Memory for bytes elsewhere that the transport cannot access. Allocated when it is first needed.
-
-    Any thread; one at a time.
-    """
+    """Memory for bytes elsewhere that the transport cannot access, allocated when it is first needed. Any thread; one
+    at a time."""
 
     def __init__(self, pool: Membership, least_bytes: int, tally: Tally) -> None:
         self._pool = pool
@@ -104,10 +100,8 @@ class Staging:
 
     @contextmanager
     def placed(self, batch: Batch) -> Iterator[list[PoolObject]]:
-        """The objects of a batch with the memory that the library moves; blocks other staged batches meanwhile.
-
-        Raises TierError.
-        """
+        """The objects of a batch with the memory that the library moves; blocks other staged batches. Raises
+        TierError."""
         if not batch.stages or not batch.objects:
             yield batch.objects
             return

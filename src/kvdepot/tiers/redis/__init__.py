@@ -243,10 +243,8 @@ class RedisTier:
         return self._prefix + name.encode()
 
     def _ask(self, requests: Sequence[Request], answer: Callable[[int, list[Reply]], None]) -> None:
-        """Send each request to the server of its key; `answer` gets its index and its replies.
-
-        If a server says that a key is elsewhere, the request is sent there, once; after that, it gets no answer.
-        """
+        """Send each request to the server of its key; `answer` gets its index and its replies. If a server says that a
+        key is elsewhere, the request is sent there, once; after that, it gets no answer."""
         indexes: Sequence[int] = range(len(requests))
         with self._edge():
             for _ in range(2):

@@ -108,10 +108,8 @@ def checked(value: object) -> Reply:
 def exchange(
     pool: ConnectionPool, requests: Sequence[tuple[int, Request]], receive: Callable[[int, list[Reply]], None]
 ) -> None:
-    """Send (number, request) and receive replies on one connection, in order, with at most WINDOW_BYTES unread.
-
-    Raises RedisError or OSError.
-    """
+    """Send (number, request) and receive replies on one connection, in order, with at most WINDOW_BYTES unread. Raises
+    RedisError or OSError."""
     connection: _Connection = (taken := pool.get_connection())
     complete = False
     try:

@@ -1,7 +1,5 @@
-"""Which Redis server has which key: one server, or the primaries of a cluster.
-
-Any thread. Methods block and raise RedisError or OSError.
-"""
+"""Which Redis server has which key: one server, or the primaries of a cluster. Any thread; blocks, raises redis-py's
+errors."""
 
 from __future__ import annotations
 
