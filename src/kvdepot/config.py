@@ -1,8 +1,5 @@
-"""The server's settings: one frozen object, merged in one place.
-
-Read by cli/ before anything else starts. Later wins: defaults, the TOML file of `--config`,
-environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads the environment.
-"""
+"""The server's settings: one frozen object, merged in one place. Later wins: defaults, the TOML file of `--config`,
+environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads the environment."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ SMALLEST_BLOCK = 16
 
 
 def default_url() -> str:
-    """The endpoint of servers and clients that are given none: `KVDEPOT_URL`, or else this user's own.
-
-    Raises ConfigError for a `KVDEPOT_URL` that is no endpoint.
-    """
+    """The endpoint of servers and clients that are given none: `KVDEPOT_URL`, or this user's own. Raises
+    ConfigError."""
     return url_in_environment() or home_url()
 
 
@@ -61,11 +56,9 @@ def url_in_environment() -> str:
 
 
 def home_url() -> str:
-    """This user's own endpoint: a unix socket in a folder that only this user can open.
-
-    The folder is in XDG_RUNTIME_DIR, or else in the first usable folder for temporary files, or else in /dev/shm, where
-    the arena is, too. One whose sockets would have too long paths is passed over.
-    """
+    """This user's own endpoint: a unix socket in a folder that only this user can open: in XDG_RUNTIME_DIR, or else in
+    the first usable folder for temporary files, or else in /dev/shm. A folder whose sockets would have too long paths
+    is passed over."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     usable = [folder for folder in (*temporary, "/tmp", "/var/tmp") if folder and os.access(folder, os.W_OK | os.X_OK)]
@@ -116,9 +109,7 @@ def _one_of(*words: str) -> str:
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The share of one tenant in the arena and in local tiers: a table `[tenants.NAME]` of the file. See
-    protocol/quotas.py.
-    """
+    """The share of one tenant in the arena and in local tiers: a table `[tenants.NAME]` (protocol/quotas.py)."""
 
     floor_gib: Annotated[float, _share("memory guaranteed to it", ge=0, le=_MOST_GIB)] = 0.0
     cap_gib: Annotated[float, _share("most memory it can use; 0 = no cap", ge=0, le=_MOST_GIB)] = 0.0
@@ -317,11 +308,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena: `arena_gib`, or the default here: 4 GiB, or a quarter of the memory that is free if less.
-
-        Free memory is that of the machine, of each control group and of /dev/shm, whichever has least. What an earlier
-        server's arena takes counts as free, so that it keeps its size.
-        """
+        """Size of the arena: `arena_gib`, or 4 GiB, or a quarter of the memory that is free if less: of the machine, of
+        each control group and of /dev/shm, whichever has least. An earlier server's arena counts as free, so that it
+        keeps its size."""
         if self.arena_gib:
             return int(self.arena_gib * GIB)
         taken = allocated(self.arena)

@@ -1,9 +1,5 @@
-"""Commands that install packages which kvdepot lacks; for errors, the log, and `kvdepot doctor`.
-
-They name the packages themselves, and never `kvdepot` alone: pip would ask
-the package registry for that name, which this project has not published. Today that fails; it could run the code of
-anybody who registers the name.
-"""
+"""Commands that install packages which kvdepot lacks; for errors, the log, and `kvdepot doctor`. They never name
+`kvdepot` alone: this project has not published it, and pip could run the code of anybody who registers that name."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ _PIP = shlex.join([sys.executable, "-m", "pip", "install"])
 
 
 def advice(extra: str = "") -> str:
-    """The command that installs the packages of an extra.
-
-    Without an extra: the packages that kvdepot itself needs.
-    """
+    """The command that installs the packages of an extra, or those that kvdepot itself needs."""
     needed = requirements(extra)
     if not needed:  # not installed (a source tree), or installed before the extra was declared
         return again(extra)
@@ -40,10 +33,7 @@ def again(extra: str = "") -> str:
 
 
 def requirements(extra: str = "") -> list[str]:
-    """Packages of an extra, or of kvdepot itself, with versions, as the installed kvdepot declares them.
-
-    Empty if it is not installed.
-    """
+    """Packages of an extra, or of kvdepot itself, with versions, as it declares them; empty if it is not installed."""
     from importlib import metadata
 
     try:

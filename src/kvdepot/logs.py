@@ -1,9 +1,8 @@
 """Logging: readable lines, or one JSON object per line for log collectors.
 
-Configured once by the running command. A line about a client, a request or a tier carries them as fields:
-`log.info("...", extra={"request": request_id})`; they are at the line's end, or keys of the object. Invariants: text
-from others is bounded and stays within its line; logging never blocks. So a thread of its own writes the lines; if the
-pipe or disk does not accept them, those beyond a limit are dropped and counted.
+A line about a client, a request or a tier carries them as fields (`extra={"request": request_id}`), at the line's end
+or as keys of the object. Invariants: text from others is bounded and stays within its line; logging never blocks, so a
+thread of its own writes the lines, and those beyond a limit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ def configure(level: str, form: str, fd: int = 2) -> None:
 
 
 class Sparing:
-    """Logs failures that may repeat with every request: each line once a minute, with the number of repetitions since.
-
-    Any thread may call it.
-    """
+    """Logs failures that may repeat with every request: each line once a minute, with the repetitions since. Any
+    thread."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -87,11 +84,9 @@ class _Queued(QueueHandler):
         self.dropped = 0  # changed under the handler's lock
 
     def prepare(self, record: logging.LogRecord) -> str:
-        """The line of a record, as the standard library wants it for the queue."""
         return self.format(record)
 
     def enqueue(self, record: Any) -> None:
-        """Queue a line that `prepare` made, or count it as dropped."""
         if self.queue.qsize() >= _MOST_LINES:
             self.dropped += 1
         else:
@@ -119,7 +114,6 @@ class _Writer(QueueListener):
         self._reported = 0  # dropped lines that the log has mentioned
 
     def dequeue(self, block: bool) -> Any:
-        """Wait for the next line, as the standard library wants it; on the writing thread."""
         threading.current_thread().name = "kvdepot-log"
         return super().dequeue(block)
 

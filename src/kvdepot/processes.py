@@ -1,8 +1,8 @@
-"""Processes of ours: the command lines that start Python code of ours, and what such a process does first.
+"""Command lines that start Python code of ours, and what such a process does first.
 
 Python puts the working directory first on the import path for `-m` and `-c`, so a file `click.py` in the folder where
 somebody types `kvdepot serve` would run. `-P` prevents that, from Python 3.11 on; for 3.10 the code itself drops the
-entry. Not `-I`, which also ignores PYTHONPATH and what a user has installed with `pip install --user`.
+entry. Not `-I`, which also ignores PYTHONPATH and packages of the user's.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def code_command(code: str, *arguments: str) -> list[str]:
 def prepare_standard_files() -> None:
     """Open /dev/null as each closed descriptor from 0 to 2, and let no text fail to be written.
 
-    The command and the web process call this before they open any file (`kvdepot serve <&- >&- 2>&-`). Otherwise the
-    next file, perhaps the arena, would get the missing number, and libraries would print into it. Children inherit the
-    descriptors. Letters that the locale's encoding lacks (`PYTHONIOENCODING=ascii`) are written as `?`.
+    Call this before any file is opened: the next one, perhaps the arena, would get the missing number, and libraries
+    would print into it. Children inherit the descriptors. Letters that the locale's encoding lacks are written as `?`.
     """
     for number in range(3):
         try:

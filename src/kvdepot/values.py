@@ -1,8 +1,4 @@
-"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names; numbers with nouns.
-
-Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py. `fault_of`
-is for what callers send as JSON: the hints of requests, and the bodies of HTTP requests.
-"""
+"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names; numbers with nouns."""
 
 from __future__ import annotations
 
@@ -74,10 +70,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def explain(exc: msgspec.ValidationError, given: Mapping[str, object]) -> tuple[str, str]:
-    """The field that failed validation (empty if it is not a single field), and what is wrong with it.
-
-    given: the values that were converted.
-    """
+    """The field that failed validation (empty if it is not a single field), and what is wrong with it. given: the
+    values that were converted."""
     text = str(exc)
     found = re.search(r"`\$\.(\w+)`|field `(\w+)`|^(\w+): ", text)
     name = next(filter(None, found.groups())) if found else ""

@@ -2,15 +2,14 @@
 
 Driven by client/socket.py, and by the simulation with a network and a clock of its own; it has no socket, thread or
 clock. Invariant: every request ends once, with a value or an error. Lookups and most others have deadlines; a store or
-retrieve ends when the server has answered, or when the server provably touches no memory any more (its lock on the
-arena is free, see memory/shm.py; with tensors on a GPU, LINGER_S later).
+retrieve ends when the server has answered, or when the server provably touches no memory any more.
 
 A server that restarted answers `UnknownClient`, or its connection breaks, which the socket reports (`disconnected`).
 The connection then **recovers**: it says hello (client/servers.py), withdraws its registrations and renews them, except
 those that its user is withdrawing, and sends again what was refused, what was not sent, and what may be repeated:
 lookups, ends of sessions, withdrawals and, once, copies. The server answers `Unregister` only when no copy touches the
-tensors; copies that were sent to a server which has died wait until its death is proved (client/servers.py). So a
-restart costs callers at most GRACE_S.
+tensors; copies that were sent to a server which has died wait until its death is proved. So a restart costs callers at
+most GRACE_S.
 """
 
 from __future__ import annotations
@@ -73,11 +72,8 @@ class Connection:
         watch: Callable[[str, bytes], LifeWatch],
         clock: Callable[[], float],
     ) -> None:
-        """introduction: what our hello says about us.
-
-        send: sends a frame; False where there is no connection. watch: watches the server of an arena and incarnation,
-        or raises a KVDepotError.
-        """
+        """introduction: what our hello says about us. send: sends a frame; False where there is no connection. watch:
+        watches the server of an arena and incarnation, or raises a KVDepotError."""
         self.phase = Phase.APART
         self.incarnation = b""  # of the server that last welcomed us
         self.welcome = wire.Welcome(wire.VERSION, 0)  # the last one; a chunk size of 0 before the first
@@ -123,7 +119,6 @@ class Connection:
         return self._clock() - self._lost_at
 
     def no_server(self) -> Unavailable:
-        """The error for a server that does not answer."""
         return Unavailable(
             f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
             "clients whose key it knows: KVDEPOT_KEY)"
@@ -384,10 +379,8 @@ class Connection:
         self._requests.end(number, value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
-        """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key.
-
-        While a server may run, no unsealed answer ends a store or retrieve: that server may still touch blocks.
-        """
+        """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key. While a
+        server may run, none ends a store or retrieve: that server may still touch blocks."""
         if isinstance(request, wire.Hello):
             return True
         if isinstance(request, wire.Prove):

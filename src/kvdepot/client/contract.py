@@ -183,11 +183,9 @@ class LoadStoreOp:
 
 
 class PromptChains:
-    """The chunk chains of requests under way, so that each token is hashed once per request. Any thread may use it.
-
-    A chain is not thread-safe, so a thread removes it while it extends and reads it. Another thread that names chunks
-    of the same request meanwhile finds none and hashes from the start. The lock is never held while tokens are hashed.
-    """
+    """The chunk chains of requests under way, so that each token is hashed once per request. Any thread may use it: a
+    thread removes a chain while it extends and reads it, and another one finds none meanwhile and hashes from the
+    start."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -197,9 +195,7 @@ class PromptChains:
         self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, first: int, end: int
     ) -> tuple[bytes, bytes]:
         """The parent and the hashes of chunks `[first, end)` of a prompt; only tokens new to the request are hashed.
-
-        Raises BadRequest for anything that is not a token id.
-        """
+        Raises BadRequest for anything that is not a token id."""
         with self._lock:
             chain = self._chains.pop(request_id, None)
         if chain is None or chain.chunk_size != chunk_size:

@@ -3,10 +3,9 @@
 Used by client/worker.py (events of its caller) and client/contract.py (all work queued on a GPU). Invariant: each
 request is sent or failed, once, whatever its event does.
 
-Events are polled, all of them in each round, so that no retrieve waits behind a later store's event. Polling for
-outcomes polls them, too (`poll`), so what the engine's own thread sends needs no switch of threads; a thread of ours
-polls the rest of the time. Rejected: blocking in the driver until an event happens. That waits for one event at a time,
-has no deadline and no end when the engine shuts down, and burns a core for every event not created as blocking.
+Events are polled, all of them in each round, so that no retrieve waits behind a later store's event; also by who polls
+for outcomes (`poll`), so that what the engine's own thread sends needs no switch of threads. Rejected: blocking in the
+driver until an event happens, one at a time, without a deadline or an end when the engine shuts down.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ class DeviceEvent(Protocol):
 
 
 def happened(event: DeviceEvent | None) -> bool:
-    """Whether an event (None: nothing to wait for) has happened.
-
-    Raises BadRequest for an object that is no event, KVDepotError for an event that failed, as a CUDA event does once
-    its GPU is lost.
-    """
+    """Whether an event (None: nothing to wait for) has happened. Raises BadRequest for an object that is no event,
+    KVDepotError for one that failed, as a CUDA event does once its GPU is lost."""
     try:
         return event is None or bool(event.query())
     except KVDepotError:
@@ -78,10 +74,8 @@ class EventQueue:
         self._ended = threading.Event()  # set when the thread ends: two threads must not join one in CPython 3.11
 
     def put(self, event: DeviceEvent | None, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
-        """Call `go` once `event` has happened, or `fail` with the error. Never blocks.
-
-        Both are called on the queue's thread or on one that calls `poll`.
-        """
+        """Call `go` once `event` has happened, or `fail` with the error, on the queue's thread or one that calls
+        `poll`. Never blocks."""
         refusal: KVDepotError | None = None
         with self._lock:
             if self._stopping:
@@ -98,11 +92,9 @@ class EventQueue:
             fail(refusal)
 
     def poll(self) -> None:
-        """Send the requests whose events have happened. Blocks only where an event's `query` does.
-
-        Several threads may call it at once. No lock keeps them apart: a thread that waited for the GIL while holding it
-        would keep the others from sending.
-        """
+        """Send the requests whose events have happened. Blocks only where an event's `query` does. Several threads may
+        call it at once; no lock keeps them apart, because a thread that waited for the GIL while holding it would keep
+        the others from sending."""
         # Each event is queried once, for the requests that wait now: the answer may not cover those added meanwhile.
         # The copy is atomic; iterating over the dictionary itself fails where another thread adds to it.
         waiting_now = self._waiting.copy()

@@ -6,9 +6,8 @@ engine's process, however that ends.
 
 A shared server inherits a locked file from the engine that starts it, and holds the lock until its own end. So the lock
 tells other engines that a server is there or being started, whatever happens to the engine, and it is free again if the
-start fails. Until the server serves, the file also has the id of the engine that has started it, so that the other
-processes of that engine do not repeat a start that has failed. Rejected: a lock held by the engine until the server
-answers, which a killed engine gives up too early.
+start fails. Until the server serves, the file also has the id of that engine, so that its other processes do not repeat
+a start that has failed.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ class Shared:
         self._is_engines = False  # the server that was last seen was started by an engine
 
     def start(self, engine: str = "") -> bool:
-        """Start it, unless it is there or being started; whether it was started. Raises Unavailable.
-
-        engine: its id, equal in all its processes, for `has_failed_for`.
-        """
+        """Start it, unless it is there or being started; whether it was started. engine: its id, equal in all its
+        processes, for `has_failed_for`. Raises Unavailable."""
         try:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -110,11 +107,9 @@ class Shared:
         return is_coming(self.url)
 
     def has_crashed(self) -> bool:
-        """Whether a server that an engine started has ended without cleaning up.
-
-        One that is stopped in order removes its socket, and stays stopped; one that was started by hand is its user's
-        to start again. Call it or `start` while the server runs, too: who started it cannot be seen afterwards.
-        """
+        """Whether a server that an engine started has ended without removing its socket, as one that is stopped does;
+        one started by hand is its user's to start again. Call it or `start` while the server runs, too: who started it
+        cannot be seen later."""
         if is_on_demand(self.url):
             self._is_engines = True
         elif holder(self.url):
@@ -188,7 +183,6 @@ class Embedded:
         return True
 
     def failure(self) -> str:
-        """Why it is not running."""
         return f"the embedded server exited with status {self._process.poll()}; see its log lines above"
 
     def close(self) -> None:

@@ -2,8 +2,7 @@
 
 Names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
 integration; code written against that runs here unchanged. The adapters are the native clients (client/scheduler.py,
-client/worker.py) under the contract's names: they turn tokens, block hashes and block ids into chunk hashes and
-transfers, and outcomes into what the contract returns. They decide nothing.
+client/worker.py) under the contract's names. They decide nothing.
 """
 
 from __future__ import annotations
@@ -148,11 +147,9 @@ class _Adapter:
 
 
 class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
-    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix.
-
-    0 for a lookup whose failure `check_lookup_result` has reported. A live view: deleting a future forgets the lookup,
-    as `cleanup_lookup_result` does, so it must not be done while iterating. Setting one raises BadRequest.
-    """
+    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix; 0 for a lookup whose failure
+    `check_lookup_result` has reported. A live view: deleting one forgets the lookup, so not while iterating. Setting
+    one raises BadRequest."""
 
     def __init__(self, lookups: dict[str, SubmittedLookup]) -> None:
         self._lookups = lookups

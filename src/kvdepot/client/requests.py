@@ -1,7 +1,5 @@
-"""A client's requests under way, in the order in which they were asked, and the registrations that servers are to have.
-
-Used by client/connection.py. Invariant: every request ends once, with a value or an error.
-"""
+"""A client's requests under way, in the order in which they were asked, and the registrations that servers are to
+have."""
 
 from __future__ import annotations
 
@@ -122,11 +120,9 @@ class Requests:
             self.end(number, error)
 
     def lose(self, error: KVDepotError, waits: Callable[[PendingRequest, bool], bool]) -> None:
-        """The server is lost, but may still touch blocks or come back: fail the requests that cannot wait.
-
-        Sent copies wait until no server can carry them out. Ends of sessions are parked: servers hold pins. Others are
-        parked if `waits` returns True for the request, and whether it was never sent.
-        """
+        """The server is lost, but may still touch blocks or come back: fail the requests that cannot wait. Sent copies
+        wait until no server can carry them out. Ends of sessions are parked: servers hold pins. Others are parked if
+        `waits` returns True for the request, and whether it was never sent."""
         unsent, self.parked = self.parked, set()
         for number, item in list(self.pending.items()):
             is_unsent = number in unsent

@@ -1,8 +1,7 @@
 """An engine's scheduler as a client: lookups (how much of a prompt is cached) and sessions, no bytes.
 
-Used by the vLLM connector, and by client/lmcache.py under the contract's names. It takes hashes of chunks, never
-tokens. Invariants: a failed lookup is `Unanswered`, never a miss; no method waits for the server, but `wait_lookup`,
-which has a timeout.
+It takes hashes of chunks, never tokens. Invariants: a failed lookup is `Unanswered`, never a miss; no method waits for
+the server, but `wait_lookup`, which has a timeout.
 """
 
 from __future__ import annotations
@@ -155,10 +154,8 @@ class SchedulerClient:
         return outcome
 
     def known_tokens(self, request_id: str) -> int:
-        """Tokens of the request's prompt that the current server has answered to have; 0 without a lookup.
-
-        Never blocks.
-        """
+        """Tokens of the request's prompt that the current server has answered to have; 0 without a lookup. Never
+        blocks."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return 0
@@ -173,20 +170,16 @@ class SchedulerClient:
     def end_session(
         self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
     ) -> None:
-        """End the request's session, which releases the pins that it still holds. Never blocks.
-
-        saved_tokens, saved_s, asked: see wire.EndSession.
-        """
+        """End the request's session, which releases the pins that it still holds. Never blocks. Arguments: see
+        wire.EndSession."""
         # No deadline: a live server must get it, however late.
         report = wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked, self.answers)
         self.client.ask(report, deadline_s=None)
         self.client.pump()
 
     def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:
-        """Give the server the token ids of chunks, if it publishes them for routers. Never blocks.
-
-        Arguments: see wire.Describe. A description that is lost only costs routers the knowledge of these chunks.
-        """
+        """Give the server the token ids of chunks, if it publishes them for routers; see wire.Describe. Never
+        blocks."""
         if self.client.wants_tokens:
             self.client.ask(wire.Describe(parent, hashes, tokens, self.spec.chunk_tokens))
 

@@ -1,9 +1,8 @@
 """The servers that a client has met: which proves that it belongs to our user, and which may still touch our blocks.
 
-Used by client/connection.py, which sends the messages. protocol/handshake.py describes the handshake and its threat
-model. A server that hangs, or that lost its address to another server, may still carry out the copies that it was sent.
-Invariants: nothing that a server says has an effect before it has proved that it can read its own arena; a former
-server is forgotten only once it is gone.
+protocol/handshake.py describes the handshake and its threat model. A server that hangs, or that lost its address to
+another server, may still carry out the copies that it was sent. Invariants: nothing that a server says has an effect
+before it has proved that it can read its own arena; a former server is forgotten only once it is gone.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from kvdepot.protocol.handshake import Offer, Seal
 
 
 class LifeWatch(Protocol):
-    """Shows whether one run of a server is still alive (memory.arena_header.Watch).
-
-    secret: the arena's, which only its own user can read.
-    """
+    """Shows whether one run of a server is still alive (memory.arena_header.Watch). secret: the arena's."""
 
     secret: bytes
 
@@ -34,11 +30,8 @@ class LifeWatch(Protocol):
 
 @dataclass(frozen=True)
 class Introduction:
-    """A client's part in a handshake.
-
-    liveness, secret: name and secret of its liveness file (memory/shm.py). engine: as in wire.Hello. others_between:
-    called at each hello: whether another user's process could be between client and server.
-    """
+    """A client's part in a handshake: name and secret of its liveness file, and its engine as in wire.Hello.
+    others_between: called at each hello: whether another user's process could be between client and server."""
 
     liveness: str
     secret: bytes = b""
@@ -60,7 +53,6 @@ class Handshake:
     """Hello, Proof, Prove and Welcome with the server at one address; each hello begins another."""
 
     def __init__(self, url: str, introduction: Introduction, watch: Callable[[str, bytes], LifeWatch]) -> None:
-        """watch: as in Connection."""
         self.proved: ServerRun | None = None  # has proved itself, but has not welcomed us yet
         self._url = url
         self._introduction = introduction
@@ -75,11 +67,9 @@ class Handshake:
         return self._offer.hello
 
     def check(self, answer: object, incarnation: bytes) -> tuple[wire.Prove, Seal | None]:
-        """Check the answer to our hello. Returns our own proof, and the seal to `use` once that is sent.
-
-        incarnation: as the reply states it. Raises Unavailable for a server that does not prove itself, or whose arena
-        cannot be opened.
-        """
+        """Check the answer to our hello. Returns our own proof, and the seal to `use` once that is sent. incarnation:
+        as the reply states it. Raises Unavailable for a server that does not prove itself, or whose arena cannot be
+        opened."""
         self.close()
         try:
             proof = msgspec.convert(answer, wire.Proof)
@@ -177,7 +167,6 @@ class ServerRuns:
             self.current = None
 
     def close(self) -> None:
-        """Forget all servers."""
         self.forget_current()
         for server in self._former:
             server.watch.close()

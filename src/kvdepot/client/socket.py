@@ -1,8 +1,8 @@
 """A client's socket: requests out, futures back.
 
-Used by the scheduler's and the worker's client, and by everything else that asks a server. client/connection.py decides
-what is sent again and when a request has failed. No thread is dedicated to the socket: polling a future reads it, under
-a lock, so no answer waits for a switch of threads. Invariant: every future gets a value or an error.
+client/connection.py decides what is sent again and when a request has failed. No thread is dedicated to the socket:
+polling a future reads it, under a lock, so no answer waits for a switch of threads. Invariant: every future gets a
+value or an error.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def _check_owner(url: str) -> None:
 
 def _others_between(url: str) -> bool:
     """Whether another user could ever listen at this endpoint. At a unix socket, those can who may change a folder
-    above it; a sticky folder (/tmp) is harmless above one of our own.
-    """
+    above it; a sticky folder (/tmp) is harmless above one of our own."""
     if is_open_to_all(url) or not url.startswith("ipc://"):
         return is_open_to_all(url)
     child = Path(os.path.realpath(url[len("ipc://") :]))
@@ -148,20 +147,18 @@ class MessagingFuture(Generic[T]):
 
 
 class Client:
-    """A connection to one server. Any thread may use it, several at once; `close` it.
-
-    The constructor neither blocks nor fails without a server: the first requests wait up to 5 s for one. key: this
-    client's key or its file, for a server that requires one; empty: the file that KVDEPOT_KEY names, if any. Raises
-    Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user; ConfigError for a key
-    file that cannot be used.
-    """
+    """A connection to one server. Any thread may use it, several at once; `close` it. The constructor neither blocks
+    nor fails without a server: the first requests wait up to 5 s for one."""
 
     def __init__(
         self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "", engine: str = ""
     ) -> None:
-        """engine: names the engine that this client belongs to, equally in all its processes, for the server's log.
+        """key: this client's key or its file, for a server that requires one; empty: the file that KVDEPOT_KEY names,
+        if any. engine: names the engine that this client belongs to, equally in all its processes, for the server's
+        log.
 
-        Raises Unavailable for an address or key that cannot be used, and for another user's socket.
+        Raises Unavailable for an address that ZeroMQ does not understand, and for another user's socket; ConfigError
+        for a key file that cannot be used.
         """
         self.server_url = server_url
         if fault := fault_of_endpoint(server_url):
@@ -304,11 +301,9 @@ class Client:
         convert: Callable[[object], T] | None = None,
         deadline_s: float | None = DEADLINE_S,
     ) -> MessagingFuture[T]:
-        """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone.
-
-        convert: makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the
-        future raises.
-        """
+        """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone. convert:
+        makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future
+        raises."""
         future = MessagingFuture(self, convert)
         self._ask(request, future, deadline_s)
         return future

@@ -42,10 +42,8 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
 
 def _check_plain(tensor: object, name: object) -> None:
-    """Raise LayoutError unless a tensor's storage contains exactly its values.
-
-    Checked before the storage is accessed, because accessing that of a tensor without one can kill the process.
-    """
+    """Raise LayoutError unless a tensor's storage contains exactly its values; before it is accessed, which can kill
+    the process."""
     torch = sys.modules.get("torch")  # until it has been imported, nothing is a torch.Tensor
     if not isinstance(name, str) or name != name.encode(errors="ignore").decode():
         raise LayoutError(f"a layer's name must be valid UTF-8 text, not {name!r:.80}")
@@ -73,10 +71,8 @@ def _check_plain(tensor: object, name: object) -> None:
 
 
 def finish(device: str) -> None:
-    """Wait until a device (as in layout.Mapping) has finished all work that this process has submitted so far.
-
-    Blocks; returns at once for the CPU, whose work is synchronous. Raises DeviceError.
-    """
+    """Wait until a device (as in layout.Mapping) has finished all work that this process has submitted so far; the
+    CPU's is synchronous. Raises DeviceError."""
     if device:
         from kvdepot.devices.cuda import sharing
 
@@ -89,11 +85,9 @@ class Devices:
     def __init__(
         self, memory: Memory, staging_bytes: int, idle_s: float = 0.0, dma_from_bytes: int = DMA_FROM_BYTES
     ) -> None:
-        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers.
-
-        idle_s: seconds for which a GPU without workers is kept; call `release_idle` every second or so. dma_from_bytes:
-        the size from which on copies are left to the copy engines.
-        """
+        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers. idle_s:
+        seconds for which a GPU without workers is kept; call `release_idle` every second or so. dma_from_bytes: the
+        size from which on copies are left to the copy engines."""
         self._memory = memory
         self._limits = staging_bytes, idle_s, dma_from_bytes
         self._lock = threading.Lock()

@@ -31,10 +31,10 @@ AgingT = TypeVar("AgingT", bound=_Aging)
 class Ages(Generic[AgingT]):
     """Entries by the time at which they expire; those that never do take no memory here.
 
-    The heap is corrected lazily: an entry whose time to live has become longer moves when its old time has come. The
-    caller records entries again whose time to live has become shorter; the earlier item of such an entry is outdated,
-    and so is that of an entry that is gone. When there may be as many of them as others, the others move to a new heap,
-    a few with each record. An entry belongs to one `Ages` at most.
+    The heap is corrected lazily: an entry whose time to live has become longer moves when its old time has come. An
+    entry is recorded again when its time to live has become shorter; its earlier item is outdated, and so is that of an
+    entry that is gone. When there may be as many of them as others, the others move to a new heap, a few with each
+    record.
     """
 
     def __init__(self, ttl_of: Callable[[AgingT], int]) -> None:

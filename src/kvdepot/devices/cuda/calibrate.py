@@ -90,11 +90,8 @@ class GpuInUse(Protocol):
 
 
 def measure(gpu: GpuInUse, occupant: Occupant | None = None, clock: Clock = time.perf_counter) -> list[Figure]:
-    """Measure each size on each available copy path, in both directions. Blocks for a second at most, or
-    for some 10 s beside an occupant.
-
-    occupant: a process that keeps this GPU busy. Raises DeviceError, and then keeps nothing allocated.
-    """
+    """Measure each size on each available copy path, in both directions. Blocks for a second at most, or for some 10 s
+    beside an occupant, a process that keeps this GPU busy. Raises DeviceError, and then keeps nothing allocated."""
     begun = clock()
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
@@ -217,10 +214,7 @@ def choose(figures: Sequence[Figure], dma_from_bytes: int = DMA_FROM_BYTES) -> C
 
 def dma_from(choice: Choice) -> int:
     """Bytes from which on the copy engines are chosen in both directions; above all measured sizes if they never are.
-
-    Larger sizes for which something else was chosen do not count: one figure that is off would leave all of them to an
-    idle GPU's figures.
-    """
+    Larger sizes for which something else was chosen do not count."""
     starts = (next((size for size, path in steps if path in _BY_ENGINE), 2 * SIZES[-1]) for steps in choice.values())
     return max(starts)
 
@@ -304,11 +298,8 @@ def find(driver: Driver, wanted: str) -> list[str]:
 
 
 def cost_of(uuid: str, make: Callable[[], T]) -> tuple[int | None, T]:
-    """Call `make`; returns the bytes of GPU memory in use that it added, and its result.
-
-    The bytes are None if nvidia-ml-py is not installed, or another process freed memory in the meantime. The driver
-    itself does not report what a context takes, and reports a GPU's memory only within a context.
-    """
+    """Call `make`; returns the bytes of GPU memory in use that it added, and its result. The bytes are None if
+    nvidia-ml-py is not installed, or another process freed memory in the meantime."""
     before = _used_bytes(uuid)
     made = make()
     after = _used_bytes(uuid) if before is not None else None

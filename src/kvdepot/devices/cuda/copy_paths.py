@@ -166,10 +166,8 @@ class CopyPaths:
                 self._free.append(slot)
 
     def run(self, plan: CopyPlan, slot: Slot, path: str = "") -> None:
-        """Copy between pinned memory and the GPU, on the best copy path or a given one. Blocks until it is done.
-
-        Raises DeviceError; some bytes may have been copied then.
-        """
+        """Copy between pinned memory and the GPU, on the best copy path or a given one. Blocks until it is done. Raises
+        DeviceError; some bytes may have been copied then."""
         if not len(plan):
             return
         if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context

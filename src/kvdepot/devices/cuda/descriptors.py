@@ -91,11 +91,9 @@ _listener: _Listener | None = None
 
 
 def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
-    """Let the server fetch descriptors of memory in pieces of these sizes; returns the handle for `fetch`.
-
-    Memory with the same key is offered once. `export` is called on the listener's thread, for each request. Raises
-    DeviceError if this process cannot listen, LayoutError for too many pieces.
-    """
+    """Let the server fetch descriptors of memory in pieces of these sizes; returns the handle for `fetch`. Memory with
+    the same key is offered once. `export` is called on the listener's thread, for each request. Raises DeviceError if
+    this process cannot listen, LayoutError for too many pieces."""
     global _listener
     if len(sizes) > _MOST_PIECES:
         raise LayoutError(f"device memory in {len(sizes)} pieces, more than {_MOST_PIECES}")

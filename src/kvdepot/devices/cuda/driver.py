@@ -1,7 +1,5 @@
 """Calls of the CUDA driver through NVIDIA's bindings (cuda-python); the only place that maps its errors to ours.
 
-Used by the rest of this folder, on copy threads and in workers.
-
 Addresses, streams and devices are plain ints outside this file. Only `copy_batch` bypasses the bindings and calls the
 driver's function by its address, with numpy arrays: converting thousands of arguments would take longer than the copies
 (source: CUDA Driver API reference, "Memory Management").

@@ -61,10 +61,8 @@ class Gpu:
         return f"<Gpu {self.uuid} {self.name}, {self.registrations} registrations>"
 
     def is_reusable(self) -> bool:
-        """Whether another worker can use this GPU as it is. Waits for the GPU.
-
-        Not if only a new context heals it: copies fail or have no buffers, or its copy paths could not be measured.
-        """
+        """Whether another worker can use this GPU as it is; not if only a new context heals it: copies fail or have no
+        buffers, or its copy paths could not be measured. Waits for the GPU."""
         if self.failure or self.leaks or self.copy_paths.lacks_memory or not (self.is_measured and self.has_served):
             return False
         try:

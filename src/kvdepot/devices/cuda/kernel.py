@@ -1,8 +1,5 @@
-"""Launches the copy kernel: a few thread blocks read and write pinned host memory directly, row by row of a table.
-
-A GPU's copy engines need about a microsecond per piece; a kernel copies many small pieces at once. There is one
-`CopyKernel` per GPU, launched by any lane. The GPU's context must be current in every call.
-"""
+"""Launches the copy kernel: a few thread blocks read and write pinned host memory directly, row by row of a table. The
+copy engines need about a microsecond per piece. The GPU's context must be current in every call."""
 
 from __future__ import annotations
 
@@ -62,10 +59,8 @@ class CopyKernel:
     """The kernel, loaded into one GPU's context."""
 
     def __init__(self, driver: Driver, device: int) -> None:
-        """Compile for this device (once per process and kind of GPU) and load. Blocks for a second or two.
-
-        Raises DeviceError, and then keeps nothing, if Triton is missing or fails, or the driver refuses.
-        """
+        """Compile for this device (once per process and kind of GPU) and load. Blocks for a second or two. Raises
+        DeviceError, and then keeps nothing, if Triton is missing or fails, or the driver refuses."""
         attribute = driver.cu.CUdevice_attribute
         major = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         minor = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)

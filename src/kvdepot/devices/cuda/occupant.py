@@ -1,8 +1,7 @@
 """Another process that keeps a GPU busy, as an engine does, while `kvdepot calibrate --busy` measures the copy paths.
 
 It has its own context, because kernels of two processes share a GPU by time slices. Its kernels copy within the GPU on
-all multiprocessors, so like decoding they are bound by the GPU's memory. `main` is that process; it ends when its
-standard input does, and so with this process, however that ends.
+all multiprocessors. `main` is that process; it ends when its standard input does.
 """
 
 from __future__ import annotations

@@ -68,10 +68,8 @@ class Pins:
     # -- contexts
 
     def attach(self, context: object) -> None:
-        """A worker has come to a GPU without workers: register through its context if there is none yet. Never blocks.
-
-        Pieces that were refused are tried again.
-        """
+        """A worker has come to a GPU without workers: register through its context if there is none yet, and try again
+        pieces that were refused. Never blocks."""
         with self._change:
             if self._context is None or self._refused:
                 self._context = self._context or context
@@ -88,10 +86,8 @@ class Pins:
         self._change.notify_all()
 
     def pass_on(self, context: object, other: object) -> None:
-        """A GPU is about to be left: register through `other` (None: no GPU) from now on. Never blocks.
-
-        Then call `give_up`.
-        """
+        """A GPU is about to be left: register through `other` (None: no GPU) from now on, then call `give_up`. Never
+        blocks."""
         with self._change:
             if self._context == context:
                 self._end_thread()
@@ -99,10 +95,8 @@ class Pins:
                 self._refused.clear()
 
     def give_up(self, context: object) -> None:
-        """Unregister the pieces of a context, after `pass_on` and before the context ends; then call `resume`.
-
-        Blocks until copies that use them have ended. Errors of the driver are logged.
-        """
+        """Unregister the pieces of a context, before the context ends; then call `resume`. Blocks until copies that use
+        them have ended. Errors of the driver are logged."""
         while (piece := self._next_of(context)) is not None:
             try:
                 with self._driver.current(context):
@@ -116,10 +110,8 @@ class Pins:
                     self._change.notify_all()
 
     def resume(self) -> None:
-        """Register the pieces again, if a GPU is in use. Never blocks.
-
-        Call it after the old context's end: pieces that could not be unregistered in a lost context are free only then.
-        """
+        """Register the pieces again, if a GPU is in use, after the old context's end: pieces that could not be
+        unregistered in a lost context are free only then. Never blocks."""
         with self._change:
             if self._context is not None:
                 self._refused.clear()
@@ -140,10 +132,8 @@ class Pins:
 
     @contextmanager
     def used(self, plan: CopyPlan) -> Iterator[npt.NDArray[np.bool_]]:
-        """Use the pieces of a plan's copies. Yields bool[n]: which copies are of registered memory, to the end of use.
-
-        The others are possible too, but slower. Blocks only while one of the pieces is being unregistered.
-        """
+        """Use the pieces of a plan's copies. Yields bool[n]: which copies are of registered memory, to the end of use;
+        the others are slower. Blocks only while one of the pieces is being unregistered."""
         where = ((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).astype(np.int64)
         pieces = np.unique(where).tolist()
         with self._change:

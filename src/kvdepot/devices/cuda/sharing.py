@@ -90,10 +90,8 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
 
 def finish(uuid: str) -> None:
-    """Wait until the GPU has finished all work that this process has submitted. Blocks without the GIL.
-
-    Raises DeviceError.
-    """
+    """Wait until the GPU has finished all work that this process has submitted. Blocks without the GIL. Raises
+    DeviceError."""
     driver = load()
     with _primary(driver, driver.device(uuid)):
         driver.call("cuCtxSynchronize")
