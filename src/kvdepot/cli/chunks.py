@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
 from kvdepot.cli.output import Progress, agreed, clean, count, progress, show, size
+from kvdepot.client import admin
+from kvdepot.client.admin import Preview
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import PromptChunks
 from kvdepot.errors import ConfigError
 from kvdepot.values import plural
-
-if TYPE_CHECKING:
-    from kvdepot.client.admin import Preview
-    from kvdepot.client.socket import Client
-    from kvdepot.client.transfer import PromptChunks
 
 REMOVES = "this removes {} from memory and from all tiers, shared ones too"
 """The effect of commands that remove chunks, for `str.format`."""
@@ -30,8 +28,6 @@ def open_prompt(
     server: options.Address, source: options.PromptSource
 ) -> Iterator[tuple[Client, PromptChunks, Progress]]:
     """A connection, the prompt that the options give, and a progress bar."""
-    from kvdepot.client import admin
-
     if bool(source.tokens) == bool(source.hashes):
         raise click.UsageError("give exactly one of --tokens and --hashes")
     with connect(server) as client:
@@ -51,8 +47,6 @@ def shared(tier: str) -> str:
 @options.as_json
 def warm(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
     """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are then in memory."""
-    from kvdepot.client import admin
-
     with open_prompt(server, source) as (client, prompt, update):
         loaded = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
     rest = "" if loaded == len(prompt) else "; no tier has the next one"
@@ -81,7 +75,6 @@ def forget(
         raise ConfigError("--all forgets everything: give either --all, or --model and --salt")
     if not (model or salt or everything):
         raise ConfigError("nothing to forget: give --model, --salt or --all")
-    from kvdepot.client import admin
 
     def preview() -> Preview:
         with connect(server) as client, progress() as update:
@@ -108,8 +101,6 @@ def forget(
 
 
 def _warn_if_unknown(client: Client, model: str) -> None:
-    from kvdepot.client import admin
-
     if why := admin.unknown_model(client, model):
         print(f"kvdepot: {clean(why)}", file=sys.stderr)
 

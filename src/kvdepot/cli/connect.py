@@ -7,15 +7,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvdepot.cli.options import Address
+from kvdepot.client import admin
+from kvdepot.client.socket import Client
 from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvdepot.client.socket import Client
-    from kvdepot.protocol.status import Status
+from kvdepot.protocol import wire
+from kvdepot.protocol.curve import read_client_key
+from kvdepot.protocol.status import Status, read
 
 _ANSWER_S = 2.0
 _PATIENCE_S = 0.7
@@ -32,10 +32,6 @@ def running(url: str, key: str) -> Status:
 
     Raises Unavailable if there is none or it does not answer, ConfigError for a bad key file, DeadlineExceeded.
     """
-    from kvdepot.client import admin
-    from kvdepot.protocol import wire
-    from kvdepot.protocol.status import read
-
     with admin.connect(url, key, _ANSWER_S) as client:
         return read(client.ask(wire.Status()).result(_ANSWER_S))
 
@@ -46,9 +42,6 @@ def connect(server: Address) -> Iterator[Client]:
 
     On a terminal, prints a message if it takes long. Raises ConfigError, Unavailable.
     """
-    from kvdepot.client import admin
-    from kvdepot.protocol.curve import read_client_key
-
     url, key = endpoint(server.url), server.key or default_key()
     try:
         if key:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from kvdepot.cli import options
 from kvdepot.cli.chunks import NOTHING_REMOVED, REMOVES, open_prompt, shared
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, count, show, size
+from kvdepot.client import admin
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import LeaseTerms
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import KINDS, MOST_LISTED, MOST_PRIORITY, NORMAL
 from kvdepot.values import plural
-
-if TYPE_CHECKING:
-    from kvdepot.client.socket import Client
 
 
 @click.command(epilog=options.PROMPT)
@@ -40,9 +38,6 @@ def lease(
     engines store in that time; the output says how many it has. It fails if the leases of this tenant would exceed
     their budget: without quotas, half of the memory.
     """
-    from kvdepot.client import admin
-    from kvdepot.client.transfer import LeaseTerms
-
     terms = LeaseTerms(kind, seconds, priority, drop)
     if not name:
         if source != options.PromptSource() or terms != LeaseTerms():
@@ -97,8 +92,6 @@ def release(
 
 
 def _end(server: options.Address, name: str, consent: options.Consent, keep: bool, as_json: bool) -> int:
-    from kvdepot.client import admin
-
     with connect(server) as client:
         listed = admin.leases(client)
         known = next((each for each in listed if each.name == name), None)
@@ -121,8 +114,6 @@ def _end(server: options.Address, name: str, consent: options.Consent, keep: boo
 def _remove(
     server: options.Address, source: options.PromptSource, keep_first: int, consent: options.Consent, as_json: bool
 ) -> int:
-    from kvdepot.client import admin
-
     with open_prompt(server, source) as (client, prompt, _):
         there = {each.hash for each in admin.inspect(client, prompt.spec.model, prompt.hashes)}
         most = min(len(there), max(0, len(prompt) - keep_first))
@@ -141,6 +132,4 @@ def _remove(
 
 def _tier_lines(client: Client) -> list[str]:
     """The tiers that lose chunks; how many cannot be known before."""
-    from kvdepot.client import admin
-
     return [f"{clean(tier.name)}: its copies of them{shared(tier.name)}" for tier in admin.status(client).tiers]

@@ -12,13 +12,14 @@ import click
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import clean, count, duration, ranges, show, size
+from kvdepot.client import admin
+from kvdepot.client.socket import Client
 from kvdepot.errors import ConfigError
-from kvdepot.protocol.prefixes import MOST_PREFIXES, SORTS
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.prefixes import MOST_PREFIXES, SORTS, ChunkStatus
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
-    from kvdepot.client.socket import Client
-    from kvdepot.protocol.prefixes import ChunkStatus
 
 _LEAST_DIGITS, _DIGITS = 6, 64
 """Hexadecimal digits of the beginning of a hash, and of a whole one."""
@@ -40,8 +41,6 @@ def ls(model: str, sort: str, most: int, is_long: bool, server: options.Address,
     (each chunk once), the lookups that ended at one of these chunks, and the tokens that they found. `kvdepot inspect
     ID` shows the shared chunks.
     """
-    from kvdepot.client import admin
-
     with connect(server) as client:
         found = admin.prefixes(client, model, sort, min(most + 1, MOST_PREFIXES))  # to know whether there are more
     has_more, found = len(found) > most, found[:most]
@@ -88,8 +87,6 @@ def inspect(prefix: str, source: options.PromptSource, server: options.Address, 
 
 def _up_to(client: Client, model: str, prefix: str) -> tuple[list[ChunkStatus], dict[str, int]]:
     """The chunks in memory up to one with a hash, or of the group with that id; and the chunks' numbers by hash."""
-    from kvdepot.client import admin
-
     families = admin.prefixes(client, model, SORTS[0], MOST_PREFIXES)
     ends = {each.hash for each in families if each.id.startswith(prefix) or each.hash.startswith(prefix)}
     if len(ends) > 1:
@@ -102,9 +99,6 @@ def _up_to(client: Client, model: str, prefix: str) -> tuple[list[ChunkStatus], 
 
 def _of_prompt(client: Client, source: options.PromptSource) -> tuple[list[ChunkStatus], dict[str, int]]:
     """The chunks in memory of a prompt that the options give; and the numbers of all its chunks by hash."""
-    from kvdepot.client import admin
-    from kvdepot.protocol.keys import HASH_BYTES
-
     prompt = admin.read_prompt(client, source.tokens, source.hashes, source.model, source.salt)
     model, hashes = prompt.spec.model, prompt.hashes
     keys = [hashes[at : at + HASH_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)]

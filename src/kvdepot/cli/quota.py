@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -11,11 +10,11 @@ import msgspec
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, duration, show, size
+from kvdepot.client import admin
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.keys import salt_tag
+from kvdepot.protocol.quotas import Quota, name_of, shown_tag
 from kvdepot.values import parse_size
-
-if TYPE_CHECKING:
-    from kvdepot.protocol.quotas import Quota
 
 _DRY = "nothing was changed: this was a dry run"
 
@@ -58,10 +57,6 @@ def quota(
     tenant. Quotas that last are tables [tenants.NAME] and [salts.SALT] of the settings file. Only clients without a
     tenant may change quotas. Salts are shown by the beginning of their hash.
     """
-    from kvdepot.client import admin
-    from kvdepot.protocol.keys import salt_tag
-    from kvdepot.protocol.quotas import Quota, name_of, shown_tag
-
     changes = {name: value for name, value in given.items() if value is not None}
     if (changes or remove) and not (tenant or salt):
         raise click.UsageError("give the TENANT or the --salt whose quota to change")

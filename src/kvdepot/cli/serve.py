@@ -25,6 +25,8 @@ from kvdepot.config import (
     stray_variables,
 )
 from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.endpoints import holder, lock_file
 
 if TYPE_CHECKING:
     from kvdepot.server.loop import Server
@@ -96,9 +98,6 @@ def stop(timeout_s: float, url: str | None) -> int:
     Engines recompute until there is a server again. If engines start it by themselves, the next engine that starts
     does so.
     """
-    from kvdepot.protocol.addresses import socket_path
-    from kvdepot.protocol.endpoints import holder, lock_file
-
     place = load(flags={"url": url}).url
     path = socket_path(place)
     if path is None:

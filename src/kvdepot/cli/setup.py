@@ -10,6 +10,7 @@ import click
 from kvdepot.cli import options
 from kvdepot.cli.output import print_json, progress, show
 from kvdepot.config import load
+from kvdepot.protocol.curve import generate
 
 
 @click.command()
@@ -23,8 +24,6 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
     Only this user can read DIR. A client's name consists of letters, digits, - and _. Start the server with --keys
     DIR, and give each client its file as KVDEPOT_KEY. Restart a running server to make it read clients.toml again.
     """
-    from kvdepot.protocol.curve import generate
-
     paths = [str(path) for path in generate(folder, list(clients), tenant)]
     show(as_json, {"files": paths}, *paths)
     return 0

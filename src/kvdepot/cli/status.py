@@ -16,9 +16,13 @@ import click
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
 from kvdepot.cli.output import clean, print_json, show
+from kvdepot.client.launch import Shared
 from kvdepot.config import load
 from kvdepot.errors import ConfigError, KVDepotError, Unavailable
+from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.status import read
+from kvdepot.web.token import read_token
 
 _ANSWER_S = 5.0
 _HEALTH_S = 2.0
@@ -45,8 +49,6 @@ def status(
     not send it; anyone with this URL can forget, lease and load chunks. HTTP requests that change something need the
     token (Authorization: Bearer), and so do all requests from other hosts, or where clients need keys.
     """
-    from kvdepot.protocol import wire
-
     if shows_page and watch is not None:
         raise click.UsageError("--http prints the URL once: give no --watch with it")
     if http_token_file and not shows_page:
@@ -77,7 +79,6 @@ def _show(answer: Any, place: str, as_json: bool, repeats: bool) -> None:
         print(json.dumps(answer), flush=True) if repeats else print_json(answer)
         return
     from kvdepot.cli import view
-    from kvdepot.protocol.status import read
 
     now = read(answer)
     out = view.console()
@@ -96,8 +97,6 @@ def _show(answer: Any, place: str, as_json: bool, repeats: bool) -> None:
 
 def _log_at(place: str) -> Path | None:
     """The log of the last server that an engine started at an endpoint; None if there is none."""
-    from kvdepot.client.launch import Shared
-
     log = Shared(place).log if socket_path(place) is not None else None
     return log if log is not None and log.is_file() else None
 
@@ -106,9 +105,6 @@ def _log_at(place: str) -> Path | None:
 
 
 def _show_page(answer: Any, place: str, token_file: str | None, as_json: bool) -> int:
-    from kvdepot.protocol.status import read
-    from kvdepot.web.token import read_token
-
     # Ask the server, because another user's server may have the address in the settings, and would get our token.
     address = read(answer).http
     if not address:
