@@ -32,7 +32,6 @@ _DEFAULT_ARENA = 4 * GIB
 _LONGEST_SOCKET = len("/engine-0123456789abcdef.sock")
 """Bytes of the longest name of a socket in this user's folder."""
 _PREFIX = "KVDEPOT_"
-"""Prefix of settings in the environment."""
 MOST_SALTS = 64
 """Tables of salts. Each salt has another value for each tenant."""
 _CONTRACT_TOKENS = 256
@@ -260,7 +259,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tier_configs(self) -> list[TierConfig]:
-        """The parsed `tiers`."""
         return [parse(text) for text in self.tiers]
 
     @property

@@ -20,17 +20,13 @@ from typing import Any
 import msgspec
 
 _OURS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-"""Attributes of every record."""
 _MOST_TEXT = 256
-"""Characters of a field."""
 _MOST_SAID = 8192
 """Characters of a message, and of a traceback, of which the end is kept."""
 _MOST_LINES = 4096
-"""Lines that wait to be written."""
 _SPARED_S = 60.0
 """Time in which a line of `Sparing` is logged once, in seconds."""
 _MOST_SPARED = 100
-"""Different lines that `Sparing` remembers."""
 _END_S = 1.0
 """Time to write waiting lines when the process ends."""
 
@@ -99,7 +95,6 @@ class _Queued(QueueHandler):
         written.wait(_END_S)
 
     def close(self) -> None:
-        """End the writing thread after the waiting lines."""
         self.queue.put_nowait(None)  # QueueListener's sentinel
         super().close()
 
@@ -160,7 +155,6 @@ class _Human(logging.Formatter):
         return "\n".join(f"  {_printable(line)}" for line in lines)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, without a traceback."""
         # Request ids and file names come from others: they must not forge a line, or send control characters to a
         # terminal.
         line = _printable(super().formatMessage(record)[:_MOST_SAID])
@@ -181,7 +175,6 @@ class _Json(logging.Formatter):
     """{"ts": seconds since 1970, "level": "info", "logger": "kvdepot.server.loop", "message": "...", and the fields}"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         said: dict[str, object] = {
             "ts": round(record.created, 6),
             "level": record.levelname.lower(),

@@ -17,7 +17,6 @@ _AS_MAIN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__',
 
 
 def module_command(name: str, *arguments: str) -> list[str]:
-    """The command line that runs a module as `python -m` does."""
     if _HAS_SAFE_PATH:
         return [sys.executable, "-P", "-m", name, *arguments]
     return code_command(_AS_MAIN, name, *arguments)

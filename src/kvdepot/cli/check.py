@@ -84,7 +84,6 @@ class Report:
     fixed: bool = False
 
     def lines(self) -> list[str]:
-        """The report as text."""
         state = "in use by a server" if self.in_use else "not in use"
         return [
             f"{self.path}: {self.size_bytes / 2**20:.1f} MiB, {state}",

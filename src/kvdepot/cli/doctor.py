@@ -70,7 +70,6 @@ class Facts:
 
     @property
     def here(self) -> Status | None:
-        """The running server, if it runs on this host."""
         return self.server if socket_path(self.config.url) is not None else None
 
 

@@ -27,7 +27,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def print_json(value: object) -> None:
-    """Print a value, which may have structs in it, as JSON."""
     print(json.dumps(msgspec.to_builtins(value), indent=2), flush=True)
 
 

@@ -134,7 +134,6 @@ def root() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command; returns the exit code."""
     if _COMPLETE in os.environ:
         from click.shell_completion import shell_complete
 

@@ -128,7 +128,6 @@ def stop(timeout_s: float, url: str | None) -> int:
 
 
 def _has_open(pid: int, file: Path) -> bool:
-    """Whether a process has this file open."""
     with contextlib.suppress(OSError):
         wanted = file.stat()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -143,7 +143,6 @@ class Top(App[None]):
     # -- what comes from the server
 
     def _tick(self) -> None:
-        """Take answers, send requests that are due, and show what has changed."""
         answered = [tab for tab, future in self._futures.items() if future.query()]
         for tab in answered:
             self._take(tab, self._futures.pop(tab))
@@ -158,7 +157,6 @@ class Top(App[None]):
             self._ask(self._tab, wire.Prefixes("", self._sorted_by(), _MOST_LISTED), _LIST_S)
 
     def _ask(self, tab: str, request: wire.Request, least_s: float) -> None:
-        """Send the request of a tab if it is due."""
         assert self._interval is not None
         now = time.monotonic()
         if tab not in self._futures and now >= self._due.get(tab, 0.0):
@@ -179,7 +177,6 @@ class Top(App[None]):
             self._trouble = str(exc)
 
     def show_status(self, status: Status) -> None:
-        """Show a new status."""
         if self._statuses and self._statuses[-1].boot != status.boot:
             self._statuses.clear()
         self._statuses.append(status)
@@ -218,17 +215,14 @@ class Top(App[None]):
         self._draw()
 
     def action_turn(self, step: int) -> None:
-        """Show the next tab, or the one before."""
         self.action_show((TABS.index(self._tab) + step) % len(TABS))
 
     def action_sort(self) -> None:
-        """Sort by the next column."""
         self._sort[self._tab] += 1
         self._due.pop(self._tab, None)  # the server lists in this order
         self._draw()
 
     def action_close(self) -> None:
-        """Close the details."""
         self._opened = None
         self._draw()
 
@@ -326,7 +320,6 @@ def _rank(row: Row, sort: str) -> Any:
 
 
 def _fields(row: Row) -> Iterator[tuple[str, str]]:
-    """Names and values of all fields of a row that have one."""
     for name, value in msgspec.to_builtins(row).items():
         if name not in _NOT_SHOWN and value not in (None, "", [], {}):
             yield name.replace("_", " ").removesuffix(" s"), _in_words(name, value)

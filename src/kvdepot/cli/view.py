@@ -106,7 +106,6 @@ def summary(now: Status, url: str, since: Status | None = None, old: str = "") -
 
 
 def grid(lines: Sequence[tuple[str, Text]]) -> Table:
-    """Lines of a name and a value."""
     made = Table.grid(padding=(0, 2, 0, 0))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
@@ -229,7 +228,6 @@ def _shorten(text: str, most: int) -> str:
 
 
 def engines(shown: Sequence[Engine]) -> Listing:
-    """The table of engines."""
     rows = [
         (
             ", ".join(engine.models) or "-",
@@ -248,7 +246,6 @@ def engines(shown: Sequence[Engine]) -> Listing:
 
 
 def models(shown: Sequence[NamespaceStatus]) -> Listing:
-    """The table of models, shapes and layouts."""
     rows = [
         (
             OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model),
@@ -297,7 +294,6 @@ def _usage(now: Status) -> Listing:
 
 
 def tenants(shown: Sequence[TenantStatus]) -> Listing:
-    """The table of quotas."""
     rows = [
         (
             f"{tenant.tenant} salt {tenant.salt}".lstrip() if tenant.salt else tenant.tenant or "(others)",
@@ -312,7 +308,6 @@ def tenants(shown: Sequence[TenantStatus]) -> Listing:
 
 
 def tiers(shown: Sequence[TierStatus]) -> Listing:
-    """The table of tiers."""
     rows: list[Sequence[str | Text]] = []
     for tier in shown:
         held = size(tier.bytes) if tier.bytes is not None else "-"
@@ -340,7 +335,6 @@ def _devices(now: Status) -> Listing:
 
 
 def leases(shown: Sequence[LeaseStatus]) -> Listing:
-    """The table of leases."""
     rows = [
         (
             lease.name, lease.kind, count(lease.chunks), size(lease.bytes),
@@ -380,15 +374,12 @@ def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
 
 
 def named(tenant: str, model: str) -> str:
-    """A model's name with its tenant."""
     return f"{tenant}: {model}" if tenant else model
 
 
 _EVENTS = 8
-"""Events that a status shows."""
 
 
 def events(shown: Sequence[Event]) -> Listing:
-    """The table of events, of which the latest come first."""
     rows = [(f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in shown]
     return Listing(("events, latest first",), rows)

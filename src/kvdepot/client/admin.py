@@ -259,7 +259,6 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
 
 
 def status(client: Client) -> Status:
-    """The server's status."""
     return read(client.ask(wire.Status()).result(_ANSWER_S))
 
 

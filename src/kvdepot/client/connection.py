@@ -48,7 +48,6 @@ GRACE_S = 1.0
 is a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
 _PAUSE_S = 0.1
-"""Pause between a failed recovery and the next."""
 _IDLE_S = 0.5
 """Pause between a refused hello and the next, while nothing waits for the server."""
 _STALE_S = 10.0
@@ -94,17 +93,14 @@ class Connection:
         self._next_check = 0.0
 
     def __len__(self) -> int:
-        """Requests under way."""
         return len(self._requests.pending)
 
     @property
     def welcomed(self) -> bool:
-        """Whether a server serves us."""
         return self.phase is Phase.SERVING
 
     @property
     def has_met(self) -> bool:
-        """Whether a server has ever welcomed us."""
         return bool(self.incarnation)
 
     def device(self, instance: int) -> str:
@@ -219,7 +215,6 @@ class Connection:
         return self.phase is Phase.APART and is_needed and self._clock() >= self._until
 
     def _greet(self) -> bool:
-        """Say hello; whether it was sent."""
         if not self._ask_own(self._handshake.hello()):
             return False
         self._go(Change.GREET, _HELLO_S)
@@ -230,7 +225,6 @@ class Connection:
             self.lose(self.no_server())
 
     def _take_own(self, request: wire.Request, value: object, incarnation: bytes) -> None:
-        """Handle the answer to a request of our own."""
         match request:
             case wire.Hello():
                 self._take_proof(value, incarnation)
@@ -303,7 +297,6 @@ class Connection:
         self._send_parked()
 
     def _refused(self, error: KVDepotError) -> None:
-        """A handshake has failed."""
         self.lose(error)
         if self.phase is Phase.APART:  # else the end of a request has caused another, and with it a hello
             self._greet_again()
@@ -346,7 +339,6 @@ class Connection:
     # -- hearing
 
     def take(self, frame: bytes) -> None:
-        """Handle a frame that has arrived."""
         opened = self._handshake.open(frame)
         try:
             number, incarnation, value = wire.decode_reply(frame if opened is None else opened)

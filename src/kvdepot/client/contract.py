@@ -259,7 +259,6 @@ def translate(
 
 
 def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool | list[bool]:
-    """The answer to a request for which `translate` returned None."""
     if request_type is RequestType.LOOKUP:
         return 0
     return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])

@@ -186,7 +186,6 @@ class Embedded:
         return f"the embedded server exited with status {self._process.poll()}; see its log lines above"
 
     def close(self) -> None:
-        """End it, and wait for that. Safe twice; blocks 10 s at most."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

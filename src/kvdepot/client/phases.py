@@ -27,10 +27,7 @@ class Phase(enum.Enum):
 
 
 class Change(enum.Enum):
-    """An event that changes the phase."""
-
     GREET = enum.auto()
-    """Our hello was sent."""
     PROVE = enum.auto()
     """The server has proved itself, and our own proof was sent."""
     WELCOME = enum.auto()
@@ -40,7 +37,6 @@ class Change(enum.Enum):
     LOSE = enum.auto()
     """The server is gone, silent, or does not know us, or the connection broke."""
     CLOSE = enum.auto()
-    """The user has closed the client."""
 
 
 TRANSITIONS: dict[Phase, dict[Change, Phase]] = {

@@ -109,7 +109,6 @@ class Requests:
             pending.done(value)
 
     def fail_overdue(self, now: float) -> None:
-        """Fail the requests with past deadlines."""
         for number, item in [(number, item) for number, item in self.pending.items() if item.deadline <= now]:
             self.end(number, DeadlineExceeded(f"no answer to {type(item.request).__name__} in time"))
         self.parked.intersection_update(self.pending)

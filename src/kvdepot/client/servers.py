@@ -61,7 +61,6 @@ class Handshake:
         self._seals: list[Seal] = []  # the first seals what we send; replies may still carry the one before
 
     def hello(self) -> wire.Hello:
-        """Begin a handshake: its first message."""
         ours = self._introduction
         self._offer = Offer(ours.liveness, ours.secret, ours.others_between(), ours.engine)
         return self._offer.hello
@@ -95,7 +94,6 @@ class Handshake:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether replies must carry a seal."""
         return bool(self._seals) or self._offer.hello.sealed
 
     def seal(self, frame: bytes) -> bytes:
@@ -129,13 +127,11 @@ class ServerRuns:
         return server.gone_at is not None and self._clock() - server.gone_at >= self.linger_s
 
     def may_touch_blocks(self) -> bool:
-        """Whether any server may still touch a block."""
         if self.current is not None and not self.is_gone(self.current):
             return True
         return bool(self._former)
 
     def may_run(self) -> bool:
-        """Whether the process of any server may still run."""
         return bool(self._former) or (self.current is not None and not self.current.watch.is_gone())
 
     def succeed(self, server: ServerRun, copies: list[int]) -> None:
@@ -150,7 +146,6 @@ class ServerRuns:
             self._former.append(before)
 
     def held_copies(self) -> set[int]:
-        """Numbers of copies that former servers may still carry out."""
         return {number for server in self._former for number in server.copies}
 
     def release_copies(self) -> list[int]:

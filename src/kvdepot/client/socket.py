@@ -99,7 +99,6 @@ class MessagingFuture(Generic[T]):
 
     @classmethod
     def resolved(cls, value: T) -> MessagingFuture[T]:
-        """A future that is done."""
         future: MessagingFuture[T] = cls(None)
         future._finish(value)
         return future
@@ -277,7 +276,6 @@ class Client:
         return self.chunk_size
 
     def _silent(self) -> Unavailable:
-        """The error for a server that does not answer in time."""
         who = holder(self.server_url)
         if not who:
             return self._connection.no_server()

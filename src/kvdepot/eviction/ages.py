@@ -12,8 +12,6 @@ _MOVED = 16
 
 
 class _Aging(Protocol):
-    """An entry that may expire."""
-
     expires: float
     """The time of its item in `Ages`; 0: it has none."""
 

@@ -32,7 +32,6 @@ class Lru:
 
     @property
     def queued(self) -> int:
-        """Entries in the queue, including entries that are gone."""
         return len(self._heap) + len(self._old)
 
     def insert(self, chunks: Sequence[Victim]) -> None:

@@ -41,7 +41,6 @@ class Runs:
         self._level = 1  # buckets before the current round of splits
         self._free = 0
         self.used = 0
-        """Runs of keys."""
 
     def column(self, kind: str) -> array[int]:
         """A new column of unsigned integers, 0 for each run."""
@@ -134,7 +133,6 @@ class Runs:
         return len(self.size) - 1
 
     def free_head(self, run: int) -> None:
-        """Undo `new`."""
         for column in self._columns:
             column[run] = 0
         self._next[run] = self._free
@@ -185,7 +183,6 @@ class Links:
         """0: in no list."""
 
     def make(self, head: int) -> int:
-        """Make a number the head of an empty list."""
         self.before[head] = self.after[head] = head
         return head
 

@@ -28,11 +28,9 @@ class Shadow(ABC):
         self.kids = runs.column("I")
         """Runs behind each run of which it contains a chunk."""
         self.count = 0
-        """Chunks that it contains."""
         self.misses = self.recent_misses = 0.0
         """Chunks that entered up to the last `age`; see `entered`."""
         self.entered = 0
-        """Chunks that entered since."""
         self._hit = 0  # the run of the deepest hit of the current request so far, not counted as a use yet
         self._is_within = False  # it is not the run's end
         self._tip = 0
@@ -157,7 +155,6 @@ class Shadow(ABC):
         self.held[run] = count
 
     def _lose(self, run: int, count: int) -> None:
-        """Take out the last `count` chunks of those of `run`."""
         self.count -= count
         self.held[run] -= count
         if self.held[run]:
@@ -170,7 +167,6 @@ class Shadow(ABC):
                 self._add_end(before, run)
 
     def _evicted(self, run: int, count: int) -> None:
-        """`count` chunks of `run` were evicted."""
         return
 
     @abstractmethod

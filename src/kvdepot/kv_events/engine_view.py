@@ -61,7 +61,6 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False
 
 Event: TypeAlias = _Stored | _Removed | _Cleared
 Message: TypeAlias = "tuple[list[bytes], list[Event]]"
-"""Topics, and the events to publish under each."""
 
 
 @dataclass(eq=False)
@@ -94,7 +93,6 @@ class EngineView:
 
     @property
     def count(self) -> int:
-        """Credited chunks."""
         return sum(len(model.credited) for model in self._models.values())
 
     @property
@@ -124,7 +122,6 @@ class EngineView:
         yield from self._take_messages()
 
     def end(self) -> Iterator[Message]:
-        """Messages that take everything back."""
         return self.apply([None])
 
     def _take_messages(self) -> list[Message]:

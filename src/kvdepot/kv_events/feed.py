@@ -50,7 +50,6 @@ class Feed:
     # -- the deciding thread
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
-        """Queue the chunks that have become visible or invisible."""
         for event in events:
             match event:
                 case Stored(chunk):
@@ -117,7 +116,6 @@ class Feed:
     # -- the reader's
 
     def take(self, most: int) -> list[Change]:
-        """Remove and return the oldest changes, at most this many."""
         taken: list[Change] = []
         queue = self._queue
         while queue and len(taken) < most:

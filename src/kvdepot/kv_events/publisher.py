@@ -53,7 +53,6 @@ _MOST_CONNECTIONS = 64
 _MOST_UNREAD = 1024
 """Messages queued for one subscriber; it must ask for those beyond. Subscribers share the memory of a message."""
 _MOST_WAITING = 64
-"""Replays waiting for their turn."""
 _REPLAY_S = 10.0
 """A replay ends if its reader takes nothing for this long."""
 _AT_ONCE = 16
@@ -74,7 +73,6 @@ def replay_endpoint(endpoint: str) -> str:
 
 
 _Sending: TypeAlias = "tuple[bytes, bytes]"
-"""A topic and a payload."""
 
 
 class _Sent:
@@ -88,7 +86,6 @@ class _Sent:
 
     @property
     def first(self) -> int:
-        """The number of the oldest message that is kept."""
         return self.last - len(self._messages) + 1
 
     def add(self, topic: bytes, payload: bytes, listing: int) -> int:
@@ -156,7 +153,6 @@ class Publisher:
         return f"<Publisher at {self._endpoint}: {self._view.count} chunks, message {self._sent.last}>"
 
     def start(self) -> None:
-        """Start to publish."""
         self._thread.start()
         place = self._endpoint
         log.info("KV events at %s, replays at %s, by kvdepot.events_topic of engines", place, replay_endpoint(place))
@@ -211,7 +207,6 @@ class Publisher:
             self._count_connections()
 
     def _drain(self) -> None:
-        """Publish the queued changes, in order."""
         while not self._stopping and (changes := self._feed.take(BATCH)):
             self._publish_all(self._view.apply(changes))
             time.sleep(0)  # release the GIL, so that the deciding thread does not wait for us

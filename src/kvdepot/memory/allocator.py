@@ -16,8 +16,6 @@ Extents = tuple[tuple[int, int], ...]
 
 
 class Allocator:
-    """Free extents of `[start, end)`."""
-
     __slots__ = ("_by_class", "_ends", "_starts", "capacity", "end", "free_bytes", "start")
 
     def __init__(self, start: int, end: int) -> None:
@@ -36,7 +34,6 @@ class Allocator:
 
     @staticmethod
     def rounded(size: int) -> int:
-        """Bytes that an allocation of `size` takes."""
         return -(-size // PAGE) * PAGE
 
     def allocate(self, size: int) -> Extents | None:
@@ -80,7 +77,6 @@ class Allocator:
         return taken[::-1]
 
     def free(self, extents: Extents) -> None:
-        """Free the extents that `allocate` returned."""
         for start, length in extents:
             end = start + length
             assert self.start <= start < end <= self.end, (start, length)

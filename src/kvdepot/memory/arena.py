@@ -150,7 +150,6 @@ class Arena:
         return self._fd >= 0 and not locks.leads_to(self.path, self._fd)
 
     def table(self) -> memoryview:
-        """The table of records, mapped."""
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.header.table_bytes]
 
     def read_table(self) -> bytearray:

@@ -46,8 +46,6 @@ SECRET_OFFSET = 64
 
 
 class ArenaHeader(NamedTuple):
-    """The first bytes of an arena."""
-
     size: int
     table_bytes: int
     boot: bytes
@@ -96,7 +94,6 @@ class ArenaHeader(NamedTuple):
 
     @property
     def chunks_start(self) -> int:
-        """Offset of the first chunk in the file."""
         return HEADER_BYTES + self.table_bytes + CHUNKS_OFFSET
 
 

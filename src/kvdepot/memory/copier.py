@@ -51,7 +51,6 @@ class CopyPiece:
     block_ids: Ids
     skip: int = 0
     summed: bool = False
-    """Whether to compute its checksum."""
 
 
 class Mapped(ABC):
@@ -110,7 +109,6 @@ class Call:
     token: object
     run: Callable[[], Mapped | None]
     lane: str = ""
-    """The lane whose threads run it."""
 
 
 Outcome: TypeAlias = list[int] | Mapped | KVDepotError | None
@@ -128,7 +126,6 @@ class Copier:
 
     @property
     def threads(self) -> int:
-        """The number of threads that copy from and to CPU memory."""
         return len(self.lanes[""].threads)
 
     def submit(self, task: Copy | Call) -> None:
@@ -181,7 +178,6 @@ class Lane:
         self._tasks.put((isinstance(task, Copy) and task.is_store, next(self._numbers), task))
 
     def stop(self) -> None:
-        """End the threads after the queued tasks; `join` waits for them."""
         for _ in self.threads:
             self._tasks.put((2, next(self._numbers), None))
 

@@ -115,7 +115,6 @@ class Records:
 
     @property
     def used(self) -> int:
-        """Slots in use."""
         return self._fresh - len(self._free)
 
     def write(self, record: Record) -> int | None:

@@ -25,7 +25,6 @@ class Limit(NamedTuple):
     most: int
     free: int
     advice: str
-    """Advice for raising it."""
     is_hard: bool = True
     """Whether the kernel kills a process, or fails its allocation, rather than exceed it."""
 
@@ -103,7 +102,6 @@ def _limits_of(group: Path, names: tuple[str, ...], usage: str, what: str) -> It
 
 
 def _read(path: Path) -> str:
-    """A file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -143,7 +143,6 @@ def enter_pages(address: int, size: int) -> None:
 
 
 def advise_huge(address: int, size: int) -> None:
-    """Ask for huge pages; the kernel may refuse."""
     _libc.madvise(address, size, _MADV_HUGEPAGE)
 
 
@@ -163,7 +162,6 @@ def left_tensors() -> Iterator[tuple[str, int]]:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether a file has a name that torch gives to shared tensors."""
     return _TENSORS.fullmatch(name) is not None
 
 
@@ -305,8 +303,6 @@ def _mark_file_left(name: str) -> None:
 
 
 class LivenessView:
-    """The server's side of a client's liveness file."""
-
     def __init__(self, name: str) -> None:
         if not name.startswith(_LIVENESS):
             raise BadRequest(f"{name[:64]!r} is not the name of a client's liveness file")

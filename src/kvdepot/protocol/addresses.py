@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 
 MOST_PORT = 65535
 MOST_PATH = 107
-"""Bytes in the path of a unix socket."""
 _PORT = re.compile(r"0*[1-9][0-9]{0,4}")
 
 

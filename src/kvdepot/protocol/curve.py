@@ -35,7 +35,6 @@ _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 OWN_TENANT, ALL_TENANTS = b"kvdepot", b"kvdepot-all-tenants"
 """ZAP domains: of sockets that give clients their own tenant's chunks, and of those that publish every tenant's."""
 _MOST_BYTES = 16 << 20
-"""Bytes read of a key file."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class ServerKeys:
     clients: dict[bytes, KeyOwner]
 
     def tenant(self, user: str) -> str:
-        """The tenant of a client, by its name."""
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
     def admit(self, name: str) -> Key:

@@ -45,7 +45,6 @@ class Binding:
     """A socket bound to an endpoint. If that is a unix socket, others may later remove or replace its file."""
 
     def __init__(self, listener: zmq.Socket[bytes], url: str) -> None:
-        """Bind. Raises Unavailable."""
         self.obstacle = ""
         """Why new clients cannot connect, and what to do: others have removed or replaced our socket's file."""
         self._socket = listener
@@ -249,7 +248,6 @@ class Claim:
         raise Unavailable(f"another program listens on {self._url}; stop it, or choose another {self._setting}")
 
     def _give_back(self) -> None:
-        """Release the lock; the socket's file stays."""
         if self._fd >= 0:
             if locks.leads_to(self._lock, self._fd):
                 self._lock.unlink(missing_ok=True)

@@ -54,7 +54,6 @@ from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.protocol import wire
 
 SECRET_BYTES = 32
-"""Length of an arena's secret."""
 _NONCE_BYTES = 16
 _TAG_BYTES = 16
 _MARK = b"\xc1"
@@ -150,7 +149,6 @@ class Seal:
         self._sent = self._taken = 0
 
     def close(self, frame: bytes) -> bytes:
-        """Return the frame with a seal."""
         self._sent += 1
         counter = self._sent.to_bytes(8, "little")
         tag = blake3(counter + frame, key=self._sends).digest(_TAG_BYTES)

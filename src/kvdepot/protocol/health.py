@@ -11,7 +11,6 @@ from kvdepot.protocol.status import Status, TierStatus
 from kvdepot.values import plural
 
 RECENT_S = 300.0
-"""Seconds that count as recent."""
 _ADVICE = {counted.name: counted.advice for counted in SERVER}
 
 

@@ -109,7 +109,6 @@ class ChunkChain:
         self._tokens: list[int | _End] = [self._end]  # hashed so far, and the end
 
     def __len__(self) -> int:
-        """Chunks hashed so far."""
         return len(self.hashes) // HASH_BYTES
 
     @property
@@ -124,7 +123,6 @@ class ChunkChain:
         return bytes(self.hashes[(chunk - 1) * HASH_BYTES : chunk * HASH_BYTES])
 
     def slice(self, first: int, end: int) -> bytes:
-        """Concatenated hashes of chunks `[first, end)`."""
         return bytes(self.hashes[first * HASH_BYTES : end * HASH_BYTES])
 
     def extend(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:

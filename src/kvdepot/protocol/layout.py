@@ -27,7 +27,6 @@ from kvdepot.errors import LayoutError
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
 MAX_HANDLE = 4096
-"""Bytes of a mapping's handle."""
 
 
 class TensorView(NamedTuple):
@@ -83,7 +82,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
         return sum(segment.size for segment in self.segments)
 
     @property

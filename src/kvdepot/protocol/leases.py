@@ -13,9 +13,7 @@ MOST_PRIORITY = 100
 HINT_S = 3600
 """Seconds for which a request's hints keep chunks, at most, by default: KV unused for an hour is not worth memory."""
 MOST_LEASES = 1 << 14
-"""Leases of one server."""
 MOST_LISTED = 1000
-"""Leases in one answer."""
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):

@@ -100,12 +100,10 @@ class Listener:
 
     @property
     def tenants(self) -> set[str]:
-        """The tenants that clients' keys are bound to."""
         clients = () if self._keys is None else self._keys.clients.values()
         return {client.tenant for client in clients if client.tenant}
 
     def is_tenant(self, tenant: str) -> bool:
-        """Whether a client's key is bound to a tenant of this name."""
         return tenant in self.tenants
 
     def admit(self, user: str) -> Key | None:

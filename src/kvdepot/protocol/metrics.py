@@ -66,7 +66,6 @@ class Latencies:
         latency.buckets[bisect_left(BOUNDS_S, took)] += 1
 
     def gone(self, client: bytes) -> None:
-        """Forget this client's requests; they will not be answered."""
         self._asked.pop(client, None)
 
     def figures(self) -> list[Latency]:
@@ -108,5 +107,4 @@ class Journal:
         self._events.append(Event(wall_s, kind, text[:_MOST_TEXT]))
 
     def events(self) -> list[Event]:
-        """All that are kept."""
         return list(self._events)

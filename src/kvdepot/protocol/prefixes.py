@@ -7,7 +7,6 @@ import msgspec
 SORTS = ("hits", "bytes", "tokens", "idle")
 """Values that families can be sorted by, the highest first; `idle` puts the longest unused family first."""
 MOST_PREFIXES = 1000
-"""Families in one answer."""
 MOST_CHUNKS = 16384
 """Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
 

@@ -32,7 +32,6 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def words(self) -> str:
-        """The quota as text for users."""
         ttl = f", expires after {self.ttl_s} s" if self.ttl_s else ""
         cap = f"{self.cap_bytes} bytes" if self.cap_bytes else "none"
         disk = ""
@@ -43,7 +42,6 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it has a floor or a cap in local tiers."""
         return bool(self.disk_floor_bytes or self.disk_cap_bytes)
 
     def fault(self) -> str:

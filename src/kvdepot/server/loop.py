@@ -58,7 +58,6 @@ _COPIER_STOP_S = 2.0
 _TIER_STOP_S = 2.0
 """Time for tiers' threads to end their current task."""
 _BATCH = 128
-"""Messages received before outcomes of copies are processed."""
 
 
 class Server:
@@ -147,7 +146,6 @@ class Server:
         return index
 
     def _set_quotas(self, index: Index) -> None:
-        """Raises ConfigError."""
         for (tenant, tag), quota in self._config.quotas.items():
             whose = f"quota of {name_of(tenant, tag)}" if tag else f"tenants.{tenant}"  # users may keep salts secret
             if not (self._listener.is_tenant(tenant) or (tag and not tenant)):

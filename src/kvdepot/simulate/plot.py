@@ -37,7 +37,6 @@ class Sweep:
     block_bytes: int = 0
     """Bytes of KV per block; 0 = not known."""
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
-    """Results by policy and capacity."""
 
 
 def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
@@ -98,7 +97,6 @@ def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]
 
 
 def _title(name: str, trace: Trace) -> str:
-    """The name of a trace and its counts."""
     text = f"{name}: {len(trace):,} requests, {len(trace.blocks):,} block references, {trace.unique:,} blocks"
     return f"{text} of {trace.block_tokens} tokens" if trace.block_tokens else text
 
@@ -109,7 +107,6 @@ def _caption(sweep: Sweep) -> str:
 
 
 def _gib(size_bytes: int) -> str:
-    """Format bytes in GiB, without the unit."""
     size = size_bytes / 2**30
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 

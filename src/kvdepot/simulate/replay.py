@@ -27,8 +27,6 @@ from kvdepot.simulate.traces import Request, Trace
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a policy on a trace at a capacity."""
-
     policy: str
     capacity_blocks: int
     requests: int

@@ -153,7 +153,6 @@ def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: P
 
 @contextmanager
 def _results(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Iterator[Result]]:
-    """The results of all work, in its order."""
     if jobs == 1:
         yield (replay(traces[number], policy, capacity) for number, policy, capacity in work)
         return
@@ -173,7 +172,6 @@ def _results(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Itera
 
 
 _traces: list[Trace] = []
-"""The traces of a process of `_results`; set when it starts."""
 
 
 def _begin(traces: list[Trace]) -> None:

@@ -74,7 +74,6 @@ class Trace:
         return len(self.ends)
 
     def __iter__(self) -> Iterator[npt.NDArray[np.uint32]]:
-        """The blocks of each request."""
         start = 0
         for end in self.ends.tolist():
             yield self.blocks[start:end]

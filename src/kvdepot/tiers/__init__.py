@@ -77,7 +77,6 @@ class Blob:
 
     @property
     def size(self) -> int:
-        """Bytes of all buffers."""
         return sum(len(buffer) for buffer in self.buffers)
 
 
@@ -112,7 +111,6 @@ class Tally:
             self._counters[name] += count
 
     def counts(self) -> dict[str, int]:
-        """A copy."""
         with self._lock:
             return dict(self._counters)
 
@@ -211,7 +209,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     """One tier of the settings."""
 
     kind: str
-    """URL scheme."""
     url: str
     """Without any option."""
     options: Options
@@ -297,7 +294,6 @@ def convert(given: dict[str, str], kind: type[OptionsT], name: str) -> OptionsT:
 
 
 def _unknown(options: Sequence[str], kind: type[msgspec.Struct]) -> str:
-    """The message about unknown options."""
     if any(_SECRET.search(option) for option in options):  # a part of the secret may look like another option
         return "no option holds a secret; they come from files or the environment, as docs/tiers.md says"
     option = options[0]

@@ -36,7 +36,6 @@ class Breaker:
 
     @property
     def is_failing(self) -> bool:
-        """Whether it has opened, and no call has succeeded since."""
         return self.failures >= FAILURES
 
     def succeeded(self, now: float) -> bool:

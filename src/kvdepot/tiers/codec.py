@@ -147,7 +147,6 @@ class Codec:
 
 
 def make_codec(options: Options) -> Codec:
-    """The codec that a tier's options ask for. Raises ConfigError."""
     key = None
     if options.key_file:
         path = Path(options.key_file)
@@ -328,7 +327,6 @@ def _encrypt(key: bytes, header: Header, pieces: Sequence[memoryview]) -> memory
 
 
 def _decrypt(key: bytes, header: Header, pieces: Sequence[memoryview]) -> Bytes | None:
-    """The decrypted bytes; None if they are not authentic."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

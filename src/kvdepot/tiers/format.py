@@ -47,11 +47,9 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
     blocks_in_chunk: int
     chunk_tokens: int
     layout: bytes
-    """Fingerprint of this rank's layout (protocol/layout.py)."""
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that identify the facts."""
         return bytes(blake3(b"kvdepot facts" + VERSION.to_bytes(4, "little") + _encode(self)).digest())
 
     @cached_property
@@ -75,14 +73,11 @@ def model_prefix(tenant: str, model: str) -> str:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of an object."""
-
     facts: bytes
     """Digest."""
     key: bytes
     salt: bytes
     size: int
-    """Bytes of KV."""
     stored: int
     """Bytes after the header."""
     checksum: int
@@ -91,7 +86,6 @@ class Header(msgspec.Struct, frozen=True):
     nonce: bytes = bytes(12)
 
     def pack(self, facts: Facts) -> bytes:
-        """HEADER_BYTES."""
         text = _encode(facts)[: HEADER_BYTES - _HEADER.size]
         rest = text.ljust(HEADER_BYTES - _HEADER.size, b"\0")
         crc = crc32(self._pack(0, len(text)) + rest)

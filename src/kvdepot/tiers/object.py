@@ -65,8 +65,6 @@ Out = TypeVar("Out")
 
 
 class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of this tier's URLs beside the common ones."""
-
     endpoint: Annotated[str, Meta(description="server URL, if not the store's default (s3, az)")] = ""
     region: Annotated[str, Meta(description="region of the bucket (s3)")] = ""
     account: Annotated[str, Meta(description="storage account (az)")] = ""
@@ -117,7 +115,6 @@ def _fault_of_endpoint(endpoint: str) -> str:
 
 
 def _is_address(url: str) -> bool:
-    """Whether it is http://HOST:PORT, perhaps with a path; the same with https."""
     try:
         parts = urlsplit(url)
         is_port = parts.port != 0
@@ -175,7 +172,6 @@ class ObjectTier:
         options: ObjectOptions,
         path: Path | None = None,
     ) -> None:
-        """path: the directory of `file://`."""
         self._name = name
         self._store = store
         self._options = options

@@ -16,8 +16,6 @@ from kvdepot.tiers.format import tenant_prefix
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """The quotas and times to live in one tier."""
-
     quotas: dict[str, Quota] = {}
     """Quotas by `owner_prefix`."""
     salts: dict[str, int] = {}
@@ -62,7 +60,6 @@ def owner_of(name: str) -> str:
 
 
 def tenant_of(owner: str) -> str:
-    """The tenant's part of an `owner_of` (`tenant_prefix`)."""
     return owner[33:]
 
 

@@ -39,7 +39,6 @@ _T = TypeVar("_T")
 _OPEN_S = 1.0
 """Seconds that a starting server waits for a tier to open."""
 MOST_PARTS = 16
-"""Shards per Load or Save."""
 
 
 @dataclass(slots=True)
@@ -139,8 +138,6 @@ TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe | Enforce
 
 
 class NotLoaded(Enum):
-    """Why a shard was not loaded."""
-
     ABSENT = "gone, expired, or not readable with this server's options"
     CORRUPT = "the object is damaged or is not this shard"
 
@@ -386,11 +383,9 @@ class Mover:
                 return Enforced(tier.enforce(tier_task.rules, wall))
 
     def _kv(self, part: Part) -> list[memoryview]:
-        """The part's memory in the arena."""
         return [view.data for view in views(self.arena.bytes, part.extents, 0, part.size)]
 
     def _load(self, parts: list[Part], oldest: float) -> list[Header | NotLoaded]:
-        """oldest: shards computed before this time count as absent."""
         if not all(self.arena.ensure(*extent) for part in parts for extent in part.extents):
             return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
         end = HEADER_BYTES + self.codec.slack
@@ -402,7 +397,6 @@ class Mover:
         return [self._accept(*read, oldest) for read in zip(parts, blobs, sizes, strict=True)]
 
     def _accept(self, part: Part, blob: Blob, size: int, oldest: float) -> Header | NotLoaded:
-        """Check what was read, and decode it into the arena."""
         if size < 0:
             return NotLoaded.ABSENT
         header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None

@@ -40,7 +40,6 @@ _MOST_MISSED = 4
 
 
 def main() -> int:
-    """Serve until standard input closes."""
     prepare_standard_files()
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)

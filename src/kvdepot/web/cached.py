@@ -17,7 +17,6 @@ _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""
 _MOST_KEPT = 16
-"""Answers to different questions that are kept."""
 
 T = TypeVar("T")
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _USER = ".web"
-"""The process's client name, if clients need keys."""
 _NEEDS = ("uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Delay of the start, so that clients that waited for the server come first."""
@@ -94,7 +93,6 @@ class Child:
         self._thread = threading.Thread(target=self._run, name="kvdepot-web", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Never blocks."""
         self._thread.start()
 
     def end(self) -> None:

@@ -41,7 +41,6 @@ HTTP_STATUS = {
     "arena": 500,
     "device": 500,
 }
-"""HTTP status by code of errors.py."""
 _REMOVED = {
     "/v1/pin": "/v1/lease",
     "/v1/unpin": '/v1/release with `"drops": false`',
@@ -217,7 +216,6 @@ async def _read(scope: Scope, receive: Receive) -> bytes:
 
 
 def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
-    """The HTTP status, problem and headers of an error."""
     if isinstance(exc, _Refused):
         return exc.status, exc.problem, dict(exc.headers)
     if isinstance(exc, KVDepotError):

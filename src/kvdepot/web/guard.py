@@ -25,7 +25,6 @@ Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MOST_BODY = 8 << 20
-"""Most bytes of a request's body."""
 _MOST_HEADERS = 16 << 10
 """Most bytes of a request's headers. uvicorn's limit of this size holds only for a head that arrives in pieces."""
 _DISCARDED = 32 << 20
@@ -45,7 +44,6 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-"""Headers of every response."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -133,7 +131,6 @@ class _RequestBody:
         """Whether some of it has not been read."""
 
     async def receive(self) -> Scope:
-        """The next part."""
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message["more_body"]:
             self.is_left = False

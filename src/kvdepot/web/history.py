@@ -35,8 +35,6 @@ class TimeSeries(msgspec.Struct, frozen=True):
 
 
 class History:
-    """The points of the last hours."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: deque[Point] = deque(maxlen=_SECONDS)

@@ -101,7 +101,6 @@ class LiveStatus:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        """Wake all streams that wait now."""
         self._turned.set()
         self._turned.clear()
 

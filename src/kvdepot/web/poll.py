@@ -130,7 +130,6 @@ class Poll:
         return PolledStatus(status, now, max(between - began, now - between))
 
     def close(self) -> None:
-        """Blocks for some seconds at most."""
         self._stopping.set()
         self.client.close()
         self._thread.join(_ANSWER_S)

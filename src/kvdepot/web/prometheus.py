@@ -66,7 +66,6 @@ _GAUGES = {
 }
 """Name and help text of the metric, by field of the status."""
 _SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}
-"""Names of metrics that differ from their fields' names."""
 _LABELS = {"uuid": "device", "name": "tier"}
 """Names of labels that differ from their fields' names."""
 _TIER, _DEVICE = ("tier", "name"), ("device", "uuid")
@@ -232,7 +231,6 @@ def _shapes(status: Status) -> list[NamespaceStatus]:
 
 
 def _sum(parts: Sequence[NamespaceStatus]) -> NamespaceStatus:
-    """The sums of several namespaces, under the name of the first."""
     sums = {field: sum(getattr(each, field) for each in parts) for field in _OF_NAMESPACE}
     return replace(parts[0], **sums)
 

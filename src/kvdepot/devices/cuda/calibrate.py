@@ -42,10 +42,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Clock: TypeAlias = Callable[[], float]
-"""Seconds since some moment."""
 
 SIZES = tuple(kib << 10 for kib in (4, 8, 16, 28, 64, 256, 2048))
-"""Bytes per copy."""
 PEAK = "one copy"
 """The `path` of the figure that gives the speed of the bus."""
 _BY_ENGINE = ("overlap", "dma")
@@ -220,7 +218,6 @@ def dma_from(choice: Choice) -> int:
 
 
 def _by_size(figures: Sequence[Figure], direction: Direction) -> dict[int, _Row]:
-    """The figures of one direction by size, ascending."""
     found: dict[int, _Row] = {}
     for figure in sorted(figures, key=lambda figure: figure.size):
         if figure.direction == direction and figure.path != PEAK:

@@ -93,7 +93,6 @@ class Slot:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory in use."""
         return self.staging_bytes + _TABLE_ROWS * _ROW_BYTES if self.table else 0
 
     def close(self) -> None:
@@ -137,7 +136,6 @@ class CopyPaths:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory in use by the slots."""
         return sum(slot.device_bytes for slot in self._slots)
 
     @property
@@ -147,7 +145,6 @@ class CopyPaths:
 
     @property
     def available(self) -> tuple[str, ...]:
-        """The copy paths that work here."""
         by_engine = ("dma", "overlap") if self._driver.has_batches and self._same_addresses else ("dma",)
         return (*by_engine, "kernel", "staged") if self._kernel is not None else by_engine
 

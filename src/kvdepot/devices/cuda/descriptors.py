@@ -47,7 +47,6 @@ _ROOM = socket.CMSG_LEN(_BATCH * _FD.size)
 """Bytes for ancillary data. (socket.recv_fds ignores its flags, so children would inherit the descriptors.)"""
 _MOST_PIECES = 1 << 16
 _MOST_BYTES = 1 << 16
-"""Bytes of one message."""
 _CONNECTIONS = 8
 _IDLE_S = 10.0
 """A connection without requests for this long is closed."""
@@ -60,8 +59,6 @@ Export = Callable[[int, int], Iterator[int]]
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Where to fetch an offer."""
-
     name: str
     secret: bytes
     number: int
@@ -228,7 +225,6 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _peer(connection: socket.socket) -> int:
-    """The user id of the process at the other end."""
     size = struct.calcsize("iII")
     _, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)

@@ -141,7 +141,6 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Make a context current on the calling thread."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield

@@ -154,7 +154,6 @@ class Gpus:
     """The GPUs in use. Any thread."""
 
     def __init__(self, memory: Memory, staging_bytes: int, idle_s: float, dma_from_bytes: int) -> None:
-        """Raises DeviceError if there is no driver."""
         self._driver = load()
         self._dma_from_bytes = dma_from_bytes
         self._staging_bytes = staging_bytes

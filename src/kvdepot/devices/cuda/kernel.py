@@ -24,9 +24,7 @@ _COMPILER = "import sys; from kvdepot.devices.cuda.copy_rows import main; main(i
 _COMPILE_S = 20.0
 """Shorter than a worker waits for its registration."""
 _PARAMETERS = 2
-"""Parameters in our source of the kernel."""
 _SHARED_BYTES = 48 << 10
-"""Shared memory that a kernel gets by default."""
 
 
 class Compiled(msgspec.Struct, frozen=True):

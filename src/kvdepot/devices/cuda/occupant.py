@@ -72,7 +72,6 @@ class Occupant:
         return int(self._counter[0])
 
     def close(self) -> None:
-        """End the process and wait for that. May be called twice."""
         assert self._process.stdin is not None and self._process.stderr is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

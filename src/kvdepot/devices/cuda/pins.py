@@ -56,7 +56,6 @@ class Pins:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the arena that are registered."""
         return sum(self._length(piece) for piece in tuple(self._pinned))
 
     def _length(self, piece: int) -> int:

@@ -44,12 +44,10 @@ class CopyPlan:
 
     @property
     def is_store(self) -> bool:
-        """Whether bytes go from the GPU to the host."""
         return self.direction == "store"
 
     @property
     def total(self) -> int:
-        """Bytes of all copies."""
         return int(self.sizes.sum())
 
     def only(self, mask: npt.NDArray[np.bool_]) -> CopyPlan:
@@ -63,7 +61,6 @@ class Planner:
     """Plans for the tensors of one registration."""
 
     def __init__(self, layout: Layout, bases: Sequence[int]) -> None:
-        """bases: device address of each of the layout's mappings."""
         segments = layout.segments
         self._bases = np.array([bases[s.mapping] + s.offset for s in segments], np.uint64)[:, None]
         self._strides = np.array([s.stride for s in segments], np.uint64)[:, None]

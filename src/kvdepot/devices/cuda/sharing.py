@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _IPC, _PIECES = b"\1", b"\2"
 _IPC_BYTES = 64
-"""CU_IPC_HANDLE_SIZE."""
 
 _EXPANDABLE = (
     "PyTorch's expandable segments: take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"

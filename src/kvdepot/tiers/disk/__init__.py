@@ -45,8 +45,6 @@ from kvdepot.tiers.urls import shown
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of a `disk://` URL."""
-
     capacity_gib: Annotated[float, Meta(gt=0, description="maximum disk space for objects, in GiB or as 512MiB")]
     policy: Annotated[str, Meta(description=f"eviction policy: {', '.join(POLICIES)}")] = "lru"
 
@@ -94,7 +92,6 @@ class Disk:
         return Folder(directory, Ledger(self._capacity_bytes, self._policy, self._rules))
 
     def _reopen(self) -> None:
-        """Raises TierError if the directory is not back."""
         self._folder.close()
         is_a_tiers = os.path.lexists(self._path / LOCK)
         if not is_a_tiers and _device_of(self._path) != self._device:

@@ -42,7 +42,6 @@ LEFT = (TMP, TRASH, "quarantine")
 _LEVELS = [re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 32)] + [re.compile(r"[0-9a-f][0-9a-f.]")]
 """Names of the directories above an object, from the root."""
 _OTHERS = 0o077
-"""Permissions of all users but the owner."""
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
@@ -71,7 +70,6 @@ class Directory:
             raise ConfigError(f"{path} is in use by another kvdepot server")
 
     def is_here(self) -> bool:
-        """Whether the root is still the directory that was locked."""
         try:
             there = os.stat(f"{self.root}/{LOCK}", follow_symlinks=False)
             return self._fd is not None and os.path.samestat(there, os.fstat(self._fd))
@@ -100,7 +98,6 @@ class Directory:
                 self._idle.notify_all()
 
     def check(self) -> None:
-        """Raises TierError if its use has ended."""
         if self.ended is not None:
             raise TierError(f"{self.root}: {self.ended}")
 
@@ -154,7 +151,6 @@ class Directory:
 
 
 def path_of(root: str, name: str) -> str:
-    """The path of an object. `name` must match kvdepot.tiers.NAME."""
     salt, space, rest = name.split("/")
     return f"{root}/{salt[:2]}/{salt}/{space}/{rest[:2]}/{rest}"
 

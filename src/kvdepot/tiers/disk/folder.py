@@ -87,12 +87,10 @@ class Folder:
         self.directory.release()
 
     def _naming(self, name: str) -> threading.Lock:
-        """The lock under which files of this name are created and removed."""
         return self._names[hash(name) % len(self._names)]
 
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[None]:
-        """Meanwhile no object is created or removed by others."""
         with contextlib.ExitStack() as stack:
             for lock in (self._evicting, *self._names):
                 stack.enter_context(lock)
@@ -249,7 +247,6 @@ class Folder:
     # -- the bound
 
     def _charge_of(self, info: os.stat_result) -> int:
-        """Bytes that a file takes."""
         return self._charge_for(info.st_blocks * 512)
 
     def _charge_for(self, size: int) -> int:
@@ -304,7 +301,6 @@ class Folder:
     # -- removing
 
     def remove(self, names: Sequence[str]) -> None:
-        """As Tier.remove. Raises TierError also if the file system refuses."""
         self._wait_counted()
         refused = [name for name in names if not self._remove(name)]
         if refused:

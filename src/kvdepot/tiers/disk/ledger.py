@@ -30,7 +30,6 @@ class Entry(Victim, gc=False):
     owner: str = ""
     """The tenant or salt that its bytes count for (tiers/rules.py); of an object, by its name."""
     charge: int = 0
-    """Bytes it takes."""
     dated: float = 0.0
     """When it was last used according to the store: seconds since 1970."""
     born: float = 0.0
@@ -108,11 +107,9 @@ class Ledger:
         return FairShare(self._policy(), _is_unread, self.capacity_bytes, _bounds(quota))
 
     def _share_of(self, owner: str) -> FairShare:
-        """The salt's, the tenant's, or the rest's."""
         return self._shares.get(owner) or self._shares.get(tenant_of(owner), self._rest)
 
     def used_by_quota(self) -> dict[str, int]:
-        """Bytes that are counted for each quota, by `rules.owner_prefix`."""
         with self._lock:
             return {prefix: share.used for prefix, share in self._shares.items()}
 

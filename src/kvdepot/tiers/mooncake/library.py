@@ -20,8 +20,6 @@ Matrix = list[list[int]]
 
 
 class ReplicateConfig(Protocol):
-    """The options of a new object."""
-
     replica_num: int
 
 
@@ -38,8 +36,6 @@ class _OnDisk(Protocol):
 
 
 class Replica(Protocol):
-    """One copy of an object."""
-
     def is_memory_replica(self) -> bool: ...
     def get_memory_descriptor(self) -> _InMemory: ...
     def is_disk_replica(self) -> bool: ...

@@ -45,8 +45,6 @@ os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, 0, protocol, d
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of this tier's URLs beside the common ones."""
-
     local_host: Annotated[
         str,
         Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
@@ -93,7 +91,6 @@ class Membership:
         self._removals = 0
         self._reservations = 0
         self._generation = 0
-        """Removals so far."""
         self._reads: Counter[int] = Counter()
         """Reads in progress, by the generation in which they began."""
         self.rejoined = 0
@@ -104,7 +101,6 @@ class Membership:
 
     @property
     def place(self) -> str:
-        """The master, as `host:port`."""
         return f"{self._master[0]}:{self._master[1]}"
 
     # -- joining and leaving

@@ -26,7 +26,6 @@ class PoolObject:
     """One object of a call: its key in the pool, and the memory for it."""
 
     index: int
-    """Its place among the answers."""
     key: str
     spans: list[tuple[int, int]]
     """(address, bytes), none adjacent to the one before."""
@@ -46,13 +45,11 @@ class PoolObject:
         return PoolObject(self.index, self.key, spans)
 
     def gather(self, target: int) -> None:
-        """Copy its memory to an address."""
         for address, size in self.spans:
             ctypes.memmove(target, address, size)
             target += size
 
     def scatter(self, source: int) -> None:
-        """Copy from an address to its memory."""
         for address, size in self.spans:
             ctypes.memmove(address, source, size)
             source += size

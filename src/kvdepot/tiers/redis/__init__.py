@@ -56,13 +56,10 @@ from kvdepot.tiers.redis.servers import ClientArguments, Cluster, Single
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
 LARGEST_BYTES = 512 << 20
-"""Redis' limit for a value."""
 SCAN_KEYS = 2000
 
 
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of this tier's URLs beside the common ones."""
-
     prefix: Annotated[str, Meta(max_length=64, description="prefix of every key")] = "kvdepot/"
     expire_s: Annotated[int, Meta(ge=0, description="seconds after which Redis drops an object; 0 = never")] = 0
     timeout_s: Annotated[

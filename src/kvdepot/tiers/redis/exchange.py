@@ -11,7 +11,6 @@ from redis import ConnectionPool
 from redis.exceptions import InvalidResponse, ResponseError
 
 PART_BYTES = 1 << 20
-"""Size of one GETRANGE."""
 WINDOW_BYTES = 64 << 20
 """Bytes requested and not yet read on one connection: the server keeps them in its memory."""
 SEND_BYTES = 4 << 20
@@ -34,7 +33,6 @@ class Request:
     packed: Packed
     replies: int
     weight: int = 0
-    """Maximum bytes of the replies."""
 
 
 class _Connection(Protocol):

@@ -18,8 +18,6 @@ Route: TypeAlias = tuple[redis.ConnectionPool, Sequence[int]]
 
 
 class ClientArguments(TypedDict):
-    """Arguments of redis-py's clients."""
-
     username: str | None
     password: str | None
     socket_timeout: float
@@ -32,8 +30,6 @@ class ClientArguments(TypedDict):
 
 
 class Single:
-    """One server."""
-
     def __init__(self, node: tuple[str, int], database: int, settings: ClientArguments) -> None:
         host, port = node
         once = Retry(NoBackoff(), 0)  # the circuit breaker decides about retries
@@ -44,7 +40,6 @@ class Single:
         return [(self._client.connection_pool, numbers)]
 
     def clients(self) -> list[redis.Redis]:
-        """All servers that hold keys."""
         return [self._client]
 
     def distrust(self) -> None:
