@@ -102,9 +102,6 @@ The token ids of a prompt, as vLLM's server has them:
 """The end of the help of commands that take a prompt: where to get one."""
 
 
-# -- the server's settings
-
-
 _MANY = ("tiers",)
 
 

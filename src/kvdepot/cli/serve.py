@@ -85,9 +85,6 @@ def _stop_at_eof(server: Server) -> None:
         server.stop()
 
 
-# -- stop
-
-
 @click.command()
 @click.option("-t", "--timeout", "timeout_s", type=options.Seconds(0.0, 3600.0), default=30.0, metavar="SECONDS",
               help="how long to wait for its end (default: 30)")  # fmt: skip
@@ -135,9 +132,6 @@ def _has_open(pid: int, file: Path) -> bool:
                 if os.path.samestat(descriptor.stat(), wanted):
                     return True
     return False
-
-
-# -- config
 
 
 @click.command(cls=options.Settings, epilog=_WHERE)

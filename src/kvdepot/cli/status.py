@@ -101,9 +101,6 @@ def _log_at(place: str) -> Path | None:
     return log if log is not None and log.is_file() else None
 
 
-# -- the web page
-
-
 def _show_page(answer: Any, place: str, token_file: str | None, as_json: bool) -> int:
     # Ask the server, because another user's server may have the address in the settings, and would get our token.
     address = read(answer).http

@@ -46,8 +46,6 @@ class Requests:
         self.parked: set[int] = set()
         self._registrations: dict[int, _Registration] = {}  # by instance
 
-    # -- registrations
-
     @property
     def has_registrations(self) -> bool:
         return bool(self._registrations)
@@ -99,8 +97,6 @@ class Requests:
             if register is not None and instance not in unsent:
                 requests.append(register)
         return requests
-
-    # -- ends
 
     def end(self, number: int, value: object) -> None:
         """End a request with its outcome, unless it has ended."""

@@ -138,8 +138,6 @@ class Runs:
         self._next[run] = self._free
         self._free = run
 
-    # -- buckets
-
     def _bucket(self, value: int) -> int:
         at = value & (2 * self._level - 1)
         return at if at < len(self._buckets) else at - self._level

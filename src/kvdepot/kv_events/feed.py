@@ -47,8 +47,6 @@ class Feed:
     def __repr__(self) -> str:
         return f"<Feed of {len(self._queue)} changes{', full' * self._full}>"
 
-    # -- the deciding thread
-
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
         for event in events:
             match event:
@@ -112,8 +110,6 @@ class Feed:
             room -= 1
             if is_there(chunk):
                 self.changed(chunk, True)
-
-    # -- the reader's
 
     def take(self, most: int) -> list[Change]:
         taken: list[Change] = []

@@ -85,9 +85,6 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
     return 0 if args.plot is None or plot(sweeps, policies, args.plot) else 1
 
 
-# -- arguments
-
-
 def _split(text: str | None) -> list[str]:
     """The parts of a list with commas, each once."""
     return list(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else []
@@ -127,9 +124,6 @@ def _spread(most: int) -> list[int]:
         step = 10 ** max(len(str(each)) - 2, 0)
         sizes.add(max(each // step * step, 1))
     return sorted(sizes)
-
-
-# -- replays
 
 
 def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: Progress) -> None:

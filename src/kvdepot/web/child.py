@@ -115,8 +115,6 @@ class Child:
                     self._process.kill()
             self._thread.join(_STOP_S)
 
-    # -- on the thread
-
     def _run(self) -> None:
         if self._stopping.wait(_GRACE_S):
             return

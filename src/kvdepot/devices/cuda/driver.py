@@ -99,8 +99,6 @@ class Driver:
         code = known.decode() if known else str(result)
         return DriverError(f"{name}: {code} ({meaning.decode() if meaning else 'unknown'})", code)
 
-    # -- devices and contexts
-
     def devices(self) -> dict[str, int]:
         """The GPUs visible to this process, by UUID."""
         found = (int(self.call("cuDeviceGet", i)) for i in range(self.call("cuDeviceGetCount")))
@@ -146,8 +144,6 @@ class Driver:
             yield
         finally:
             self.call("cuCtxPopCurrent")
-
-    # -- copies
 
     @property
     def has_batches(self) -> bool:

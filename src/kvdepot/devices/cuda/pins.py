@@ -64,8 +64,6 @@ class Pins:
     def _place(self, piece: int) -> int:
         return self.address + piece * PIECE_BYTES
 
-    # -- contexts
-
     def attach(self, context: object) -> None:
         """A worker has come to a GPU without workers: register through its context if there is none yet, and try again
         pieces that were refused. Never blocks."""
@@ -126,8 +124,6 @@ class Pins:
                 self._change.wait_for(lambda: not self._users[piece])
                 self._begun[piece] = self._pinned.pop(piece)
             return piece
-
-    # -- registering
 
     @contextmanager
     def used(self, plan: CopyPlan) -> Iterator[npt.NDArray[np.bool_]]:

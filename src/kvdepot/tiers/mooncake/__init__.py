@@ -115,8 +115,6 @@ class MooncakeTier:
 
         return batches_of(objects, is_direct, self._options.buffer_mib << 20)
 
-    # -- the contract
-
     def find(self, names: Sequence[str]) -> list[bool]:
         if not names:
             return []

@@ -43,9 +43,6 @@ class _Connection(Protocol):
     def disconnect(self) -> object: ...
 
 
-# -- requests
-
-
 def request(*words: bytes) -> Request:
     """One command; the second word is its key."""
     return Request(words[1], [_pack(*words)], 1)
@@ -74,9 +71,6 @@ def _bulk(*words: bytes) -> bytes:
     return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-# -- replies
-
-
 def says(reply: Reply, code: str) -> bool:
     """Whether the reply is an error with this code."""
     return isinstance(reply, ResponseError) and str(reply).startswith(code)
@@ -98,9 +92,6 @@ def checked(value: object) -> Reply:
     if value is None or isinstance(value, int | bytes | ResponseError):
         return value
     raise InvalidResponse(f"a reply of type {type(value).__name__}")
-
-
-# -- sending and receiving
 
 
 def exchange(
