@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient, Unanswered
@@ -87,3 +88,20 @@ def test_a_caller_is_held_back_twice_at_most(scheduler: SchedulerClient, peer: A
         peer.heard += 1
     assert isinstance(scheduler.wait_lookup("r", 0.0), Unanswered), "asked a third time"
     assert scheduler.wait_lookup("r", 0.0) == Pending(), "when it comes up anew"
+
+
+def test_a_lookup_says_the_engines_speed_and_a_hurried_one_replaces_it(
+    scheduler: SchedulerClient, peer: Answering
+) -> None:
+    scheduler.speed = 1000.0
+    scheduler.submit_lookup("r", HASHES)
+    scheduler.hurry_lookup("r")
+    scheduler.hurry_lookup("unknown")
+    first, second = peer.asked
+    assert isinstance(first, wire.Lookup) and (first.speed, first.hurries) == (1000.0, False)
+    assert second == msgspec.structs.replace(first, hurries=True)
+    peer.answer(0)  # the server gives the first one up
+    assert scheduler.check_lookup("r") == Pending()
+    peer.answer(2)
+    scheduler.hurry_lookup("r")
+    assert scheduler.check_lookup("r") == Cached(512) and len(peer.asked) == 2

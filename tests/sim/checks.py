@@ -175,7 +175,7 @@ class Checks:
         # Whose answer nobody wants any more is told nothing.
         given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Lease | wire.EndLease) and not value
         waited_s = self.world.now - since
-        is_awaited = not given_up and not self.draining
+        is_awaited = not given_up and not self.draining and not request.hurries
         self._behind.answered(asked, value, is_awaited and waited_s < self.host.config.lookup_s / 2)
         if not isinstance(value, int):
             return

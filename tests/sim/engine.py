@@ -149,6 +149,8 @@ class Engine:
         for rank in range(self.model.world_size):
             if not rank:
                 self.scheduler = SchedulerClient(self._connect("s"), self._spec(0))
+                chunks_per_s = self.world.random.choice([0, 0, 1, 100, 10_000])
+                self.scheduler.speed = float(chunks_per_s * self.lead.chunk_tokens)
             worker = WorkerClient(self._connect(f"r{rank}"), self._spec(rank), unpins=self.mode == "hashes")
             memories = [
                 Memory(group, rank, len(pool), f"{self.name}-kv{rank}.{group.group}")
@@ -371,6 +373,9 @@ class Engine:
         else:
             tokens = self._answer(request)
         request.waits += 1
+        if tokens is None and self.world.chance(0.1):
+            self.world.counters["lookup_hurried"] += 1
+            self.scheduler.hurry_lookup(request.id)
         if tokens is None:
             if request.waits < 3 or self.world.chance(0.7):
                 return

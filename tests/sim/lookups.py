@@ -99,7 +99,7 @@ class Behind:
         """Counts of all that may make a hit shorter."""
         server = self._server
         tiers = server.depot.tiering._tiers
-        names = "failures", "missed_chunks", "corrupt_chunks", "searches_refused", "late"
+        names = "failures", "missed_chunks", "corrupt_chunks", "searches_refused", "late", "computed_tokens"
         counters = server.depot.counters
         return (
             self._stores,
@@ -109,7 +109,7 @@ class Behind:
             len(server.condemned),
             counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],
             sum(tier.counters[name] for tier in tiers for name in names)
-            + sum(tier.counters["breaker_openings"] for tier in tiers),
+            + sum(tier.counters["breaker_openings"] + tier.speed.retry_at for tier in tiers),
             sum(store.tier.injected.total() + store.objects.counters["evicted"] for store in server.host.stores),
         )
 

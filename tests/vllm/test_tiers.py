@@ -5,6 +5,7 @@ tests/tiers/test_depots.py has the other tiers.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from tests.conftest import StartDepot, eventually
@@ -13,6 +14,31 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt
 
 TOKENS = prompt(71, 4 * 256 + 17)
+
+
+def test_a_request_goes_on_when_a_tier_never_answers_and_later_ones_do_not_ask_it(
+    start_depot: StartDepot, start_engine: StartEngine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    need(commands=["redis-server"], modules=["redis"])
+    redis = RedisServer(tmp_path)
+    try:
+        depot = start_depot(f"--tiers=redis://127.0.0.1:{redis.port}?timeout_s=60", "--lookup-s", "8", arena_mib=128)
+        engine = start_engine(models["gqa"], depot.url, dtype="float32").wait_started()
+        for number in range(2):
+            engine.run(prompt(80 + number, 1024))  # from which it knows how fast it computes
+        redis.process.send_signal(signal.SIGSTOP)
+        prompts = [prompt(90 + number, 1024) for number in range(4)]
+        answers = [engine.run(tokens) for tokens in prompts]
+        assert [answer["cached"] for answer in answers] == [0] * 4
+        assert [engine.run(tokens)["tokens"] for tokens in prompts] == [answer["tokens"] for answer in answers]
+        (tier,) = depot.status()["tiers"]
+        assert tier["counters"]["late"] == 1 and tier["counters"]["computed_tokens"] >= 1024
+        assert not tier["error"], "the lookup has waited for its deadline"
+        redis.process.send_signal(signal.SIGCONT)
+        engine.stop()
+        depot.stop()
+    finally:
+        redis.kill()
 
 
 def test_an_engine_elsewhere_gets_the_same_tokens_through_a_shared_tier(

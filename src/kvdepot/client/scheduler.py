@@ -69,6 +69,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
+        self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
         self._lookups: dict[str, SubmittedLookup] = {}
@@ -84,8 +85,7 @@ class SchedulerClient:
         if request_id not in self._lookups:
             prompt = PromptChunks(self.spec, hashes, salt, chained)
             message = prompt.lookup(request_id, readers or self.spec.world_size)
-            if self._reports:
-                message = msgspec.structs.replace(message, reports=True)
+            message = msgspec.structs.replace(message, reports=self._reports, speed=self.speed)
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
@@ -152,6 +152,14 @@ class SchedulerClient:
             outcome = self.check_lookup(request_id)
         lookup.was_held = outcome is _PENDING
         return outcome
+
+    def hurry_lookup(self, request_id: str) -> None:
+        """Have a pending lookup answered at once, with what the server has in memory. Never blocks."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None and lookup.outcome is None and not lookup.future.query():
+            message = msgspec.structs.replace(lookup.message, hurries=True)
+            self._ask(request_id, SubmittedLookup(message, lookup.began_s, self.client.heard))
+            self.client.pump()
 
     def known_tokens(self, request_id: str) -> int:
         """Tokens of the request's prompt that the current server has answered to have; 0 without a lookup. Never

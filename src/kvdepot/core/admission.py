@@ -25,6 +25,7 @@ __all__ = [
     "check_shape",
     "check_shards",
     "check_source",
+    "check_speed",
     "check_targets",
     "check_topic",
     "chunks_named",
@@ -95,6 +96,11 @@ def check_shape(world_size: int, rank: int) -> None:
 def check_chunk_tokens(chunk_tokens: int) -> None:
     if not 0 <= chunk_tokens <= wire.MAX_CHUNK_TOKENS:
         raise BadRequest(f"a chunk of {chunk_tokens} tokens; the limit is {wire.MAX_CHUNK_TOKENS}")
+
+
+def check_speed(speed: float) -> None:
+    if not 0.0 <= speed < float("inf"):
+        raise BadRequest(f"{speed} tokens per second")
 
 
 def check_topic(topic: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, check_speed
 from kvdepot.core.clients import Client, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
@@ -72,14 +72,19 @@ class Sessions:
         check_names(request.request, request.model)
         check_salt(request.salt)
         check_chunk_tokens(request.chunk_tokens)
+        check_speed(request.speed)
         is_new = pending.lease is None and request.request not in client.sessions
         if is_new and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
-        actions = self._give_up(self._table(pending).get(request.request))  # a repeated lookup replaces it
+        before = self._table(pending).get(request.request)
+        if request.hurries and before is not None and before.tier_lookup is not None:
+            self._tiering.lookups.late_tiers(before.tier_lookup, now)
+        actions = self._give_up(before)  # a repeated lookup replaces it
         namespaces, pins, pending.first = self._match(client, request)
         if not pending.by_hand:
             client.model, client.is_engine = request.model, True
+        if not (pending.by_hand or request.hurries):
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
             for namespace in namespaces:
@@ -91,7 +96,7 @@ class Sessions:
     ) -> list[Action]:
         """pins: of what memory has."""
         client, request = pending.asker, pending.lookup
-        if len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
+        if len(namespaces) == 1 and not request.hurries and pending.first < len(request.hashes) // HASH_BYTES:
             part = coming_part(namespaces[0], request.hashes, pending.first) if self._index.reserved else None
             if part is not None and self._waiting.may_wait(pending, part, now):
                 self._waiting.wait(pending, part, now)

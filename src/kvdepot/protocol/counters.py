@@ -253,6 +253,12 @@ TIER = (
     ),
     Counted("late", "lookups", "Lookups that this tier did not answer in time.", "answered too late",
             advice="The store is slow, or `--lookup-s` is short."),
+    Counted(
+        "computed_tokens", "tokens",
+        "Prompt tokens that engines computed because that is faster than loading them; where it is known before the "
+        "tier is asked, whether or not the tier has them.",
+        advice="If it grows all the time, the tier is slower than the engines compute, and of no use to them.",
+    ),
     Counted("breaker_openings", "times", "Times that the circuit breaker opened.", "circuit breaker openings",
             advice="See `failures`."),
     Counted(

@@ -130,7 +130,9 @@ class Lookup(_Message, frozen=True):
         that no chunk is retrieved and the lookup is not counted.
     blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
     chained: whether the hashes are a chain from the prompt's start. salt: as in Shards. reports: whether
-    `EndSession.asked` will count the tokens, so that they are not counted here.
+    `EndSession.asked` will count the tokens, so that they are not counted here. speed: tokens per second that the
+    engine computes, which need not be loaded from a slower tier; 0: unknown, so all are. hurries: repeats a lookup that
+    has no answer yet, which is counted no more, and answered at once with what is in memory.
     """
 
     model: str
@@ -143,6 +145,8 @@ class Lookup(_Message, frozen=True):
     salt: bytes = b""
     chunk_tokens: int = 0
     reports: bool = False
+    speed: float = 0.0
+    hurries: bool = False
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -1,7 +1,8 @@
 """Tier lookups: find the chunks of a lookup's prefix that are not in memory, and load them.
 
 Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit: what has arrived by then is answered
-from memory, and what arrives later is sealed for later lookups.
+from memory, and what arrives later is sealed for later lookups. For an engine that says how fast it computes, only what
+is faster to load is asked for and loaded (speed.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.index.runs import Run
 from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
+from kvdepot.core.tiering.speed import RETRY_S, SLACK
 from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
@@ -45,7 +47,7 @@ class TierLookup:
     """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`.
 
     namespace: the model's first KV cache group. first: the boundary that memory can restore. held: by number of the
-    namespace and key.
+    namespace and key. speed: tokens that the engine computes per second; 0: unknown.
     """
 
     namespace: Namespace
@@ -56,12 +58,16 @@ class TierLookup:
     first: int
     begun: float
     held: dict[tuple[int, bytes], Chunk]
+    speed: float = 0.0
     end: int = 0
     wanted: list[Place] = field(default_factory=list)  # that tiers were asked for
     found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has it
     owing: set[int] = field(default_factory=set)  # tiers that have not answered their Find
     waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards being loaded
+    sizes: Counter[int] = field(default_factory=Counter)  # by tier: bytes that were to be loaded
     loading: bool = False
+    load_begun: float = 0.0
+    is_trial: bool = False  # it only finds out whether a slow tier is faster by now
     ended: bool = False
 
     def is_awaited(self) -> bool:
@@ -71,6 +77,15 @@ class TierLookup:
     @property
     def groups(self) -> list[Namespace]:
         return self.namespace.groups
+
+    def compute_s(self, chunks: int) -> float:
+        """The time in which the engine would compute this many chunks; infinity if that is unknown."""
+        return chunks * self.namespace.chunk_tokens / self.speed if self.speed else float("inf")
+
+    @property
+    def slack_s(self) -> float:
+        """The seconds that it may wait in vain."""
+        return SLACK * self.compute_s(len(self.hashes) // HASH_BYTES)
 
     def key(self, chunk: int) -> bytes:
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
@@ -141,7 +156,7 @@ class Lookups:
 
     def begin(self, tier_lookup: TierLookup) -> list[TierTask] | None:
         """Hold what a tier lookup holds, and ask the tiers for what is missing, or load at once if nothing is; in that
-        case it may end here. None, and nothing is begun, if tiers cannot help."""
+        case it may end here. None, and nothing is begun, if tiers cannot help, or computing is faster."""
         namespace, first = tier_lookup.namespace, tier_lookup.first
         usable = [tier for tier in self._tiers if tier.is_searchable]
         is_known = all(len(group.sizes) == group.world_size for group in namespace.groups)
@@ -155,12 +170,15 @@ class Lookups:
             tier.counters["searches_refused"] += not room or tier not in asked
         if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
             return None
+        asked = self._worth_asking(tier_lookup, asked)
+        if not asked:
+            return None
         tier_lookup.wanted = self._missing(tier_lookup)
         self._index.hold(list(tier_lookup.held.values()))
         self._count += 1
         self._wanted += len(tier_lookup.wanted)
         if not tier_lookup.wanted:
-            return self._load(tier_lookup)
+            return self._load(tier_lookup, tier_lookup.begun)
         tier_lookup.owing = {tier.number for tier in asked}
         groups = tier_lookup.groups
         facts = [[facts_of(group, rank) for rank in range(group.world_size)] for group in groups]
@@ -171,6 +189,25 @@ class Lookups:
             Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
             for tier in asked
         ]
+
+    def _worth_asking(self, tier_lookup: TierLookup, tiers: list[TierState]) -> list[TierState]:
+        """The tiers that may be faster than computing; if there are none, one that is due to be tried again."""
+        chunks, now = tier_lookup.end - tier_lookup.first, tier_lookup.begun
+        compute_s, slack_s = tier_lookup.compute_s(chunks), tier_lookup.slack_s
+        size = sum(
+            sum(group.sizes.values()) * (min(group.reach, chunks) if group.reach else chunks)
+            for group in tier_lookup.groups
+        )
+        asked = [tier for tier in tiers if tier.speed.pays(size, compute_s, slack_s, now)]
+        for tier in tiers if tier_lookup.speed else ():
+            if tier in asked:
+                tier.became_worthwhile(now)
+            elif not asked and now >= tier.speed.retry_at:
+                tier_lookup.is_trial = True
+                asked, tier.speed.retry_at = [tier], now + RETRY_S
+            else:
+                tier.left_to_compute(chunks * tier_lookup.namespace.chunk_tokens, now)
+        return asked
 
     def _missing(self, tier_lookup: TierLookup) -> list[Place]:
         """The shards that are neither in memory nor being loaded, and that some boundary behind `first` needs."""
@@ -188,9 +225,14 @@ class Lookups:
             ]
         return missing
 
-    def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError) -> list[LookupDecision]:
+    def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Find."""
         tier, tier_lookup = token.tier, token.tier_lookup
+        if not isinstance(outcome, KVDepotError):
+            tier.speed.reached_at = now
+        if isinstance(outcome, Located):
+            tier.speed.found(now - tier_lookup.begun, now)
+            tier.speed.counted(int(any(outcome.there)))
         tier.finding -= 1
         tier_lookup.owing.discard(tier.number)
         if isinstance(outcome, KVDepotError):
@@ -203,14 +245,14 @@ class Lookups:
                     tier_lookup.found[place] = min(tier.number, tier_lookup.found.get(place, tier.number))
         if tier_lookup.owing and len(tier_lookup.found) < len(tier_lookup.wanted):
             return []
-        return self._load_or_end(tier_lookup)
+        return self._load_or_end(tier_lookup, now)
 
-    def half_time(self, tier_lookup: TierLookup) -> list[LookupDecision]:
+    def half_time(self, tier_lookup: TierLookup, now: float) -> list[LookupDecision]:
         """Half of the time is over: if some tiers have not answered, load what the others have."""
         if not tier_lookup.is_awaited():
             return []
         begins = self._boundary(tier_lookup, tier_lookup.end) > tier_lookup.first
-        return self._load_or_end(tier_lookup) if begins else []
+        return self._load_or_end(tier_lookup, now) if begins else []
 
     def _boundary(self, tier_lookup: TierLookup, most: int) -> int:
         """The deepest boundary up to `most` that memory and the tiers that have answered can restore together."""
@@ -244,13 +286,34 @@ class Lookups:
 
     # -- load
 
-    def _load_or_end(self, tier_lookup: TierLookup) -> list[LookupDecision]:
-        tier_tasks = self._load(tier_lookup)
+    def _load_or_end(self, tier_lookup: TierLookup, now: float) -> list[LookupDecision]:
+        self._leave_slow(tier_lookup, now)
+        tier_tasks = self._load(tier_lookup, now)
         return [*tier_tasks, tier_lookup] if tier_lookup.ended else [*tier_tasks]
 
-    def _load(self, tier_lookup: TierLookup) -> list[TierTask]:
+    def _leave_slow(self, tier_lookup: TierLookup, now: float) -> None:
+        """Leave to the engine what it computes faster than the slowest tier brings it, then the next slowest."""
+        while tier_lookup.found and tier_lookup.speed and not tier_lookup.is_trial:
+            found, end, sizes = tier_lookup.found, self._boundary(tier_lookup, tier_lookup.end), Counter[int]()
+            for (number, i, rank), tier in found.items():
+                group = tier_lookup.groups[number]
+                if i in needed_parts(group.reach, end):
+                    sizes[tier] += group.sizes[rank]
+            times_s = sorted((self._tiers[tier].speed.load_s(size, now), tier) for tier, size in sizes.items())
+            if not times_s:
+                return
+            slowest_s, slowest = times_s[-1]
+            gained_s = slowest_s - (times_s[-2][0] if len(times_s) > 1 else 0.0)
+            tier_lookup.found = {place: tier for place, tier in found.items() if tier != slowest}
+            chunks = end - self._boundary(tier_lookup, end)
+            if gained_s <= tier_lookup.compute_s(chunks):
+                tier_lookup.found = found
+                return
+            self._tiers[slowest].left_to_compute(chunks * tier_lookup.namespace.chunk_tokens, now)
+
+    def _load(self, tier_lookup: TierLookup, now: float) -> list[TierTask]:
         """Load what extends the prefix. If nothing is being loaded after that, the tier lookup ends."""
-        tier_lookup.loading = True
+        tier_lookup.loading, tier_lookup.load_begun = True, now
         by_tier: dict[int, list[Arrival]] = {}
         if not tier_lookup.namespace.gone:
             for arrival in self._reserve_prefix(tier_lookup):
@@ -258,6 +321,7 @@ class Lookups:
         tier_tasks: list[TierTask] = []
         for number, arrivals in by_tier.items():
             tier = self._tiers[number]
+            tier_lookup.sizes[number] = sum(arrival.shard.size for arrival in arrivals)
             log.debug("tier lookup: loading %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
             for batch in _batches(arrivals):
                 tier.loading += 1
@@ -357,7 +421,7 @@ class Lookups:
 
     # -- what arrives
 
-    def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError) -> list[LookupDecision]:
+    def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Load."""
         tier, arrivals = token.tier, token.arrivals
         tier.loading -= 1
@@ -381,6 +445,8 @@ class Lookups:
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
+                if not tier_lookup.waiting[tier.number] and isinstance(outcome, Loaded):
+                    tier.speed.loaded(tier_lookup.sizes[tier.number], now - tier_lookup.load_begun, now)
                 if not tier_lookup.ended and not tier_lookup.waiting.total():
                     self.end(tier_lookup)
                     decisions.append(tier_lookup)
@@ -408,14 +474,22 @@ class Lookups:
 
     # -- the end
 
-    def late_tiers(self, tier_lookup: TierLookup) -> list[TierState]:
+    def late_tiers(self, tier_lookup: TierLookup, now: float) -> list[TierState]:
         """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""
-        late = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
+        loads = {number for number, count in tier_lookup.waiting.items() if count}
+        late = tier_lookup.owing | loads
         for number in late:
             tier = self._tiers[number]
+            if number in loads:
+                tier.speed.load_late(tier_lookup.sizes[number], now - tier_lookup.load_begun, now)
+            else:
+                tier.speed.find_late(now - tier_lookup.begun)
+            if tier_lookup.is_trial:
+                continue
             tier.counters["late"] += 1
             log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
-        return [self._tiers[n] for n in late if self._tiers[n].breaker.last_success < tier_lookup.begun]
+        failed = late if not tier_lookup.is_trial else set()
+        return [self._tiers[n] for n in failed if self._tiers[n].breaker.last_success < tier_lookup.begun]
 
     def end(self, tier_lookup: TierLookup) -> None:
         """End a tier lookup, to be answered with what is in memory by now. It keeps its holds until `release`."""

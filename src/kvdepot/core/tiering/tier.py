@@ -14,6 +14,7 @@ import msgspec
 
 from kvdepot.core.histograms import RATES, Buckets
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard
+from kvdepot.core.tiering.speed import RETRY_S, TierSpeed
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.model_names import key_of_model
@@ -42,6 +43,8 @@ _PROBE_S = 5.0
 LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 """The kinds of call, as they are shown."""
 _NO_USAGE = Usage()
+_QUIET_S = 60.0
+"""Least seconds between two lines in the log that say whether a tier is worth loading from."""
 _ENFORCE_EVERY_S = 10.0
 """Seconds between two removals of expired objects in a local tier."""
 
@@ -99,6 +102,9 @@ class TierState:
     finding: int = 0  # Finds in progress; lookup.py, as the next two
     loading: int = 0  # Loads in progress
     load_times: CallTimes = field(default_factory=lambda: CallTimes("load"))
+    speed: TierSpeed = field(default_factory=TierSpeed)  # as lookups see it; lookup.py
+    is_slow: bool = False  # computing is faster, as the log has it
+    quiet_until: float = 0.0
     queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next three
     queued_bytes: int = 0
     saving: set[int] = field(default_factory=set)  # Saves in progress, by number
@@ -193,6 +199,24 @@ class TierState:
         self.probing = None
         if isinstance(outcome, Usage):
             self.usage = outcome
+
+    # -- load or compute
+
+    def left_to_compute(self, tokens: int, now: float) -> None:
+        """Count tokens that an engine computes, as that is faster than loading them."""
+        self.counters["computed_tokens"] += tokens
+        if not self.is_slow and now >= self.quiet_until:
+            self.is_slow, self.quiet_until = True, now + _QUIET_S
+            log.info(
+                "tier %s: engines compute faster than it loads, so they do; it is tried again every %g s: %r",
+                self.name, RETRY_S, self.speed, extra={"tier": self.name},
+            )  # fmt: skip
+
+    def became_worthwhile(self, now: float) -> None:
+        """Note that a lookup may be faster with this tier than without."""
+        if self.is_slow and now >= self.quiet_until:
+            self.is_slow, self.quiet_until = False, now + _QUIET_S
+            log.info("tier %s: it loads faster than engines compute again", self.name, extra={"tier": self.name})
 
     # -- rules
 

@@ -95,12 +95,12 @@ class Tiering:
         _, _, subject, is_half_time = heapq.heappop(self._deadlines)
         if isinstance(subject, Forgetting):
             return [subject] if self.forgettings.end(subject) else []
-        return [*self.lookups.half_time(subject)] if is_half_time else self._overdue(subject, now)
+        return [*self.lookups.half_time(subject, now)] if is_half_time else self._overdue(subject, now)
 
     def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
         if tier_lookup.ended:
             return []
-        for tier in self.lookups.late_tiers(tier_lookup):
+        for tier in self.lookups.late_tiers(tier_lookup, now):
             self._failed(tier, now, "does not answer")
         self.lookups.end(tier_lookup)
         return [tier_lookup]
@@ -158,14 +158,15 @@ class Tiering:
         """
         by_place = {(chunk.namespace.number, chunk.key): chunk for chunk in held}
         tier_lookup = TierLookup(
-            namespace, request.request, request.hashes, request.chained, salt, first, now, by_place
+            namespace, request.request, request.hashes, request.chained, salt, first, now, by_place, request.speed
         )
         tier_tasks = self.lookups.begin(tier_lookup)
         if tier_tasks is None:
             return None
         if not tier_lookup.ended:
-            self._add_deadline(now + self._lookup_s / 2, tier_lookup, is_half_time=True)
-            self._add_deadline(now + self._lookup_s, tier_lookup)
+            wait_s = min(self._lookup_s, tier_lookup.slack_s) if tier_lookup.is_trial else self._lookup_s
+            self._add_deadline(now + wait_s / 2, tier_lookup, is_half_time=True)
+            self._add_deadline(now + wait_s, tier_lookup)
         return tier_lookup, tier_tasks
 
     # -- writing
@@ -209,9 +210,9 @@ class Tiering:
             tier.succeeded(now, token.kind)
         match token, outcome:
             case FindToken(), Located() | Unwanted() | KVDepotError():
-                return [*self.lookups.located(token, outcome)]
+                return [*self.lookups.located(token, outcome, now)]
             case LoadToken(), Loaded() | KVDepotError():
-                return [*self.lookups.arrived(token, outcome)]
+                return [*self.lookups.arrived(token, outcome, now)]
             case SaveToken(), Saved() | KVDepotError():
                 self.saves.saved(token, outcome)
                 return [*self.forgettings.save_ended(tier, token.number), *self.saves.dispatch(tier)]

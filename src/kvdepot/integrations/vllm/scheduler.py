@@ -173,6 +173,7 @@ class SchedulerHalf:
         request = tracked.request
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
+        self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -206,6 +207,7 @@ class SchedulerHalf:
         outcome = self._depot.wait_lookup(request.request_id, max(0.0, _ANSWER_S - self._waited_s))
         self._waited_s += time.monotonic() - begun
         if isinstance(outcome, Pending):
+            self._limit_wait(tracked, missing, begun)
             return None, False
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
@@ -215,6 +217,15 @@ class SchedulerHalf:
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
         return (new_tokens, True) if new_tokens > 0 else (0, False)
+
+    def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
+        """Wait for tiers and stores no longer than computing the missing tokens takes; the wait until vLLM wants to
+        schedule the request does not count."""
+        if not tracked.waits_since:
+            tracked.waits_since = now
+        elif self._prefill.speed and now - tracked.waits_since > missing / self._prefill.speed:
+            tracked.waits_since = now
+            self._depot.hurry_lookup(tracked.request.request_id)
 
     # -- what is loaded
 
