@@ -216,3 +216,20 @@ class TestEnterPages:
         wait_until_entered()
         assert resident_bytes(view) >= before + _MANY_BYTES
         mapped.close()
+
+
+def test_layers_of_equal_tensors_are_one_stack_and_others_are_not() -> None:
+    """A block of a stack is copied with one call, so small chunks of many layers depend on it."""
+    keys_and_values = [torch.zeros(2, 9, 4096, dtype=torch.uint8) for _ in range(3)]
+    others = [torch.zeros(9, 512, dtype=torch.uint8), torch.zeros(9, 4096, dtype=torch.uint8)]
+    tensors = [*keys_and_values, *others]
+    views = [share(tensor, f"layer {i}") for i, tensor in enumerate(tensors)]
+    mapped = HostTensors.open(build_layout(views, [1, 1, 1, 0, 0]))
+    try:
+        assert [stack.planes.shape for stack in mapped.stacks] == [(3, 2, 9, 4096), (1, 1, 9, 512), (1, 1, 9, 4096)]
+        for number, tensor in enumerate(keys_and_values):
+            tensor[1, 5] = number + 1
+        assert mapped.stacks[0].planes[:, 1, 5].tolist() == [[number + 1] * 4096 for number in range(3)]
+        assert not mapped.stacks[0].planes[:, 0].any()
+    finally:
+        mapped.close()

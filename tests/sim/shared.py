@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvdepot.core.index.chunk import Chunk, State
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation
-from kvdepot.devices.cpu import HostTensors, _rows
+from kvdepot.devices.cpu import HostTensors, _rows, _stacks
 from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
@@ -61,7 +61,7 @@ class SimMapped(HostTensors):
         super().__init__(layout)
         self.memory = memory
         self.closed = False
-        self.rows = [_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments]
+        self.stacks = _stacks([_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments])
 
     def close(self) -> None:
         assert not self.closed, "unmapped twice"

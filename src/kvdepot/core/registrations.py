@@ -26,9 +26,6 @@ from kvdepot.protocol.layout import Layout
 
 __all__ = ["Registrations", "Remapping"]
 
-_FILES_A_MAPPING = 2
-"""File descriptors per mapping: the file itself, and the duplicate that Python's mmap opens."""
-
 
 @dataclass(slots=True, eq=False)
 class Remapping:
@@ -130,7 +127,7 @@ class Registrations:
         if there >= self._config.max_instances:
             self._counters["registrations_refused"] += 1
             raise Busy(f"{there} registrations of KV tensors, the limit set by max_instances")
-        if self._files + _FILES_A_MAPPING * len(request.layout.mappings) > self.max_files:
+        if self._files + len(request.layout.mappings) > self.max_files:
             self._counters["registrations_refused"] += 1
             raise Busy(f"too few file descriptors for {len(request.layout.mappings)} more files of KV tensors")
 
@@ -205,7 +202,7 @@ class Registrations:
 
 def _files(instance: Instance) -> int:
     """File descriptors that an instance's mappings use."""
-    return _FILES_A_MAPPING * len(instance.layout.mappings)
+    return len(instance.layout.mappings)
 
 
 def _lane(instance: Instance) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.errors import ArenaError, KVDepotError, LayoutError
+from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.memory import shm
 from kvdepot.memory.copier import Bytes, CopyPiece, Ids, Mapped, Memory, views
 from kvdepot.memory.shm import SHM
@@ -37,8 +37,8 @@ __all__ = ["HostTensors", "enter_pages", "share", "zeros_in_shared_memory"]
 _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 
-_LARGE = 8192
-"""Bytes of a segment of a block from which on a store copies faster chunk by chunk than through a buffer."""
+_CALLS = 4
+"""A stack of at least this many segments per block of a chunk is copied block by block."""
 _TORCH_ALIGNS = 64
 """torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
 _ENTER_BYTES = 16 << 20
@@ -238,9 +238,8 @@ class HostTensors(Mapped):
 
     layout: Layout
     task_bytes: int = 8 << 20
-    rows: list[_Rows] = field(default_factory=list)
-    _maps: list[mmap.mmap] = field(default_factory=list)
-    _files: list[int] = field(default_factory=list)
+    stacks: list[_Stack] = field(default_factory=list)
+    _files: shm.SharedFiles | None = None
     _entering: _Entering | None = None
 
     @classmethod
@@ -249,46 +248,29 @@ class HostTensors(Mapped):
 
         The pages are entered in the background, so that copies need not do it.
         """
-        mapped = cls(layout)
-        views = []
-        try:
-            for mapping in layout.mappings:
-                area, fd = shm.map_shared(mapping.name, mapping.size)
-                mapped._maps.append(area)
-                mapped._files.append(fd)
-                views.append(np.frombuffer(area, np.uint8))
-        except KVDepotError:
-            views.clear()
-            mapped.close()
-            raise
-        mapped._entering = _Entering([(view.ctypes.data, len(view)) for view in views], keep=None)
-        mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
-        return mapped
+        files = shm.SharedFiles([(mapping.name, mapping.size) for mapping in layout.mappings])
+        sized = zip(files.starts, layout.mappings, strict=False)
+        views = [files.bytes[start : start + mapping.size] for start, mapping in sized]
+        entering = _Entering([(view.ctypes.data, len(view)) for view in views], keep=None)
+        rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
+        return cls(layout, stacks=_stacks(rows), _files=files, _entering=entering)
 
     def whole(self) -> bool:
         """Whether no file was truncated by its client: touching the missing pages would kill this process."""
-        sizes = zip(self._files, self.layout.mappings, strict=False)
+        fds = self._files.fds if self._files is not None else []
+        sizes = zip(fds, self.layout.mappings, strict=False)
         return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
 
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
-        one, many = (_gather, _gather_run) if is_store else (_scatter, _scatter_run)
-        for run in _adjacent(pieces):
-            if len(run) > 1 and (not is_store or self.rows[0].size < _LARGE):
-                many(memory.bytes, self.rows, run)
-            else:
-                for piece in run:
-                    one(memory.bytes, self.rows, piece)
+        for piece in pieces:
+            (_gather if is_store else _scatter)(memory.bytes, self.stacks, piece)
 
     def close(self) -> None:
         if self._entering is not None:
             self._entering.stop()
-        self.rows.clear()
-        for fd in self._files:
-            os.close(fd)
-        self._files.clear()
-        for area in self._maps:
-            area.close()
-        self._maps.clear()
+        self.stacks.clear()
+        if self._files is not None:
+            self._files.close()
 
     def close_after_death(self) -> None:
         """Also remove the files, which torch does unless its helper process was killed together with the client."""
@@ -314,67 +296,66 @@ def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
     return _Rows(size, strided, False, span.reshape(-1, unit), per_block, stride // unit)
 
 
-def _adjacent(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
-    """The pieces, as runs of pieces of equal size that are next to each other in the arena, or alone."""
-    run: list[CopyPiece] = []
-    for piece in pieces:
-        if run:
-            (start, length), last = run[-1].extents[-1], run[-1]
-            is_next = piece.extents == ((start + length, length),) and len(last.extents) == 1 and not piece.skip
-            if not (is_next and len(piece.block_ids) == len(last.block_ids)):
-                yield run
-                run = []
-        run.append(piece)
-    if run:
-        yield run
+@dataclass
+class _Stack:
+    """Segments of equal size at equal distances, such as those of all layers: a block of them is one array, which is
+    copied with one call. Small chunks have more segments than blocks, and so few bytes that calls count."""
+
+    rows: list[_Rows]
+    planes: Bytes
+    """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
+
+    def copy(self, ids: Ids, area: Bytes, skip: int, is_store: bool) -> None:
+        """Copy blocks to a chunk's bytes of these segments, or back; not the first `skip` blocks."""
+        size, count = self.rows[0].size, len(ids)
+        if len(self.rows) < _CALLS * count:
+            parts = area.reshape(len(self.rows), count, size)[:, skip:]
+            runs = _runs(ids[skip:])
+            for row, part in zip(self.rows, parts, strict=True):
+                (_gather_rows if is_store else _scatter_rows)(row, ids[skip:], runs, part)
+            return
+        parts = area.reshape(*self.planes.shape[:2], count, size)
+        for at, block in enumerate(ids.tolist()[skip:], skip):
+            if is_store:
+                parts[:, :, at] = self.planes[:, :, block]
+            else:
+                self.planes[:, :, block] = parts[:, :, at]
 
 
-def _parts(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> Iterator[tuple[_Rows, Ids, Bytes]]:
-    """Each segment with the block ids of adjacent pieces, and its bytes of those blocks in the arena, by piece."""
-    start, length = run[0].extents[0]
-    area = memory[start : start + len(run) * length].reshape(len(run), length)
-    ids = np.stack([piece.block_ids for piece in run])
-    at = 0
-    for row in rows:
-        size = row.size * ids.shape[1]
-        yield row, ids, area[:, at : at + size].reshape(*ids.shape, row.size)
-        at += size
+def _stacks(rows: list[_Rows]) -> list[_Stack]:
+    """The segments in order, in as few stacks as possible: with one segment a layer, or two (keys and values)."""
+    stacks, at = [], 0
+    starts = [row.strided.ctypes.data for row in rows]
+    while at < len(rows):
+        counts = {in_layer: _equally_apart(rows[at:], starts[at:], in_layer) for in_layer in (2, 1)}
+        in_layer = max(counts, key=lambda each: (counts[each], -each))
+        members, first = rows[at : at + counts[in_layer]], rows[at].strided
+        layers = len(members) // in_layer
+        steps = starts[at + in_layer * (layers > 1)] - starts[at], starts[at + in_layer - 1] - starts[at]
+        shape, strides = (layers, in_layer, *first.shape), (*steps, *first.strides)
+        stacks.append(_Stack(members, np.lib.stride_tricks.as_strided(first, shape, strides)))
+        at += len(members)
+    return stacks
 
 
-def _gather_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> None:
-    """Copy adjacent pieces with two calls per segment: small chunks have more segments than bytes to copy."""
-    buffer = np.empty(len(run) * len(run[0].block_ids) * max(row.size for row in rows), np.uint8)
-    for row, ids, part in _parts(memory, rows, run):
-        gathered = buffer[: ids.size * row.size].reshape(ids.size, row.size)
-        _gather_rows(row, ids.reshape(-1), None, gathered)
-        part[:] = gathered.reshape(part.shape)
+def _equally_apart(rows: Sequence[_Rows], starts: Sequence[int], in_layer: int) -> int:
+    """The number of segments, from the first on, that one stack can have with `in_layer` segments a layer."""
+    first, count = rows[0].strided, 0
+    for row, start in zip(rows, starts, strict=True):
+        if row.strided.shape != first.shape or row.strided.strides != first.strides:
+            break
+        if count >= in_layer and start - starts[count - in_layer] != starts[in_layer] - starts[0]:
+            break
+        count += 1
+    return count // in_layer * in_layer
 
 
-def _scatter_run(memory: Bytes, rows: Sequence[_Rows], run: Sequence[CopyPiece]) -> None:
-    """Copy adjacent pieces with one call per segment, or two if the first piece has blocks to skip."""
-    skip = run[0].skip
-    for row, ids, part in _parts(memory, rows, run):
-        if skip:
-            row.strided[ids[0, skip:]] = part[0, skip:]
-            ids, part = ids[1:], part[1:]
-        row.strided[ids] = part
-
-
-def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-    ids, count = piece.block_ids, len(piece.block_ids)
-    if count == 1 and len(piece.extents) == 1:  # the usual small chunk: as few calls as possible
-        block, at = int(ids[0]), piece.extents[0][0]
-        for row in rows:
-            memory[at : at + row.size] = row.strided[block]
-            at += row.size
-        return
-    runs = _runs(ids)
+def _gather(memory: Bytes, stacks: Sequence[_Stack], piece: CopyPiece) -> None:
     start = 0
-    for row in rows:
-        size = row.size * count
+    for stack, size in _sized(stacks, piece):
         where = views(memory, piece.extents, start, size)
         out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
-        _gather_rows(row, ids, runs, out.reshape(count, row.size))
+        stack.copy(piece.block_ids, out, 0, True)
         if len(where) > 1:
             done = 0
             for part in where:
@@ -383,18 +364,21 @@ def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
         start += size
 
 
-def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-    ids, count = piece.block_ids, len(piece.block_ids)
-    skip = piece.skip
-    ids = ids[skip:]
-    runs = _runs(ids)
+def _scatter(memory: Bytes, stacks: Sequence[_Stack], piece: CopyPiece) -> None:
     start = 0
-    for row in rows:
-        size = row.size * count
+    for stack, size in _sized(stacks, piece):
         where = views(memory, piece.extents, start, size)
         source = where[0] if len(where) == 1 else np.concatenate(where)
-        _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
+        stack.copy(piece.block_ids, source, piece.skip, False)
         start += size
+
+
+def _sized(stacks: Sequence[_Stack], piece: CopyPiece) -> Iterator[tuple[_Stack, int]]:
+    """The stacks and their bytes in a chunk; segments alone if it lies in several places, which takes a buffer."""
+    if len(piece.extents) > 1:
+        stacks = [_Stack([row], row.strided[None, None]) for stack in stacks for row in stack.rows]
+    for stack in stacks:
+        yield stack, len(stack.rows) * stack.rows[0].size * len(piece.block_ids)
 
 
 def _runs(ids: Ids) -> list[tuple[int, int]] | None:

@@ -30,8 +30,10 @@ import signal
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from kvdepot import locks
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
@@ -48,6 +50,7 @@ _LEFT = 24
 _MAKING_S = 60.0
 """A file that has had a hidden name for longer than this was left by a dead process."""
 SECRET_BYTES = 16
+_MAP_FIXED = 16
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
@@ -98,28 +101,66 @@ def _failed(what: str, exc: OSError) -> KVDepotError:
     return kind(f"{what}: {exc.strerror}")
 
 
-def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
-    """Map `size` bytes of an engine's file, readable and writable. Returns mapping and descriptor; the caller closes.
+class SharedFiles:
+    """An engine's files, mapped readable and writable, one behind the other, so that equal files are equally apart."""
 
-    Raises LayoutError if the file is smaller, or is an arena or a liveness file, which a copy would overwrite; Busy if
-    there are no free descriptors or address space.
-    """
+    def __init__(self, files: Sequence[tuple[str, int]]) -> None:
+        """files: names, and the bytes to map of each.
+
+        Raises LayoutError if a file is smaller, or is an arena or a liveness file: a copy into those would overwrite
+        kvdepot's own state. Raises Busy if there are no free descriptors or address space.
+        """
+        self.fds: list[int] = []
+        self.starts = [0]
+        """Where each file begins in `bytes`; last, where they end."""
+        for _, size in files:
+            self.starts.append(self.starts[-1] + -(-max(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._size = max(self.starts[-1], mmap.PAGESIZE)
+        self._address = _map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        try:
+            for (name, size), start in zip(files, self.starts, strict=False):
+                self.fds.append(_open_tensors(name, size))
+                access = mmap.PROT_READ | mmap.PROT_WRITE
+                _map(self._address + start, size, access, mmap.MAP_SHARED | _MAP_FIXED, self.fds[-1])
+        except KVDepotError:
+            self.close()
+            raise
+        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self._address))
+
+    def close(self) -> None:
+        """Unmap and close them, after the last use of `bytes` and of all arrays made from it. Safe twice."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+        if self._size:
+            _libc.munmap(self._address, self._size)
+            self._size = 0
+
+
+def _map(address: int | None, size: int, access: int, flags: int, fd: int) -> int:
+    """Map memory with libc, because Python's mmap chooses the address itself. Raises Busy or LayoutError."""
+    mapped: int | None = _libc.mmap(address, size, access, flags, fd, 0)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise _failed("shared memory cannot be mapped", OSError(error, os.strerror(error)))
+    return mapped
+
+
+def _open_tensors(name: str, size: int) -> int:
+    """Open an engine's file of at least `size` bytes; the caller closes it. Raises as `SharedFiles`."""
     if _LIVENESS in name:
         raise LayoutError(f"shared memory {name} is a client's liveness file, not KV tensors")
     fd = open_shared(name)
-    try:
-        actual = os.fstat(fd).st_size
-        if not 0 < size <= actual:
-            raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
-        if os.pread(fd, len(ARENA_MAGIC), 0) == ARENA_MAGIC:
-            raise LayoutError(f"shared memory {name} is a kvdepot arena, not KV tensors")
-        return mmap.mmap(fd, size), fd
-    except OSError as exc:
+    actual = os.fstat(fd).st_size
+    fault = ""
+    if not 0 < size <= actual:
+        fault = f"has {actual} bytes, not {size}"
+    elif os.pread(fd, len(ARENA_MAGIC), 0) == ARENA_MAGIC:
+        fault = "is a kvdepot arena, not KV tensors"
+    if fault:
         os.close(fd)
-        raise _failed(f"shared memory {name} cannot be mapped", exc) from exc
-    except LayoutError:
-        os.close(fd)
-        raise
+        raise LayoutError(f"shared memory {name} {fault}")
+    return fd
 
 
 def populate(fd: int, offset: int, address: int, size: int) -> str:
