@@ -41,9 +41,9 @@ class Need(NamedTuple):
 
 
 def need_of_tests() -> Need:
-    from tests.gpu import test_overlap, test_processes, test_sharing
+    from tests.gpu import test_processes, test_sharing
 
-    return Need(max(test_overlap.ARENA_MIB, test_processes.ARENA_MIB) << 20, test_sharing.LARGEST)
+    return Need(test_processes.ARENA_MIB << 20, test_sharing.LARGEST)
 
 
 def need_of_bench(is_tiny: bool) -> Need:

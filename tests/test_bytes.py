@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client.transfer import Transfer
 from kvdepot.keys import ChunkChain
-from kvdepot.memory.allocator import PAGE
 from tests.devices.conformance import any_model, block_order
 from tests.devices.tensors import Bytes, Model
 from tests.devices.test_cpu import TorchWorker
 
 if TYPE_CHECKING:
-    from tests.conftest import Depot, StartDepot
+    from tests.conftest import Depot
 
 CHUNK = 256  # tokens, as the server of these tests is started
 TIMEOUT_S = 20.0
@@ -48,9 +46,6 @@ class Memory:
         for number, (storage, right) in enumerate(zip(self._worker.read(), expected, strict=True)):
             wrong = np.flatnonzero(storage != right).tolist()
             assert not wrong, f"{len(wrong)} bytes of storage {number} are wrong, at {wrong[:8]}"
-
-
-# -- through a server
 
 
 names = (f"bytes-{number}-{uuid.uuid4().hex[:6]}" for number in itertools.count())
@@ -124,63 +119,3 @@ def test_skipped_blocks_of_the_first_chunk_are_not_written(depot: Depot, data: s
                 expected = memory.fill()
         memory.model.move(stored, expected, dict(list(zip(source, target, strict=True))[skip:]))
         memory.assert_is(expected)
-
-
-@given(st.data())
-@settings(max_examples=15, deadline=None)
-def test_a_retrieve_of_which_only_the_head_is_there_writes_only_the_head(depot: Depot, data: st.DataObject) -> None:
-    blocks_in_chunk, chunks, nb = 2, 4, 8
-    there = data.draw(st.integers(0, chunks))
-    source, target = block_order(data.draw(DRAWS), nb, 8), block_order(data.draw(DRAWS), nb, 8)
-    memory = Memory(any_model(data.draw(DRAWS), nb), 6)
-    tokens = list(range(CHUNK * chunks))
-    with worker_of(depot, memory, blocks_in_chunk) as worker:
-        stored = memory.fill()
-        worker.submit_store_request("r", LoadStoreOp(source[: 2 * there], tokens, end=CHUNK * there or 1), None)
-        settle(worker, "r")
-        expected = memory.fill()
-        memory.model.move(stored, expected, dict(zip(source[: 2 * there], target[: 2 * there], strict=True)))
-        worker.submit_retrieve_request("r", LoadStoreOp(target, tokens), None)
-        assert settle(worker, "r") == [[i < there for i in range(chunks)]]
-        memory.assert_is(expected)
-        assert worker.get_block_ids_with_load_errors() == set(target[2 * there :])
-
-
-def test_two_models_that_fragment_a_small_arena_never_get_each_others_bytes(start_depot: StartDepot) -> None:
-    depot = start_depot(arena_mib=1)
-    draw = random.Random(11)
-    with contextlib.ExitStack() as stack:
-        workers, memories, lookups = [], [], []
-        for rows in (3, 5):  # pages a chunk: two sizes that do not fit into each other's holes
-            model = Model().add("mla", 8, rows, 1, PAGE // 4, "float8_e4m3fn")
-            memories.append(Memory(model.add("keys and values apart", 8, rows, 1, PAGE // 16, "bfloat16"), rows))
-            workers.append(stack.enter_context(worker_of(depot, memories[-1], 2)))
-            lookups.append(
-                LMCacheMPSchedulerAdapter(depot.url, depot.context, workers[-1].model_name, 1, 0, CHUNK // 2)
-            )
-            stack.callback(lookups[-1].shutdown)
-        truth: dict[tuple[int, int], list[Bytes]] = {}
-        hits = 0
-        for step in range(120):
-            which = draw.randrange(2)
-            worker, memory, scheduler = workers[which], memories[which], lookups[which]
-            tokens = [step] * (CHUNK * 4)
-            truth[which, step] = memory.fill()
-            worker.submit_store_request(f"s{step}", LoadStoreOp(list(range(8)), tokens), None)
-            assert settle(worker, f"s{step}") == [True]
-            for known in draw.sample(sorted(key for key in truth if key[0] == which), k=1) * (step % 2):
-                tokens, request = [known[1]] * (CHUNK * 4), f"r{step}"
-                scheduler.maybe_submit_lookup_request(request, token_ids=tokens)
-                found = scheduler.wait_lookup_result(request, TIMEOUT_S)
-                assert found is not None
-                target = draw.sample(range(8), k=8)[: found // CHUNK * 2]
-                expected = memory.fill()
-                memory.model.move(truth[known], expected, dict(enumerate(target)))
-                worker.submit_retrieve_request(request, LoadStoreOp(target, tokens, end=found or 1), None)
-                assert settle(worker, request) == [[True] * (found // CHUNK)]
-                memory.assert_is(expected)
-                scheduler.end_session(request)
-                hits += found // CHUNK
-        assert hits > 10
-        status = depot.status()
-        assert status["evicted_chunks"] > 100 and status["reserved_shards"] == 0

@@ -232,9 +232,6 @@ def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(tmp_path
     assert ("KVDEPOT_FLEET", advice) in stray_variables({"KVDEPOT_FLEET": "http://h:7077"})
 
 
-# -- quotas of tenants
-
-
 def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> None:
     text = """
         [tenants.blue]

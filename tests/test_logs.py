@@ -114,9 +114,6 @@ def test_what_others_sent_stays_within_its_line_and_bounds(configure: Configure,
     assert len(text.partition("\n")[0]) < 2000 and len(text) < 20_000
 
 
-# -- who reads it
-
-
 def pour(pipe: int, least: int) -> str:
     """At least this number of lines from a pipe."""
     text = b""
@@ -152,9 +149,6 @@ def test_who_logs_does_not_wait_for_who_reads_and_what_is_lost_is_counted(
         os.close(end)
 
 
-# -- what is said of requests
-
-
 def about(caplog: pytest.LogCaptureFixture, request: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if getattr(record, "request", "") == request]
 
@@ -177,9 +171,6 @@ def test_a_request_can_be_followed_from_its_lookup_to_its_store(caplog: pytest.L
     assert about(caplog, "cmpl-1") == ["found 0 of 3 chunks", "stored 3 of 3 new chunks"]
     assert about(caplog, "cmpl-2") == ["stored 0 of 0 new chunks", "found 3 of 3 chunks", "retrieved 3 of 3 chunks"]
     assert all(record.client == client.hex()[:8] for record in caplog.records if getattr(record, "request", ""))
-
-
-# -- a real server
 
 
 def lines(server: Depot) -> list[dict[str, Any]]:

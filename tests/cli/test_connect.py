@@ -26,9 +26,6 @@ def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_
         assert "Traceback" not in waits.text
 
 
-# -- a server that is there and does not answer
-
-
 @pytest.mark.faults
 def test_a_stopped_server_is_named_and_not_taken_for_a_missing_one(start_depot: StartDepot) -> None:
     depot = start_depot(arena_mib=4)

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 import kvdepot
 from kvdepot.client.socket import Client
 from kvdepot.metrics import Event
-from kvdepot.protocol.status import TokenCounts
 from kvdepot.status import OTHERS, NamespaceStatus, Status, TierStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.cli.test_view import a_status
@@ -115,22 +114,6 @@ def test_keys_choose_tabs_rows_and_their_order() -> None:
     drive(steps, many)
 
 
-def test_the_overview_has_the_rates_of_the_time_watched() -> None:
-    def at(number: int) -> Status:
-        tokens = TokenCounts(1000 + 100 * number, 600 + 80 * number, 500 + 50 * number)
-        return a_status(tokens=tokens, stored_bytes=number**2 << 20, uptime_s=90.0 + number)
-
-    async def steps(keys: Keyboard) -> None:
-        for number in range(1, 5):
-            lines = await keys.show(at(number))
-        text = "\n".join(lines)
-        assert "50.0 % of 1,400 tokens in all; found 65.7 %" in text
-        assert "50.0 % of 400 tokens in 4 s; found 80.0 %" in text and "stores 4 MiB/s" in text
-        assert "tokens in all" in "\n".join(await keys.show(replace(at(5), boot="another")))
-
-    drive(steps, at(0))
-
-
 def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
     name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
 
@@ -140,9 +123,6 @@ def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() 
             assert "[red]x[/red]" in text and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
 
     drive(steps, a_status(namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)]))
-
-
-# -- on a terminal
 
 
 @pytest.mark.faults

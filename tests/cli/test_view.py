@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from typing import Any
@@ -13,28 +12,10 @@ from kvdepot import cli
 from kvdepot.cli import view
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
-from tests.cli.command import run, terminal
-from tests.client.engine import CHUNK, Engine
+from tests.cli.command import terminal
 from tests.conftest import Depot, eventually
 
 # -- status
-
-
-def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: Engine) -> None:
-    said = json.loads(run("status", "--url", depot.url, "--json").stdout)
-    with terminal("status", "--url", depot.url, columns=100) as shown:
-        assert shown.end() == 0
-        lines = shown.text.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.startswith("state") and "Healthy" in line for line in lines)
-    assert said["cached_tokens"] == said["chunks"] * CHUNK > 0
-    assert any(f" tokens in {said['chunks']} chunks" in line for line in lines)
-    namespace = next(namespace for namespace in said["namespaces"] if namespace["model"] == used.model)
-    tokens = f"{namespace['chunks'] * CHUNK:,}"
-    row = next(line for line in lines if line.startswith(used.model) and f" {tokens} " in line).split()
-    assert row[1:3] == [str(namespace["world_size"]), tokens]
-    assert any(re.match(r"Lookup +\d", line) for line in lines)
-    assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
 
 
 def a_status(**parts: Any) -> Status:
@@ -115,9 +96,6 @@ def test_what_somebody_should_look_at_is_said() -> None:
         assert words in text
     assert "Healthy, no engine is connected, up" in shown(a_status())
     assert "Healthy, up" in shown(a_status(engine_count=1))
-
-
-# -- status --watch
 
 
 @pytest.mark.faults

@@ -423,26 +423,6 @@ def test_wrong_arguments_of_a_lookup_raise_bad_request_and_leave_no_lookup(
 # -- store, look up, retrieve
 
 
-@pytest.mark.parametrize("mode", ["tokens", "hashes"])
-def test_what_was_stored_is_found_and_comes_back_with_neighbours_untouched(engine: Engine, mode: str) -> None:
-    caches = engine.caches[0]
-    if mode == "tokens":
-        what: dict[str, Any] = {"token_ids": prompt(3 * CHUNK)}
-    else:
-        what = {"block_hashes": block_hashes(3 * PER_CHUNK)}
-    source = [5, 3, 9, 8, 0, 1, 2, 4, 31, 30, 7, 6]
-    assert engine.lookup(**what) == 0
-    engine.store(LoadStoreOp(source, **what))
-    assert engine.lookup(**what) == 3 * CHUNK
-    stored = read_blocks(caches, source)
-    targets = [20, 10, 11, 12, 19, 18, 17, 28, 27, 14, 13, 25]
-    others = sorted(set(range(BLOCKS)) - set(targets))
-    neighbours = read_blocks(caches, others)
-    assert engine.retrieve(LoadStoreOp(targets, **what)) == set()
-    assert read_blocks(caches, targets) == stored
-    assert read_blocks(caches, others) == neighbours
-
-
 @pytest.mark.parametrize("change", ["model", "width", "dtype", "names", "block size"])
 def test_engines_of_two_models_or_layouts_never_see_each_others_chunks(make_engine: MakeEngine, change: str) -> None:
     tokens, hashes = prompt(CHUNK), block_hashes(PER_CHUNK)
@@ -472,7 +452,7 @@ def test_engines_of_two_models_or_layouts_never_see_each_others_chunks(make_engi
     assert all(torch.equal(caches[name], before[name]) for name in caches)
     two.worker.shutdown()
     assert one.retrieve(LoadStoreOp([8, 9, 10, 11], token_ids=tokens)) == set()
-    assert one.lookup(token_ids=tokens) == CHUNK
+    assert one.lookup(token_ids=tokens) == one.lookup(block_hashes=hashes) == CHUNK
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, [0, 0]), (2, [0, 0, 1, 1])], ids=["TP 2", "TP 2 and PP 2"])
@@ -657,36 +637,6 @@ def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
     with ends():
         engine.close()
     assert engine.worker.get_finished({"r"}) == ({"r"}, None)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("silence", ["asked while it was down", "not asked while it was down"])
-def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_depot: StartDepot, silence: str) -> None:
-    first = start_depot()
-    engine, tokens = Engine(first, caches=[make_caches()]), prompt(CHUNK)
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    kill(first)
-    if silence == "asked while it was down":
-        assert engine.lookup(token_ids=tokens) == 0
-        engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-        assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
-    second = start_depot(url=first.url, name=first.name)
-
-    def works() -> bool:
-        fresh = prompt(CHUNK)
-        engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=fresh))
-        if engine.lookup(token_ids=fresh) != CHUNK:
-            return False
-        assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=fresh)) == set()
-        return True
-
-    eventually(works)
-    assert read_blocks(engine.caches[0], [4, 5, 6, 7]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
-    assert second.status()["instances"] == 1
-    kill(second)
-    with ends():
-        engine.close()
-        engine.close()
 
 
 def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:

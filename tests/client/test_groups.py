@@ -48,9 +48,6 @@ def worker(peer: Any) -> WorkerClient:
     return WorkerClient(peer, SPEC, unpins=False)
 
 
-# -- messages
-
-
 def test_each_group_is_registered_under_its_own_number_beside_all_groups() -> None:
     groups = [wire.Group(0, 2, 200, bytes(32)), wire.Group(3, 4, 120, b"\1" * 32)]
     assert SPEC.register(7, LAYOUTS) == [
@@ -78,9 +75,6 @@ def test_a_store_is_one_message_a_group_all_of_one_ticket(worker: WorkerClient, 
     assert first.ticket == second.ticket
     worker.submit_store(["c"], [transfer("c", [1, 2, 3, 4], group=1)], None)
     assert [type(each) for each in peer.asked[2:]] == [wire.Store], "nothing is sent for a group without blocks"
-
-
-# -- outcomes
 
 
 @pytest.mark.parametrize("answers", [[False, True], [True, Unavailable("gone")]])
@@ -128,9 +122,6 @@ def test_a_group_without_an_answer_fails_all_that_the_request_was_to_load(
     assert worker.poll(set()).retrieved == {"a", "b"}
     assert worker._failed_blocks == {1, 2, 3, 4, *range(10, 18)}
     assert worker.take_failed_requests() == {"a"}
-
-
-# -- with a server
 
 
 BLOCK = {0: 64, 1: 32}  # tokens, by group

@@ -117,13 +117,6 @@ def test_several_prompts_in_one_batch(engine: Engine) -> None:
     assert [together[request["id"]]["cached"] for request in requests] == [len(tokens) - 9 for tokens in prompts]
 
 
-def test_a_prompt_shorter_than_a_chunk_is_computed(engine: Engine) -> None:
-    short = prompt(20, CHUNK - 1)
-    first = engine.run(short)
-    assert first["cached"] == 0
-    assert engine.run_fresh(short) == first
-
-
 def test_of_a_chunk_that_vllm_has_in_part_only_the_rest_is_loaded(engine: Engine) -> None:
     tokens = prompt(30, 5 * CHUNK + 9)
     expected = engine.run(tokens)

@@ -56,9 +56,6 @@ def test_no_walk_leads_from_shards_to_chunks(state: State, events: list[Event]) 
         assert (state in of_shards) == is_shard
 
 
-# -- what the index does
-
-
 def facts(index: Index) -> Any:
     """Everything that a transition may change."""
     return (

@@ -34,7 +34,7 @@ from tests.core.desk import (
     shards,
     store,
 )
-from tests.core.groups import SHAPES, Reaches, fingerprint
+from tests.core.groups import Reaches, fingerprint
 
 
 @pytest.fixture
@@ -67,24 +67,6 @@ def test_a_store_is_answered_and_visible_only_when_its_bytes_have_arrived(desk: 
     assert asked not in desk.answers and seen not in desk.answers and desk.answers[taken] == [False] * 3
     desk.settle()
     assert desk.answers[asked] is True and desk.answers[seen] == 3
-
-
-def test_a_store_copies_only_the_chunks_that_are_new_from_their_own_blocks(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain, end=1))
-    desk.send(client, store(chain, blocks=[10, 11, 20, 21, 30, 31]))
-    pieces = [piece for copy in desk.copies() for piece in copy.pieces]
-    assert [piece.block_ids.tolist() for piece in pieces] == [[20, 21], [30, 31]]
-
-
-def test_a_retrieve_answers_each_chunk_for_itself(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 4)
-    desk.ask(client, store(chain, end=2))
-    asked = desk.send(client, retrieve(chain, blocks=[10, 11, 20, 21, 30, 31, 40, 41]))
-    pieces = [piece for copy in desk.copies() for piece in copy.pieces]
-    assert [piece.block_ids.tolist() for piece in pieces] == [[10, 11], [20, 21]]
-    desk.settle()
-    assert desk.answers[asked] == [True, True, False, False]
 
 
 def test_only_the_first_chunk_of_a_retrieve_skips_blocks_which_may_repeat(desk: Desk, client: bytes) -> None:
@@ -447,23 +429,6 @@ def test_a_transfer_for_another_model_or_rank_than_registered_is_refused_whole(
         assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
     assert desk.index.namespaces.all() == known
     desk.assert_empty()
-
-
-@pytest.mark.parametrize("reaches", [(0,), *SHAPES])
-def test_a_lookup_pins_the_parts_of_its_boundary_and_no_others(desk: Desk, reaches: Reaches) -> None:
-    desk.register_groups(reaches)
-    chain = prompt("a", 5)
-    put(desk, chain, reaches, [range(5)] * len(reaches))
-    assert desk.ask(b"one", lookup(prompt("a", 4))) == 4
-    desk.ask(b"one", wire.Clear())
-    assert there(desk, chain) == [list(range(4))[-reach:] if reach else list(range(4)) for reach in reaches]
-    assert desk.ask(b"one", lookup(prompt("a", 4), "again")) == 4
-    for request in ("r", "again"):
-        desk.ask(b"one", wire.EndSession(request))
-    desk.index.validate()
-    assert desk.index.held == 0
-    desk.ask(b"one", wire.Clear())
-    assert there(desk, chain) == [[]] * len(reaches)
 
 
 def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Desk) -> None:

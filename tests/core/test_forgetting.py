@@ -99,9 +99,6 @@ def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
     assert desk.ask(b"one", lookup(prompt("b", 20), model="n")) == 20
 
 
-# -- with tiers
-
-
 def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> None:
     tier = MemoryTier()
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
@@ -130,9 +127,6 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     assert "the removal from memory has not ended within 25 s" in host.answers[asked]["error"]
     host.rest()
     assert host.index.chunks == 0 and not host.depot.tiering.forgettings
-
-
-# -- any order of anything
 
 
 SALTS = [b"", b"s" * 16]

@@ -536,20 +536,6 @@ def run_of(*hashes: bytes, parent: bytes = ROOT, position: int = 1, salt: bytes 
     return Run(b"".join(hashes), PAGE, parent, position, salt)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_prompt_stored_around_a_loose_chunk_is_used_and_evicted(policy: str) -> None:
-    index, namespace = index_of(64, policy)
-    path = keys("a", 5)
-    store_run(index, namespace, run_of(path[2], parent=path[1], position=3))  # its parent is not there
-    store_run(index, namespace, run_of(*path))
-    found = matching.match(namespace, b"".join(path[:4]))
-    assert found.matched == 4
-    index.use(found.chunks)
-    for number in range(80):
-        store_run(index, namespace, run_of(*keys(f"new{number}", 1)))
-    assert index.make_room(index.accounts.rest, PAGE, 64) == 64 and not namespace.chunks
-
-
 @pytest.mark.parametrize("is_corrupt", [False, True])
 def test_a_run_has_room_if_a_victim_takes_along_a_chunk_of_it(is_corrupt: bool) -> None:
     index, namespace = index_of(2, ttl_s=10)

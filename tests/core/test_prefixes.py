@@ -162,9 +162,6 @@ def test_a_list_of_many_prefixes_counts_as_many_requests() -> None:
     assert isinstance(answers[0], list) and isinstance(answers[-1], Busy)
 
 
-# -- single chunks
-
-
 def inspect(desk: Desk, client: bytes = b"one", **options: Any) -> list[ChunkStatus]:
     found = desk.ask(client, wire.Inspect(**options))
     assert isinstance(found, list), found

@@ -93,7 +93,30 @@ def test_a_status_tells_everybody_of_all_tenants_and_a_tenant_of_itself_alone(de
         assert [each.tenant for each in desk.ask(client, wire.Status()).tenants] == [tenant]
 
 
-# -- with tiers
+def test_a_lower_cap_and_a_shorter_time_to_live_take_effect_in_steps() -> None:
+    desk = Desk(pages=1024)
+    desk.depot._step_chunks = 100
+    desk.tick(0.0, 1000.0)
+    desk.hello(b"admin")
+    blue, red = engine(desk, "blue"), engine(desk, "red")
+    for client in (blue, red):
+        assert fill(desk, client, 400) == [True] * 400
+    assert desk.depot.next_deadline() > 0.0
+    desk.send(b"admin", wire.SetQuota("blue", pages(cap=50)))
+    left = []
+    while desk.depot.next_deadline() == 0.0:
+        desk.expire()
+        left.append(told(desk)["blue"].chunks)
+    assert left == [300, 200, 100, 50]
+    desk.send(b"admin", wire.SetQuota("red", pages(ttl_s=10)))
+    desk.tick(10.0, 1010.0)
+    turns = 1
+    while desk.depot.next_deadline() == 0.0:
+        desk.expire()
+        turns += 1
+    assert (told(desk)["red"].chunks, told(desk)["blue"].chunks, turns) == (0, 50, 5)
+    assert desk.depot.counters["expired_chunks"] == 400
+    desk.index.validate()
 
 
 def tenants_of(tier: MemoryTier, **more: Any) -> tuple[Host, bytes, bytes]:
@@ -149,9 +172,6 @@ def test_a_chunk_that_was_to_leave_stays_if_its_tenant_is_at_its_floor_by_then()
     host.rest()
     assert account.chunks == before
     host.assert_quiet()
-
-
-# -- on disk
 
 
 OBJECT = PAGE + 4096
@@ -248,9 +268,6 @@ def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tena
     assert left(59.0)[0] == 2 and left(60.0)[0] == 1 and left(69.0) == (1, 1)
     assert left(10_000.0) == (1, 1)
     host.assert_quiet()
-
-
-# -- of cache salts
 
 
 def of_salts(desk: Desk, tenant: str = "") -> dict[tuple[str, str], TenantStatus]:

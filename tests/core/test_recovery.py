@@ -133,9 +133,6 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
 
 
-# -- models with several KV cache groups
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("reaches", [(0,), *SHAPES])
 def test_all_groups_come_back_with_the_same_boundaries(reaches: Reaches, world_size: int) -> None:
@@ -205,9 +202,6 @@ def test_a_server_of_another_chunk_size_finds_each_model_under_its_own() -> None
     assert Rack((0, 2), index=after).boundary(chain) == 6
 
 
-# -- records of arena format 2
-
-
 class OldNamespaceRecord(msgspec.Struct, tag=0, array_like=True):
     """As kvdepot wrote it before models had groups."""
 
@@ -257,9 +251,6 @@ def test_an_old_record_of_some_ranks_is_replaced_by_one_of_all() -> None:
     (record,) = [each for _, each in contents.records if isinstance(each, NamespaceRecord)]
     assert (record.chunk_tokens, record.groups, len(record.layouts)) == (CHUNK_TOKENS, [(0, BLOCKS)], 2)
     assert boundary(restarted(index)[0], PROMPTS[1], "m", 2) == 4
-
-
-# -- damage
 
 
 Content = dict[tuple[str, int, bytes, int], Any]

@@ -86,9 +86,6 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     assert not tier.objects
 
 
-# -- leases
-
-
 def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_that() -> None:
     host = new_host(MemoryTier())
     host.find(b"one", store(prompt("a", 2)))
@@ -98,9 +95,6 @@ def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_tha
     host.rest()
     assert host.depot.status().lease_count == 0
     host.assert_quiet()
-
-
-# -- ages
 
 
 def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:

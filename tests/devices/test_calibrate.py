@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -48,16 +48,6 @@ def figures(speeds: dict[str, dict[int, float]], direction: str, share: float | 
     ]
 
 
-def both(*shared: tuple[str, dict[int, float], float | None]) -> list[Any]:
-    """Figures that are the same in both directions: copy path, GB/s by size, share that the occupant kept."""
-    return [
-        one
-        for direction in DIRECTIONS
-        for path, speeds, share in shared
-        for one in figures({path: speeds}, direction, share)
-    ]
-
-
 def test_of_paths_about_as_fast_the_one_that_keeps_least_of_the_gpu_busy_is_taken(machine: Machine) -> None:
     from kvdepot.devices.cuda.calibrate import choose
 
@@ -67,19 +57,6 @@ def test_of_paths_about_as_fast_the_one_that_keeps_least_of_the_gpu_busy_is_take
         "retrieve": [(0, "staged"), (28 * KIB, "dma")],
         "store": [(0, "kernel"), (28 * KIB, "dma")],
     }
-
-
-def test_an_idle_gpu_chooses_no_kernel_for_copies_of_28_kib_and_more(machine: Machine) -> None:
-    from kvdepot.devices.cuda.calibrate import choose, describe
-
-    sizes = (16 * KIB, 64 * KIB, 2 * MIB)
-    found = both(("dma", dict.fromkeys(sizes, 10.0), None), ("kernel", dict.fromkeys(sizes, 50.0), None))
-    assert choose(found)["retrieve"] == choose(found)["store"] == [(0, "kernel"), (28 * KIB, "dma")]
-    assert choose(found, 0)["retrieve"] == [(0, "dma")]
-    assert choose(found, 64 * KIB)["retrieve"] == [(0, "kernel"), (64 * KIB, "dma")]
-    assert choose(found, 8 * MIB)["retrieve"] == [(0, "kernel"), (8 * MIB, "dma")]
-    lines = describe([*found, *both(("one copy", {64 * MIB: 55.0}, None))], choose(found))
-    assert lines[0] == "stores use kernel (50.0 GB/s), dma from 28 KiB on (10.0 GB/s); one large copy 55.0 GB/s"
 
 
 def test_the_advice_is_the_size_from_which_both_directions_use_the_copy_engines(machine: Machine) -> None:
@@ -136,6 +113,17 @@ def test_the_path_taken_is_nearly_the_best_of_those_allowed_at_every_size_measur
 # -- measuring
 
 
+@contextmanager
+def using(number: int) -> Iterator[Any]:
+    """A GPU of the server, by its number."""
+    from kvdepot.devices.cuda import driver
+    from kvdepot.devices.cuda.gpus import Gpu
+
+    cuda = driver.load()
+    with closing(Gpu(cuda, list(cuda.devices())[number], 64 * MIB)) as gpu:
+        yield gpu
+
+
 def holdings(machine: Machine) -> list[Any]:
     """What this process has of the driver: contexts, device memory, pinned memory, streams, ..."""
     held = machine.held_by(os.getpid())
@@ -143,22 +131,16 @@ def holdings(machine: Machine) -> list[Any]:
 
 
 def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine: Machine) -> None:
-    from kvdepot.devices.cuda import calibrate, driver
-    from kvdepot.devices.cuda.gpus import Gpu
+    from kvdepot.devices.cuda import calibrate
 
-    cuda = driver.load()
-    (first, _) = cuda.devices()
     assert machine.used_bytes(0) == 0
-    gpu = Gpu(cuda, first, 64 * MIB)
-    try:
-        with cuda.current(gpu.context), gpu.copy_paths.slot():
+    with using(0) as gpu:
+        with gpu.driver.current(gpu.context), gpu.copy_paths.slot():
             pass  # it stays, for the next copy
         before = holdings(machine)
         found = calibrate.measure(gpu)
         assert holdings(machine) == before
         paths = gpu.copy_paths.available
-    finally:
-        gpu.close()
     assert set(paths) == {"dma", "overlap", "kernel", "staged"}
     measured = {(one.path, one.direction, one.size) for one in found if one.path != calibrate.PEAK}
     sizes = {size for _, _, size in measured}
@@ -170,61 +152,44 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
 
 
 @pytest.mark.parametrize(
-    ("path", "flags"),
-    [("dma", {0: 2}), ("overlap", {1: 2}), ("staged", {0: 2}), ("kernel", {})],
-    ids=lambda value: str(value),
+    ("path", "flags"), [("dma", {0: 2}), ("overlap", {1: 2}), ("staged", {0: 2}), ("kernel", {})], ids=str
 )
 def test_the_hint_to_overlap_reaches_the_driver_on_its_copy_path_alone(
     machine: Machine, path: str, flags: dict[int, int]
 ) -> None:
     from kvdepot.devices.cuda import calibrate, driver
-    from kvdepot.devices.cuda.gpus import Gpu
 
-    cuda = driver.load()
-    assert int(cuda.cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE) == driver.PREFER_OVERLAP
     before = machine.counts(os.getpid())
-    gpu = Gpu(cuda, next(iter(cuda.devices())), 64 * MIB)
-    try:
+    with using(0) as gpu:
+        cuda = gpu.driver
+        assert int(cuda.cu.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE) == driver.PREFER_OVERLAP
         with cuda.current(gpu.context), calibrate._scratch(cuda) as (device, host), gpu.copy_paths.slot() as slot:
             for direction in DIRECTIONS:
                 gpu.copy_paths.run(calibrate._plan(direction, device, host, 4 * KIB, 8), slot, path)
-    finally:
-        gpu.close()
     made = machine.counts(os.getpid()) - before
     assert {value: made[f"batch_flags_{value}"] for value in (0, 1) if made[f"batch_flags_{value}"]} == flags
 
 
 def test_measuring_ends_when_its_clock_says_so(machine: Machine) -> None:
-    from kvdepot.devices.cuda import calibrate, driver
-    from kvdepot.devices.cuda.gpus import Gpu
+    from kvdepot.devices.cuda import calibrate
 
     ticks = count(0, 1.0)
-    cuda = driver.load()
-    gpu = Gpu(cuda, next(iter(cuda.devices())), 64 * MIB)
-    try:
+    with using(0) as gpu:
         found = calibrate.measure(gpu, clock=lambda: next(ticks))
-    finally:
-        gpu.close()
     assert {one.size for one in found if one.path != calibrate.PEAK} == {calibrate.SIZES[0]}
     assert {one.gbps for one in found if one.path == calibrate.PEAK} == {calibrate._SCRATCH_BYTES / 1e9}
 
 
 @pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "copy"])
 def test_a_driver_that_refuses_a_measurement_is_an_error_and_keeps_nothing(machine: Machine, function: str) -> None:
-    from kvdepot.devices.cuda import calibrate, driver
-    from kvdepot.devices.cuda.gpus import Gpu
+    from kvdepot.devices.cuda import calibrate
     from kvdepot.errors import DeviceError
 
-    cuda = driver.load()
-    gpu = Gpu(cuda, list(cuda.devices())[1], 64 * MIB)
-    try:
+    with using(1) as gpu:
         machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
         with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             calibrate.measure(gpu)
         machine.heal()
-    finally:
-        machine.heal()
-        gpu.close()
     assert machine.used_bytes(1) == 0
 
 

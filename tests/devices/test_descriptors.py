@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.devices.cuda import descriptors
@@ -172,17 +172,13 @@ def test_a_thousand_pieces_arrive_through_few_open_files(start_worker: Callable[
     got = []
     for fd, size in descriptors.fetch(worker.handle):
         most = max(most, open_files())
+        assert not os.get_inheritable(fd)
         got.append((os.pread(fd, 100, 0), size))
     assert got == [(b"%d of worker" % n, 100 + n) for n in range(1000)]
     assert most < before + 100
     assert open_files() == before
     files, log = worker.end()
     assert files < 20 and not log
-
-
-def test_descriptors_are_not_inherited(worker: Worker) -> None:
-    for fd, _ in descriptors.fetch(worker.handle):
-        assert not os.get_inheritable(fd)
 
 
 def test_an_offer_can_be_fetched_again_and_by_several_at_once(start_worker: Callable[..., Worker]) -> None:
@@ -283,9 +279,7 @@ def test_a_hostile_name_is_refused(worker: Worker, name: object) -> None:
         fetch_all(worker.changed(0, name))
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_handle_cut_short_or_garbled_is_refused_or_leads_nowhere(worker: Worker, data: st.DataObject) -> None:
     handle = bytearray(worker.handle)
@@ -367,9 +361,7 @@ ANSWERS = st.binary(max_size=200) | (
 """Any bytes; and messages, of which some fit."""
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60)
 @given(answer=ANSWERS, fds=st.integers(0, 4))
 def test_whatever_is_answered_is_an_error_or_the_pieces(answer: bytes, fds: int) -> None:
     path = SHM / f"kvdepot-fds-{secrets.token_hex(8)}"
@@ -409,9 +401,7 @@ def test_descriptors_that_find_no_room_here_are_an_error(start_worker: Callable[
 # -- clients that do not do what they should
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60)
 @given(question=st.binary(min_size=1, max_size=200))
 def test_whatever_is_asked_a_worker_answers_the_next(worker: Worker, question: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mine:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from kvdepot.memory.arena import Arena
 from kvdepot.memory.copier import CopyPiece
 from kvdepot.protocol.layout import Layout, build_layout
 from tests.conftest import eventually
-from tests.devices.conformance import TIMEOUT_S, Case, DeviceConformance, arena_of
+from tests.devices.conformance import TIMEOUT_S, Case, DeviceConformance
 from tests.devices.copy_paths import SMALL_PIECES, STAGING, prepare
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
@@ -37,41 +36,12 @@ suite = DeviceConformance()
 
 
 @pytest.fixture(scope="module")
-def gpus() -> Iterator[Machine]:
-    with closing(Machine()) as made, made.here():
-        yield made
-
-
-@pytest.fixture(scope="module")
 def workers(gpus: Machine) -> Iterator[list[WorkerProcess]]:
     """Two on GPU 0, and one on GPU 1."""
     made = [WorkerProcess(gpus.environment(), gpu=gpu) for gpu in (0, 0, 1)]
     yield made
     for worker in made:
         worker.close()
-
-
-@pytest.fixture
-def machine(gpus: Machine) -> Iterator[Machine]:
-    yield gpus
-    gpus.heal()
-    assert os.getpid() not in gpus.contexts(0) | gpus.contexts(1)
-    assert gpus.failures() == []
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with arena_of(24) as made:
-        yield made
-
-
-@pytest.fixture
-def devices(machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    made = Devices(arena, STAGING, IDLE_S)
-    prepare(made, monkeypatch)
-    yield made
-    machine.heal()
-    made.close()
 
 
 def model() -> Model:
@@ -92,9 +62,6 @@ def made(machine: Machine) -> Counter[str]:
     """What a GPU costs that comes into use: contexts and registrations of the arena."""
     counts = machine.counts(os.getpid())
     return Counter({name: counts[name] for name in ("cuDevicePrimaryCtxRetain", "cuMemHostRegister")})
-
-
-# -- a GPU without workers
 
 
 @pytest.fixture
@@ -214,9 +181,6 @@ def test_workers_come_and_go_while_gpus_without_workers_are_released(
     assert devices.status() == [] and pins.pinned_bytes == 0 and not +pins._users and not pins._begun
 
 
-# -- copies before the arena is registered
-
-
 def test_a_copy_does_not_wait_for_the_registration_of_its_memory(
     machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
 ) -> None:
@@ -279,9 +243,6 @@ def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
         assert devices.status()[0].pinned_bytes == SMALL_PIECES
     devices.close()
     assert (machine.counts(me)["pageable_copies"] == before["pageable_copies"]) == has_buffers
-
-
-# -- what a kept GPU does not keep
 
 
 def test_pieces_that_were_refused_are_tried_again_when_a_worker_comes(

@@ -61,9 +61,6 @@ def _nothing_compiled_yet() -> None:
     compiled.cache_clear()
 
 
-# -- what it copies
-
-
 class Interpreter:
     """A process with the kernel in Triton's interpreter, and memory that it and the test both see."""
 
@@ -131,9 +128,6 @@ def test_every_row_is_copied_byte_for_byte_and_nothing_around_it_is_touched(
     assert interpreter.memory.tobytes() == bytes(wanted)
 
 
-# -- what Triton makes of it
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, triton: Path) -> Built:
     folder = tmp_path_factory.mktemp("built")
@@ -164,9 +158,6 @@ def test_machine_code_loads_128_bits_at_a_time_before_stores_and_spills_none(bui
     assert len(loads) == len(stores) and loads[-1] < stores[0]
     assert accesses[stores[-1] + 1] == "BRA", "the next rows' entries are there when a round begins"
     assert not [name for name in accesses if not name.startswith(("LDG", "STG", "BRA"))], "spilled, or waits"
-
-
-# -- how it is compiled
 
 
 def test_compiling_needs_no_home_leaves_no_file_and_imports_no_triton(tmp_path: Path) -> None:

@@ -209,9 +209,6 @@ def _files_of(pid: int) -> Iterator[Path]:
             yield link.readlink()
 
 
-# -- the libraries
-
-
 @functools.cache
 def libraries() -> Path:
     """The folder with libcuda.so.1 and libnvidia-ml.so.1, built by this machine's C compiler the first time."""

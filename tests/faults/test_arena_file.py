@@ -166,9 +166,6 @@ def test_an_arena_of_another_user_is_refused_and_left_alone(left: Depot) -> None
     assert path.stat().st_uid == 12345
 
 
-# -- bits flipped in chunks
-
-
 def place_of(depot: Depot, engine: ToyEngine, family: int, block: int) -> int:
     """Where a block's bytes lie in the arena's file."""
     key = engine.prompt(family, CHUNKS).keys[block]

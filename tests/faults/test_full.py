@@ -21,9 +21,6 @@ pytestmark = pytest.mark.faults
 MIB = 1 << 20
 
 
-# -- /dev/shm
-
-
 class Elsewhere:
     """A mount namespace with a /dev/shm of its own; whatever runs in it ends with the test."""
 
@@ -169,9 +166,6 @@ def test_a_client_that_finds_dev_shm_full_is_told_so_and_others_go_on(elsewhere:
     assert again.tell("store", family=2, chunks=3) is True
     assert again.tell("hits", families=[2], chunks=3) == 3
     assert server.poll() is None
-
-
-# -- disk
 
 
 def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(start_driver: StartDriver) -> None:

@@ -115,9 +115,6 @@ def test_requests_that_lie_are_refused_whole(scene: Scene) -> None:
         scene.client.ask(wire.Retrieve(7, [shards(request="r" * 10_000_000)])).result(HANG_S)
 
 
-# -- layouts
-
-
 def layout(scene: Scene, **changes: Any) -> Layout:
     """The client's own layout, with a lie in it."""
     mapping, segment = scene.layout.mappings[0], scene.layout.segments[0]
@@ -217,9 +214,6 @@ def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
     assert good.hits([1], 3) == 3 and good.store(2, 3) and good.hits([2], 3) == 3
     assert not good.wrong
     os.truncate(layer, size)
-
-
-# -- layouts that do not agree
 
 
 def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothing(

@@ -92,9 +92,6 @@ def test_messages_have_the_form_of_those_of_engines(start_desk: StartDesk, follo
     assert all(event[2:] == ["CPU"] for event in removed)
 
 
-# -- replays
-
-
 @pytest.mark.parametrize("kept", [2, 40, 10_000])
 def test_a_follower_that_loses_messages_learns_the_truth_in_the_end(
     start_desk: StartDesk, follow: Follow, kept: int, monkeypatch: pytest.MonkeyPatch
@@ -259,9 +256,6 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
     finally:
         for each in crowd:
             each.close()
-
-
-# -- endpoints and servers
 
 
 @pytest.mark.faults

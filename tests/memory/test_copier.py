@@ -6,7 +6,7 @@ import os
 import queue
 import random
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
 from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.devices.conformance import block_order
+from tests.devices.conformance import fragmented
 
 TIMEOUT_S = 20.0
 ARENA_PAGES = 64
@@ -83,67 +83,12 @@ def layouts(draw: st.DrawFn, name: str) -> Layout:
     return layout
 
 
-def pieces_of(allocator: Allocator, draw: Callable[[int], int]) -> None:
-    """Fragment an allocator into free extents of one to three pages, never adjacent."""
-    pages = [allocator.allocate(PAGE) for _ in range(allocator.capacity // PAGE)]
-    assert all(pages)
-    ordered = sorted(extents[0] for extents in pages if extents)
-    while ordered:
-        run = 1 + draw(3)
-        allocator.free(tuple(ordered[:run]))
-        del ordered[: run + 1]  # one page stays taken
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Bench, data: st.DataObject) -> None:
-    layout, draw, allocator = data.draw(layouts(bench.name)), random.Random(data.draw(st.integers(0, 99))), bench.room()
-    pieces_of(allocator, draw.randrange)
-    count = data.draw(st.integers(1, 4).filter(lambda n: n * layout.block_bytes <= allocator.free_bytes))
-    skip = data.draw(st.integers(0, count - 1))
-    source = np.array(block_order(data.draw(DRAWS), 9, count), np.intp)
-    target = np.array(block_order(data.draw(DRAWS), 9, count), np.intp)
-    extents = allocator.allocate(count * layout.block_bytes)
-    assert extents is not None
-    if count * layout.block_bytes > 3 * PAGE:
-        assert len(extents) > 1
-
-    generator = np.random.default_rng(draw.randrange(1 << 30))
-    mapped = bench.run(Call("map", lambda: HostTensors.open(layout)))
-    try:
-        file = np.memmap(Path("/dev/shm") / bench.name, np.uint8, "r+")
-        file[:] = generator.integers(0, 256, len(file), np.uint8)
-        bench.arena.bytes[HEADER_BYTES:] = generator.integers(0, 256, ARENA_PAGES * PAGE, np.uint8)
-        stored, arena = file.copy(), bench.arena.bytes.copy()
-
-        assert bench.run(Copy("store", True, mapped, [CopyPiece(extents, source)])) == [0]
-        assert np.array_equal(file, stored), "a store only reads"
-        chunk = b"".join(
-            stored[s.offset + int(block) * s.stride :][: s.size].tobytes() for s in layout.segments for block in source
-        )
-        places = [spot for start, length in extents for spot in range(start, start + length)][: len(chunk)]
-        arena[places] = np.frombuffer(chunk, np.uint8)
-        assert np.array_equal(bench.arena.bytes, arena), "the chunk fills its extents in order and nothing else"
-
-        file[:] = generator.integers(0, 256, len(file), np.uint8)
-        expected = file.copy()
-        for segment in layout.segments:
-            for old, new in list(zip(source.tolist(), target.tolist(), strict=True))[skip:]:
-                at, to = segment.offset + old * segment.stride, segment.offset + new * segment.stride
-                expected[to : to + segment.size] = stored[at : at + segment.size]
-        assert bench.run(Copy("retrieve", False, mapped, [CopyPiece(extents, target, skip)])) == [0]
-        assert np.array_equal(file, expected), "the blocks that were asked for and nothing else"
-        assert np.array_equal(bench.arena.bytes, arena), "a retrieve only reads the arena"
-    finally:
-        assert bench.run(Call("unmap", mapped.close)) is None
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_chunks_side_by_side_are_copied_as_one_by_one(bench: Bench, data: st.DataObject) -> None:
     layout, draw, allocator = data.draw(layouts(bench.name)), random.Random(data.draw(st.integers(0, 99))), bench.room()
     if draw.randrange(2):
-        pieces_of(allocator, draw.randrange)
+        allocator = fragmented(bench.arena, draw)
     count = data.draw(st.integers(1, 3))
     room = allocator.free_bytes // Allocator.rounded(count * layout.block_bytes)
     extents = allocator.allocate_run(count * layout.block_bytes, min(9 // count, room))[::-1]

@@ -311,9 +311,6 @@ def _answer(client: MessageQueueClient) -> int | None:
         return None
 
 
-# -- versions that speak otherwise
-
-
 class OldHello(msgspec.Struct, tag="Hello", array_like=True, frozen=True):
     """As it was up to version 3."""
 
@@ -345,9 +342,6 @@ def test_a_client_of_this_version_is_told_so_by_a_server_of_the_last(
         client.ask(LOOKUP).result(HANG_S)
     assert impostor.heard and not any(client.liveness.secret in frame for frame in impostor.heard)
     client.close()
-
-
-# -- where messages are sealed
 
 
 def test_messages_go_unsealed_only_where_no_other_user_could_ever_listen(tmp_path: Path) -> None:

@@ -108,9 +108,6 @@ def test_a_server_without_standard_files_keeps_their_numbers_from_its_own(tmp_pa
     assert process.returncode == 0
 
 
-# -- one server a place
-
-
 @pytest.fixture(scope="module")
 def small() -> Iterator[Depot]:
     server = Depot(arena_mib=4).wait_ready()
@@ -142,9 +139,6 @@ def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, sai
     assert "Traceback" not in ended.stderr
     assert not (SHM / name).exists()
     assert list(tmp_path.iterdir()) == []
-
-
-# -- files
 
 
 def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:
@@ -354,9 +348,6 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.store([99] * CHUNK, [0, 1, 2, 3])
     assert engine.lookup([99] * CHUNK) == CHUNK
     engine.close()
-
-
-# -- tcp
 
 
 def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: StartDepot) -> None:

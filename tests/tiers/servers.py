@@ -133,9 +133,6 @@ class S3Server(Server):
             assert answer.status == 200
 
 
-# -- stores whose servers fail
-
-
 def put(tier: Tier, number: int, data: bytes) -> bool:
     return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
 

@@ -18,6 +18,7 @@ from kvdepot.tiers.mooncake.membership import SPANS_UNDER_WAY
 from tests.conftest import HANG_S, ends, eventually
 from tests.ports import free_port
 from tests.tiers.mooncake_servers import Host, Master, needed
+from tests.tiers.servers import assert_all_fail
 
 pytestmark = pytest.mark.faults  # joining a pool and leaving it takes a second
 
@@ -256,20 +257,6 @@ class Beat:
         return self._beats
 
 
-def everything_fails(tier: Tier) -> None:
-    """Each method says that the store cannot be had, soon enough."""
-    for call in (
-        lambda: tier.find([name_of(1)]),
-        lambda: read(tier, 1),
-        lambda: write(tier, 99),
-        lambda: tier.remove([name_of(1)]),
-        lambda: tier.forget("", ""),
-        tier.usage,
-    ):
-        with ends(), pytest.raises(TierError):
-            call()
-
-
 def test_without_a_master_it_says_so() -> None:
     with ends(), pytest.raises(TierError, match="mooncake_master"):
         parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
@@ -280,7 +267,7 @@ def test_a_master_that_is_killed_and_comes_back() -> None:
         tier = join(master, segment_mib=64)
         assert write(tier, 1)
         master.kill()
-        everything_fails(tier)
+        assert_all_fail(tier, ".")
         again = Master(port=master.port)
         with started(again):
             eventually(lambda: write_or_not(tier, 2))
@@ -301,7 +288,7 @@ def test_a_master_that_hangs_and_goes_on() -> None:
         assert write(tier, 1) and tier.read([Blob(name_of(1), [memoryview(bytearray(2 * MIB))])]) == [MIB]
         master.stop()
         beat = Beat()
-        everything_fails(tier)
+        assert_all_fail(tier, ".")
         assert beat.end() > BEATS, "the GIL was held"
         master.go_on()
         eventually(lambda: write_or_not(tier, 2))

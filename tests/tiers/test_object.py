@@ -63,9 +63,6 @@ class TestFileConformance(TierConformance):
         return parse(f"file://{place}").open()
 
 
-# -- stores that fail
-
-
 class TestS3Faults(StoreFaults):
     killed, hung = "Connection refused|another object of this batch failed", "TimedOut|another object of this batch"
 
@@ -171,9 +168,6 @@ def test_an_answer_that_ends_early_or_stalls_is_never_taken_for_the_object() -> 
             tier = parse(url(broken.endpoint, "&retries=0&timeout_s=0.5")).open()
             with ends(), pytest.raises(TierError):
                 get(tier, 1, 3_000_000)
-
-
-# -- directories
 
 
 def test_a_directory_tells_how_large_its_file_system_is_and_when_it_is_gone(tmp_path: Path) -> None:

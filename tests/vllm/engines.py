@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -300,12 +299,6 @@ class Engine:
     def wait_started(self) -> Engine:
         self._answer(START_S)
         return self
-
-    def start_error(self) -> str:
-        """The engine's error when it refuses to start."""
-        with pytest.raises(EngineError) as caught:
-            self._answer(START_S)
-        return str(caught.value)
 
     def _answer(self, timeout_s: float) -> Any:
         self._channel.settimeout(timeout_s)

@@ -152,9 +152,6 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
         refuse_unserved(config, cache)
 
 
-# -- the connector's scheduler, step by step
-
-
 class Steps:
     """A scheduler's connector, and steps as vLLM builds and returns them."""
 

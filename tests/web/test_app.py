@@ -161,9 +161,6 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
 
 
-# -- changing
-
-
 def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)

@@ -185,9 +185,6 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     engine.close()
 
 
-# -- the token
-
-
 def test_the_token_is_readable_by_its_user_alone_and_outlives_the_server(start_web: StartWeb) -> None:
     web = start_web()
     path = Path(web.depot.url.removeprefix("ipc://") + ".token")

@@ -40,10 +40,10 @@ def raw(web: Web, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", CHANGES)
-@pytest.mark.parametrize("token", ["", "TOKEN "])
-def test_what_changes_something_needs_the_token(web: Web, path: str, token: str) -> None:
-    said = {"Authorization": f"Bearer {token.replace('TOKEN', web.token[:-1])}".encode("latin-1")} if token else {}
-    refused = web.ask("POST", path, {"all": True, "name": "x"}, headers=said)  # type: ignore[arg-type]
+@pytest.mark.parametrize("said", ["", "Bearer SHORT ", "Basic TOKEN", "TOKEN", "Bearer: TOKEN"])
+def test_what_changes_something_needs_the_token(web: Web, path: str, said: str) -> None:
+    told = said.replace("SHORT", web.token[:-1]).replace("TOKEN", web.token)
+    refused = web.ask("POST", path, {"all": True, "name": "x"}, headers={"Authorization": told} if told else {})
     assert (refused.status, refused.value["code"]) == (401, "unauthorized")
     assert refused.headers["www-authenticate"] == "Bearer"
     assert web.token.encode() not in refused.body
@@ -193,12 +193,6 @@ def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
                 connection.recv(1 << 16)
     assert web.get("/healthz").status == 200
     assert "ERROR" not in web.depot.logged()
-
-
-@pytest.mark.parametrize("scheme", ["Basic", "", "Bearer:"])
-def test_a_token_said_in_another_way_is_none(web: Web, scheme: str) -> None:
-    refused = web.ask("POST", "/v1/forget", {"all": True}, headers={"Authorization": f"{scheme} {web.token}".strip()})
-    assert refused.status == 401
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"quota":' * 100_000, b'{"tenant":' + b"[" * 100_000])

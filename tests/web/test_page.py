@@ -21,7 +21,6 @@ from tests.web.browser import chromium, executable
 from tests.web.site import (
     GIB,
     Site,
-    a_lease,
     empty_status,
     example_history,
     example_leases,
@@ -267,23 +266,6 @@ def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
     found = Axe().run(page).response["violations"]
     faults = [(fault["id"], fault["impact"], [node["html"] for node in fault["nodes"]][:3]) for fault in found]
     assert faults == [], json.dumps(faults, indent=1)
-
-
-@pytest.mark.parametrize("width", [320, 400, 768, 2560])
-def test_names_without_end_do_not_widen_the_page(site: Site, open_page: OpenPage, width: int) -> None:
-    name = "\N{RIGHT-TO-LEFT OVERRIDE}" + 250 * "x"
-    site.history = example_history(site.status.wall_s)
-    site.status = msgspec.structs.replace(
-        site.status,
-        tiers=[msgspec.structs.replace(site.status.tiers[0], name=name, state=name)],
-        namespaces=[NamespaceStatus(name, name, 1, 1, 1, 1, 1)],
-        engines=[Engine(name, 1.0, 1.0, [name], [0], "", name, 0, 0, 0)],
-        events=[Event(site.status.wall_s, name, name)],
-    )
-    site.leases = [a_lease(name, 1, None)]
-    page = open_page(width=width)
-    wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert wide <= seen
 
 
 def test_what_stays_the_same_is_not_drawn_anew(site: Site, open_page: OpenPage) -> None:
