@@ -198,16 +198,18 @@ $(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
 # -- the package numba imported (vllm/triton_utils/dispatcher.py asks every object for its attributes), and LMCache imports it.
 
 COMPARE_VLLM ?= 0.30.0
-COMPARE_LMCACHE ?= 0.5.6
+# The newest release candidate of the peer, which is ahead of its last release.
+COMPARE_LMCACHE ?= 0.5.7rc2
 COMPARE_VENV := .venv-versions/compare-$(COMPARE_VLLM)-$(COMPARE_LMCACHE)
 # Starts are measured, so everything is compiled beforehand.
 COMPARE_PIP = $(COMPARE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --compile
 ROUNDS ?= 2
 ONLY ?=
+SMALL_BLOCKS ?=
 
 .PHONY: compare
 compare: $(COMPARE_VENV)/ready
-	$(COMPARE_VENV)/bin/python bench/compare.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY))
+	$(COMPARE_VENV)/bin/python bench/compare.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY)) $(if $(SMALL_BLOCKS),--small-blocks)
 
 $(COMPARE_VENV)/ready: pyproject.toml scripts/vllm_cpu_requirements.py
 	$(call system,library libnuma.so.1 libnuma1; program g++ g++)

@@ -23,7 +23,7 @@ from typing import Any
 from common import say
 from comparison.engine import kv_bytes, write_model
 from comparison.results import markdown, summary, tables
-from comparison.run import FULL, PARTS, TINY, Workloads, run_round
+from comparison.run import FULL, PARTS, SMALL_BLOCKS, TINY, Workloads, run_round
 from comparison.systems import BASELINE, SYSTEMS, installed
 from report import describe_machine
 from rich.console import Console
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="PART", help=f"some of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--systems", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}, separated by commas")
     parser.add_argument("--rounds", metavar="N", type=int, default=2, help="default: 2")
+    parser.add_argument("--small-blocks", action="store_true", help="engine blocks of 32 tokens instead of 128")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying it out; the numbers mean nothing")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("compare"), help="default: compare")
     args = parser.parse_args(argv)
@@ -46,11 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.rounds < 1:
         parser.error("at least one round")
     systems = installed({BASELINE: SYSTEMS[BASELINE], **chosen})  # the others' answers are compared with its own
-    scale = TINY if args.tiny else FULL
+    scale = TINY if args.tiny else SMALL_BLOCKS if args.small_blocks else FULL
     workloads = Workloads(scale.chats.requests(), scale.documents.requests())
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers and engines end with it
     begun = time.monotonic()
     machine = [f"date       {datetime.date.today().isoformat()}", *describe_machine(), _versions(systems)]
+    machine.append(f"engine     blocks of {scale.block_tokens} tokens")
     print("\n".join(machine), flush=True)
     rounds: dict[str, list[dict[str, Any]]] = {key: [] for key in systems}
     with tempfile.TemporaryDirectory(prefix="kvdepot-compare-") as name:

@@ -74,11 +74,12 @@ def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
 
 
 class Engine(EngineProcess):
-    """The engine's process, a context manager. transfer: vLLM's `kv_transfer_config`; None: no connector."""
+    """The engine's process, a context manager. transfer: vLLM's `kv_transfer_config`; None: no connector. blocks: of
+    its own cache, of `block_tokens` tokens each."""
 
-    def __init__(self, folder: Path, transfer: dict[str, Any] | None, blocks: int) -> None:
+    def __init__(self, folder: Path, transfer: dict[str, Any] | None, blocks: int, block_tokens: int = 128) -> None:
         self._begun = time.perf_counter()
-        super().__init__(str(_SCRIPT), str(folder), json.dumps(transfer), str(blocks))
+        super().__init__(str(_SCRIPT), str(folder), json.dumps(transfer), str(blocks), str(block_tokens))
 
     def __enter__(self) -> Engine:
         self.hear()

@@ -12,7 +12,7 @@ from comparison.engine import Engine
 from comparison.systems import System
 from comparison.workloads import Chats, Documents, Workload
 
-__all__ = ["FULL", "PARTS", "TINY", "Scale", "Workloads", "run_round"]
+__all__ = ["FULL", "PARTS", "SMALL_BLOCKS", "TINY", "Scale", "Workloads", "run_round"]
 
 PARTS = ("prompts", "chats", "documents")
 _TAIL_TOKENS = 17
@@ -21,11 +21,12 @@ _TAIL_TOKENS = 17
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount of work. blocks: of the engine's own cache, of 128 tokens each. lengths: of single prompts, in tokens.
-    gib: of the system's memory, which is enough for everything.
+    """The amount of work. blocks: of the engine's own cache, of `block_tokens` tokens each. lengths: of single prompts,
+    in tokens. gib: of the system's memory, which is enough for everything.
     """
 
     blocks: int = 68
+    block_tokens: int = 128
     gib: int = 4
     lengths: tuple[int, ...] = (1024, 4096, 8192)
     loads: int = 5
@@ -35,6 +36,7 @@ class Scale:
 
 
 FULL = Scale()
+SMALL_BLOCKS = Scale(blocks=272, block_tokens=32)
 TINY = Scale(
     gib=1, lengths=(256, 512), loads=2, chats=Chats(chats=4, turns=(2, 3), system_tokens=256),
     documents=Documents(documents=2, document_tokens=512, questions=2),
@@ -54,7 +56,10 @@ def run_round(
 ) -> dict[str, Any]:
     """Start a system and an engine, measure, and stop both. parts: of PARTS. number: of the round, from 0. Blocks."""
     say(f"{system.name}: round {number + 1}")
-    with system.start(scale.gib) as running, Engine(model, running.transfer, scale.blocks) as engine:
+    with (
+        system.start(scale.gib, scale.block_tokens) as running,
+        Engine(model, running.transfer, scale.blocks, scale.block_tokens) as engine,
+    ):
         found: dict[str, Any] = {
             "start_s": running.start_s,
             "resident_bytes": running.resident_bytes,

@@ -1,6 +1,6 @@
 """One vLLM engine that serves workloads, in a process of its own: see engine.py, which starts it.
 
-    python served.py MODEL_DIR KV_TRANSFER_JSON BLOCKS      takes commands on its stdin
+    python served.py MODEL_DIR KV_TRANSFER_JSON BLOCKS BLOCK_TOKENS      takes commands on its stdin
 
 The engine runs in this process alone, which counts the tokens that its scheduler schedules and times the scheduler's
 lookups. Its own cache has BLOCKS blocks. All times are those that a caller of the engine would see: a request's time to
@@ -24,7 +24,7 @@ _SETTLED_S = 30.0
 class _Served:
     """An engine, whose steps this process takes."""
 
-    def __init__(self, folder: str, transfer: dict[str, Any] | None, blocks: int) -> None:
+    def __init__(self, folder: str, transfer: dict[str, Any] | None, blocks: int, block_tokens: int) -> None:
         from vllm import LLM, SamplingParams
 
         self._params = SamplingParams
@@ -38,6 +38,7 @@ class _Served:
             max_num_seqs=4,
             max_num_batched_tokens=2048,
             num_gpu_blocks_override=blocks,
+            block_size=block_tokens,
             disable_log_stats=True,
             **({"kv_transfer_config": transfer} if transfer else {}),
         )
@@ -201,10 +202,10 @@ def _key(request_id: str) -> str:
     return "-".join(request_id.split("-")[:2])
 
 
-def _main(folder: str, transfer: dict[str, Any] | None, blocks: int) -> None:
+def _main(folder: str, transfer: dict[str, Any] | None, blocks: int, block_tokens: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints
-    served = _Served(folder, transfer, blocks)
+    served = _Served(folder, transfer, blocks, block_tokens)
     commands = {"prompt": served.prompt, "batch": served.batch, "serve": served.serve}
     print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
@@ -214,4 +215,4 @@ def _main(folder: str, transfer: dict[str, Any] | None, blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))
+    _main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -19,6 +19,9 @@ from typing import Any
 import zmq
 from common import READY_S, SHM, Serve, free_port, mappings, say, transfer_config, wait_or_kill
 
+from comparison.engine import kv_bytes
+from kvdepot.client.transfer import free_chunk_tokens
+
 __all__ = ["BASELINE", "SYSTEMS", "Running", "System", "installed", "resident_bytes"]
 
 
@@ -36,12 +39,12 @@ class Running:
 @dataclass(frozen=True)
 class System:
     """name: in the table. package: what must be installed, besides vLLM. start: a context manager, which takes the
-    size of its memory in GiB.
+    size of its memory in GiB and the tokens of an engine's block.
     """
 
     name: str
     package: str
-    start: Callable[[int], contextlib.AbstractContextManager[Running]]
+    start: Callable[[int, int], contextlib.AbstractContextManager[Running]]
 
     @property
     def version(self) -> str:
@@ -62,12 +65,12 @@ def installed(systems: dict[str, System]) -> dict[str, System]:
 
 
 @contextmanager
-def _nothing(gib: int) -> Iterator[Running]:
+def _nothing(gib: int, block_tokens: int) -> Iterator[Running]:
     yield Running()
 
 
 @contextmanager
-def _kvdepot(gib: int) -> Iterator[Running]:
+def _kvdepot(gib: int, block_tokens: int) -> Iterator[Running]:
     server = Serve("--http", f"127.0.0.1:{free_port()}", arena_gib=gib)
     context: zmq.Context[Any] = zmq.Context()
     try:
@@ -89,17 +92,21 @@ _QUIET = {"DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL
 """It reports its use to its makers unless told otherwise."""
 
 
-def _lmcache(mode: str, shared: bool) -> Callable[[int], contextlib.AbstractContextManager[Running]]:
+def _lmcache(
+    mode: str, shared: bool, follows: bool = False
+) -> Callable[[int, int], contextlib.AbstractContextManager[Running]]:
     """mode: who copies: `engine_driven` or `lmcache_driven`. shared: whether engines map the server's memory; otherwise
-    they send KV in messages, or, where the server copies, it maps theirs.
+    they send KV in messages, or, where the server copies, it maps theirs. follows: whether its chunks have the size of
+    kvdepot's, which follow the engine's blocks, instead of its own 256 tokens.
     """
 
     @contextmanager
-    def start(gib: int) -> Iterator[Running]:
+    def start(gib: int, block_tokens: int) -> Iterator[Running]:
         os.environ.update(_QUIET)  # of engines, too
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
         port, name = free_port(), f"lmcache-compare-{uuid.uuid4().hex[:12]}"
+        chunks = ["--chunk-size", str(_our_chunk_tokens(block_tokens))] if follows else []
         memory = ["--no-l1-use-lazy", "--shm-name", name] if shared else ["--l1-init-size-gb", str(gib)]
         with tempfile.TemporaryFile("w+") as log:
             begun = time.perf_counter()
@@ -108,6 +115,7 @@ def _lmcache(mode: str, shared: bool) -> Callable[[int], contextlib.AbstractCont
                     str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1",
                     "--port", str(port), "--http-port", str(free_port()), "--prometheus-port", str(free_port()),
                     "--l1-size-gb", str(gib), "--eviction-policy", "LRU", "--supported-transfer-mode", mode, *memory,
+                    *chunks,
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
@@ -144,9 +152,17 @@ def _lmcache(mode: str, shared: bool) -> Callable[[int], contextlib.AbstractCont
     return start
 
 
+def _our_chunk_tokens(block_tokens: int) -> int:
+    """Tokens of kvdepot's chunks with `chunk_size = auto`: whole blocks of the engine."""
+    return -(-free_chunk_tokens(kv_bytes(), 1) // block_tokens) * block_tokens
+
+
 SYSTEMS = {
     "none": System("no cache", "", _nothing),
     "lmcache-shm": System("LMCache, shared memory", "lmcache", _lmcache("engine_driven", True)),
+    "lmcache-chunks": System(
+        "LMCache, shared memory, kvdepot's chunks", "lmcache", _lmcache("engine_driven", True, follows=True)
+    ),
     "lmcache-messages": System("LMCache, messages", "lmcache", _lmcache("engine_driven", False)),
     "lmcache-server": System("LMCache, server copies", "lmcache", _lmcache("lmcache_driven", False)),
     "kvdepot": System("kvdepot", "kvdepot", _kvdepot),
