@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -54,15 +53,6 @@ def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) ->
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvdepot"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|conftest\.py|__pycache__)(/|$)|\.so$|\.pyc$", name)]
     assert {"kvdepot/py.typed", "kvdepot/core/depot.py"} <= names
-
-
-def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
-    sdist = build(ROOT, tmp_path / "sdist", "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    again = build(unpacked, tmp_path / "again", "wheel")
-    assert contents(again) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
 
 
 _MEBIBYTES = {"wheel": 1, "sdist": 4}

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
-from msgspec.structs import replace
 
 import kvdepot
 from kvdepot.client.socket import Client
-from kvdepot.metrics import Event
-from kvdepot.status import OTHERS, NamespaceStatus, Status, TierStatus
+from kvdepot.status import NamespaceStatus, Status
 from tests.cli.command import CONTROL, run, terminal
 from tests.cli.test_view import a_status
 from tests.client.engine import Engine
@@ -73,45 +71,6 @@ def drive(steps: Callable[[Keyboard], Awaitable[None]], status: Status, width: i
             asyncio.run(start(client))
         finally:
             client.close()
-
-
-MODELS = [NamespaceStatus("", f"model-{number:02}", 1, 4, 100 - number, number << 20, 1) for number in range(30)]
-MANY = a_status(
-    namespaces=MODELS,
-    tiers=[TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {})],
-    events=[Event(1, "start", "begun")],
-)
-
-
-def first_words(lines: list[str]) -> list[str]:
-    """What the rows of a table begin with."""
-    return [line.split()[0] for line in lines[2:-1] if line]
-
-
-def test_keys_choose_tabs_rows_and_their_order() -> None:
-    from textual.widgets import DataTable
-
-    others = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 3 << 30, 0)
-    many = replace(MANY, namespaces=MODELS, other_namespaces=others)
-
-    async def steps(keys: Keyboard) -> None:
-        for number, tab in enumerate(("models", "prefixes", "engines", "tiers", "leases", "events"), 2):
-            lines = await keys.press(str(number))
-            assert f" {number} {tab}" in lines[0]
-            assert lines[1].lstrip().startswith((tab, f"no {tab}", "waiting for the server's list"))
-        assert "kvdepot" in (await keys.press("right"))[1]
-        lines = await keys.press("2")
-        assert first_words(lines)[0] == "model-29" and "s sort" in lines[-1] and "q quit" in lines[-1]
-        assert first_words(await keys.press("s", "s", "s"))[0] == "model-00"
-        table = keys.top.query_one(DataTable)
-        assert first_words(await keys.press(*["down"] * 40))[-1] == OTHERS, "the sum of the others is the last"
-        await keys.show(many)
-        assert table.cursor_row == 30, "the cursor stays when a status comes"
-        assert "paused at " in (await keys.press("p"))[-2]
-        assert "paused" not in (await keys.press("space"))[-2]
-
-    _need_textual()
-    drive(steps, many)
 
 
 def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
-from kvdepot.client.transfer import LeaseTerms
-from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.errors import ConfigError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -132,21 +131,3 @@ def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
         eventually(lambda: not on_disk())
         assert found(client, "model@1", gone) == 0
         assert admin.drop(client, prompt) == 0, "nothing was there to be dropped"
-
-
-def test_leases_are_listed_until_they_end(start_depot: StartDepot, tensors: Path) -> None:
-    depot = start_depot()
-    with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        assert admin.leases(client) == []
-        hashes = fill(client, tensors, "model", 1)
-        prompt = admin.make_prompt(client, [], hashes, "model", "")
-        assert admin.lease(client, "kept", prompt, LeaseTerms("retain", 600, 70)) == CHUNKS
-        admin.lease(client, "going", prompt, LeaseTerms("expire", 600))
-        shown = {each.name: (each.kind, each.bytes, each.priority) for each in admin.leases(client)}
-        assert shown["kept"] == ("retain", depot.status()["leased_bytes"], 70)
-        assert shown["going"][:2] == ("expire", 0)
-        admin.end_lease(client, "kept", drops=True)
-        assert [each.name for each in admin.leases(client)] == ["going"]
-        eventually(lambda: depot.status()["chunks"] == 0)
-        with pytest.raises(BadRequest, match="no lease 'kept'"):
-            admin.end_lease(client, "kept")

@@ -100,13 +100,6 @@ def test_keys_that_threads_translate_at_once_get_the_hashes_of_their_own_tokens(
     assert not wrong, f"{len(wrong)} of {THREADS * 40} had the hashes of other tokens"
 
 
-@pytest.fixture
-def client(depot: Depot) -> Iterator[MessageQueueClient]:
-    connection = MessageQueueClient(depot.url, depot.context)
-    yield connection
-    connection.close()
-
-
 def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(client: MessageQueueClient) -> None:
     """Keys without a request id, as another adapter may send them."""
     model, per_chunk = "threads", 4

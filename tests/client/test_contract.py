@@ -98,13 +98,6 @@ def engine(make_engine: MakeEngine) -> Engine:
     return make_engine()
 
 
-@pytest.fixture
-def client(depot: Depot) -> Iterator[MessageQueueClient]:
-    connection = MessageQueueClient(depot.url, depot.context)
-    yield connection
-    connection.close()
-
-
 def ask(client: MessageQueueClient, request_type: RequestType, *payloads: Any) -> Any:
     value = send_lmcache_request(client, request_type, list(payloads)).result(HANG_S)
     assert isinstance(value, get_response_class(request_type))

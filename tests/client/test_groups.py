@@ -39,11 +39,6 @@ def transfer(request_id: str, blocks: list[int], group: int = 0, skip_blocks: in
 
 
 @pytest.fixture
-def peer() -> Answering:
-    return Answering()
-
-
-@pytest.fixture
 def worker(peer: Any) -> WorkerClient:
     return WorkerClient(peer, SPEC, unpins=False)
 

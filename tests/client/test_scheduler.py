@@ -18,11 +18,6 @@ HASHES = bytes(32 * 3)
 
 
 @pytest.fixture
-def peer() -> Answering:
-    return Answering()
-
-
-@pytest.fixture
 def scheduler(peer: Any) -> SchedulerClient:
     return SchedulerClient(peer, SPEC)
 

@@ -20,11 +20,6 @@ def transfer(request_id: str, blocks: list[int], skip_blocks: int = 0) -> Transf
 
 
 @pytest.fixture
-def peer() -> Answering:
-    return Answering()
-
-
-@pytest.fixture
 def worker(peer: Any) -> WorkerClient:
     return WorkerClient(peer, SPEC, unpins=False)
 

@@ -24,6 +24,7 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import MOST_QUOTAS, Quota
 from tests.core.shelf import key_of
+from tests.core.test_quotas import pages
 
 TENANTS = ["", "a", "b", "c"]
 SIZES = {"": 2 * PAGE, "a": PAGE, "b": 3 * PAGE - 1, "c": 2 * PAGE}
@@ -34,10 +35,6 @@ Owner: TypeAlias = tuple[str, bytes]
 """A tenant and the tag of a salt, or no tag."""
 OWNERS: list[Owner] = [(tenant, tag) for tenant in TENANTS for tag in TAGS]
 OF_PATHS = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
-
-
-def pages(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:
-    return Quota(floor * PAGE, cap * PAGE, weight, ttl_s)
 
 
 class House:

@@ -20,6 +20,7 @@ from kvdepot.core.index.runs import Run
 from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
+from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, register
 from tests.core.shelf import keys
 
@@ -131,6 +132,18 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     assert restore(after).shards == 1
     (namespace,) = after.namespaces.all()
     assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
+
+
+def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
+    rack, chain = Rack((0,), index=make(slots=3)), keys("a", 5)
+    rack.store_all(chain)
+    assert rack.boundary(chain) == 5
+    assert rack.index.unrecorded == 3
+    rack.index.validate()
+    assert boundary(restarted(rack.index)[0], chain) == 2
+    rack.namespaces[0].live = 0
+    clear(rack.index)
+    assert rack.index.records.used == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -96,25 +96,6 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     scheduler.shutdown()
 
 
-def test_what_people_warm_or_lease_makes_them_no_engine_and_is_no_lookup(depot: Depot) -> None:
-    scheduler, worker = an_engine(depot)
-    tokens = list(range(2 * CHUNK))
-    move(worker, "first", tokens, is_store=True)
-    with admin.connect(depot.url) as client:
-        prompt = admin.make_prompt(client, tokens, b"", "toy", "")
-        assert admin.warm(client, prompt) == admin.lease(client, "system", prompt) == 2
-        now = told(depot)
-        assert [each.name for each in admin.leases(client)] == ["system"]
-    assert [engine.ranks for engine in now.engines] == [[0]]
-    assert {name: now.counters.get(name, 0) for name in ("lookups", "lookup_chunks", "hit_chunks")} == {
-        "lookups": 0, "lookup_chunks": 0, "hit_chunks": 0,
-    }  # fmt: skip
-    assert (now.namespaces[0].lookup_chunks, now.namespaces[0].hit_chunks) == (0, 0)
-    assert now.tokens.asked == 0
-    worker.shutdown()
-    scheduler.shutdown()
-
-
 def test_engines_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(CHUNK))

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Driver, StartDriver, Watcher, settled
+from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
-
-
-def kill(depot: Depot) -> None:
-    depot.process.kill()
-    depot.process.wait(HANG_S)
 
 
 def again(start_depot: StartDepot, depot: Depot, *flags: str, **options: Any) -> Depot:

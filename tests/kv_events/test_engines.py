@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +66,6 @@ class Engine(NativeEngine):
         for client in (self.scheduler.client, self.worker.client):
             answer = client.ask(wire.Noop(), deadline_s=None)
             eventually(lambda answer=answer, client=client: client.pump() or answer.query())
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events.sock"
 
 
 @pytest.fixture

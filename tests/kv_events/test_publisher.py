@@ -21,12 +21,6 @@ from tests.conftest import Depot, StartDepot, clear, eventually
 from tests.kv_events.desk import CHUNK, A, Desk, Follower, described, keys, prompt
 from tests.server.process import run_serve
 
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events.sock"
-
-
 StartDesk = Callable[..., Desk]
 Follow = Callable[..., Follower]
 

@@ -8,17 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import Depot, StartDepot, eventually
+from tests.server.process import kill
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import Engine, nothing_is_held, output, prompt
 
 CHUNKS = 3
 PROMPTS = [prompt(100 + i, CHUNKS * 256 + 11 + i) for i in range(6)]
-
-
-def kill(depot: Depot) -> None:
-    depot.process.kill()
-    depot.process.wait(HANG_S)
 
 
 def alone(engine: Engine) -> list[Any]:
