@@ -9,9 +9,11 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
     blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
     step is built         build_connector_meta        loads; stores of chunks that earlier steps completed; preemptions
-    worker, before        handle_preemptions          stores of preempted requests end or are voided; others are sent
-    worker, after         start_load_kv, get_finished (on a GPU the step may still run: loads wait for an event on
-                                                      vLLM's own stream, as stores do)
+    worker, before        handle_preemptions          stores of preempted requests end or are voided; others are sent,
+                                                      then loads, so that small ones end within this step
+    worker, after         start_load_kv, get_finished loads of models with windows or states (on a GPU the step may
+                                                      still run: they wait for an event on vLLM's own stream, as
+                                                      stores do)
     step has ended        update_connector_output     how long it took; its chunks may be stored (stores.py);
                                                       loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
@@ -295,6 +297,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
         self._worker.store(kv_connector_metadata)
+        if kv_connector_metadata.loads_early:  # so that most end within this step
+            self._worker.start_loads(kv_connector_metadata)
 
     def _disagree(self, scheduler: str) -> None:
         """Store and load nothing from here on: the scheduler has another name for this engine's KV.
@@ -309,7 +313,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.start_loads(self._orders)
+        if not self._orders.loads_early:
+            self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: a request runs only once all its layers are loaded."""

@@ -33,6 +33,8 @@ class Orders(KVConnectorMetadata):
     """Whether stores under way must be voided."""
     idle: bool = False
     """Whether the step computes nothing."""
+    loads_early: bool = False
+    """Whether the loads may begin before the step computes."""
     step: int = 0
     """Its number, which the report of its output repeats."""
     measured: int = 0

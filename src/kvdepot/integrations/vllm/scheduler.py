@@ -285,6 +285,8 @@ class SchedulerHalf:
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step
+        # What vLLM has just taken from windows and states, its step may still copy elsewhere; or it clears new blocks.
+        orders.loads_early = not (self._plan.is_bounded or scheduler_output.new_block_ids_to_zero)
         orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic())
         state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
