@@ -176,6 +176,18 @@ class Harness:
         self.act(self.connections.tick(now, wall))
         self._forget_dead()
 
+    def check_budget(self) -> None:
+        """The pin budget counts what lookups and waiting requests hold, and lets a client that holds nothing begin."""
+        sessions, clients = self.depot.sessions, self.depot.clients
+        pending = [each for client in clients for each in client.pending.values()]
+        holders = [*pending, *(session for client in clients for session in client.sessions.values())]
+        shares = [each.share for each in holders if each.share is not None]
+        sessions.budget.validate(shares)
+        assert all(each.share is not None or not each.held for each in pending)
+        owners = {share.client for share in shares}
+        may_go_on = sessions.budget.has_freed or self.depot.tiering.lookups.is_full
+        assert may_go_on or all(each.asker in owners for each in sessions._waiting.for_room())
+
     def _forget_dead(self) -> None:
         """Drop requests that are answered, and those of dead clients."""
         for asked in [asked for asked, count in self.unanswered.items() if not count or not self._lives(asked[0])]:

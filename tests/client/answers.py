@@ -27,6 +27,7 @@ class Answering:
         self.heard = 0
         self.is_welcomed = True
         self.wants_tokens = False
+        self.lookup_s = 0.0
         self.hint_limits = (3600, 50)
         self.liveness = LivenessFile()
         self.asked: list[wire.Request] = []

@@ -100,3 +100,11 @@ def test_a_lookup_says_the_engines_speed_and_a_hurried_one_replaces_it(
     peer.answer(2)
     scheduler.hurry_lookup("r")
     assert scheduler.check_lookup("r") == Cached(512) and len(peer.asked) == 2
+
+
+def test_a_caller_that_reports_sends_queued_lookups_until_it_hurries(peer: Answering) -> None:
+    scheduler = SchedulerClient(peer, SPEC, reports=True)  # type: ignore[arg-type]
+    scheduler.submit_lookup("r", HASHES)
+    scheduler.hurry_lookup("r")
+    sent = [(lookup.queued, lookup.hurries) for lookup in peer.asked if isinstance(lookup, wire.Lookup)]
+    assert sent == [(True, False), (False, True)]

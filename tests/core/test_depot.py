@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvdepot.core.waiting import STORE_S
 from kvdepot.errors import BadRequest, Busy, LayoutError, UnknownClient, UnknownInstance
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
@@ -623,6 +624,7 @@ class DepotMachine(RuleBasedStateMachine):
     def nothing_is_out_of_order(self) -> None:
         if hasattr(self, "desk"):
             self.desk.index.validate()
+            self.desk.check_budget()
             writing = [e for c in self.desk.copies() if c.is_store for p in c.pieces for e in p.extents]
             reading = {e for c in self.desk.copies() if not c.is_store for p in c.pieces for e in p.extents}
             assert len(set(writing)) == len(writing), "two stores write the same bytes"
@@ -635,6 +637,9 @@ class DepotMachine(RuleBasedStateMachine):
         if not hasattr(self, "desk"):
             return
         desk = self.desk
+        desk.settle()
+        desk.now += STORE_S  # lookups that wait for room are answered then
+        desk.expire()
         desk.settle()
         for asked in self.asked:
             if self.lives[asked[0]] == self.sent[asked]:

@@ -725,7 +725,8 @@ def test_a_lookup_of_many_ranks_costs_no_more_than_a_request_may(tier: MemoryTie
     ranks = 512
     parts = [shards(chain, world_size=ranks, rank=rank) for rank in range(ranks)]
     host.send(b"one", wire.Store(1, 1, parts))  # the namespace is known from now on, whatever becomes of the copies
-    asked = [host.send(b"one", look(prompt(f"b{i}", 1024), f"r{i}", world_size=ranks)) for i in range(17)]
+    clients = [host.hello(b"%d" % i) for i in range(17)]  # each may have one prompt larger than all should pin
+    asked = [host.send(each, look(prompt(f"b{each!r}", 1024), "r", world_size=ranks)) for each in clients]
     assert [len(tier_task.objects) for tier_task in host.tier_tasks] == [
         1 << 16
     ] * 16  # what all may ask for; not 17 x 524,288

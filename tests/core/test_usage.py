@@ -148,7 +148,7 @@ def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:
 
 
 def test_namespaces_beyond_those_that_are_listed_are_told_as_a_sum() -> None:
-    desk = Desk(pages=256)
+    desk = Desk(pages=512)
     desk.hello()
     desk.register(b"one")
     for number in range(103):

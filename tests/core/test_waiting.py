@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.core import waiting
+from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.matching import coming_part
 from kvdepot.core.waiting import STORE_S
+from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
-from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, retrieve, store
+from kvdepot.tiers.worker import Load
+from tests.core.desk import PER_CHUNK, Desk, group_stores, instance_of, lookup, prompt, retrieve, store
 from tests.core.groups import SHAPES, Rack, Reaches, deepest, needed
 from tests.core.host import look, new_host
 from tests.core.shelf import keys
@@ -265,3 +271,156 @@ def test_after_a_store_that_hangs_the_tiers_are_asked_for_the_rest() -> None:
     assert unheard(there, asked) and there.kinds() == ["Find"]
     there.work()
     assert there.answers[asked] == 0
+
+
+# -- room
+
+
+def queued(request: wire.Lookup) -> wire.Lookup:
+    return msgspec.structs.replace(request, queued=True)
+
+
+def go_on(desk: Desk) -> None:
+    """Turns of the loop without a message, as long as there is something to do."""
+    while not desk.depot.next_deadline():
+        desk.expire()
+    desk.check_budget()
+
+
+def kept(desk: Desk) -> int:
+    """Pages that sessions keep, or that are on their way in."""
+    sessions = [session for client in desk.depot.clients for session in client.sessions.values()]
+    chunks: list[Chunk | None] = [chunk for session in sessions for chunk in session.chunks]
+    for chunk in chunks:  # which grows
+        chunks += [chunk.parent] if chunk is not None else []
+    return len({id(chunk) for chunk in chunks if chunk is not None}) + desk.index.reserved
+
+
+def test_a_deep_queue_on_a_slow_tier_is_bounded_and_nothing_is_lost_or_starved() -> None:
+    requests, length, pages = 500, 8, 256
+    host = new_host(MemoryTier(), pages=pages, lookup_s=0.2)
+    host.hello(b"two")
+    chains = [prompt(f"p{i}", length) for i in range(requests)]
+    for chain in chains:
+        host.find(b"one", store(chain))
+    host.done.clear()
+    asked = [host.send(b"two", queued(look(chain, f"r{i}"))) for i, chain in enumerate(chains)]
+    left = dict.fromkeys(range(requests))
+    for _ in range(10 * requests):
+        for _ in host.tier_tasks[:4]:  # what the tier does in that time
+            host.work()
+        host.pass_time(0.05)
+        go_on(host)
+        assert kept(host) <= pages * 3 // 8, "what the queue keeps leaves too little for stores"
+        for i in [i for i in left if asked[i] in host.answers][:2]:  # the engine begins two a step
+            assert host.answers[asked[i]] == length and i == next(iter(left)), "a later one came first"
+            assert host.ask(b"one", retrieve(chains[i], request=f"r{i}")) == [True] * length
+            assert host.ask(b"one", store(prompt(f"new {i}", 4))) is True
+            host.send(b"two", wire.EndSession(f"r{i}"))
+            del left[i]
+    assert not left
+    loads = Counter(part.key for task in host.done if isinstance(task, Load) for part in task.parts)
+    assert not host.depot.counters["dropped_chunks"] and max(loads.values()) == 1, "what a tier brought was lost"
+    host.assert_quiet()
+
+
+def with_prompts(*names: str, chunks: int = 24, pages: int = 72) -> Desk:
+    """A depot that has prompts, and of whose memory lookups may keep three quarters."""
+    desk = Desk(pages=pages)
+    desk.register(desk.hello(b"one"))
+    desk.hello(b"two")
+    for name in names:
+        assert desk.ask(b"one", store(prompt(name, chunks))) is True
+    return desk
+
+
+def test_a_lookup_without_room_gets_what_fits_after_half_a_second() -> None:
+    desk = with_prompts("a", "b", "c")
+    for name in "abb":
+        assert desk.ask(b"one", lookup(prompt(name, 24), f"{name} {desk.index.held}")) == 24
+    late = desk.send(b"one", lookup(prompt("c", 24), "c"))
+    assert unheard(desk, late)
+    assert desk.ask(b"one", lookup(prompt("a", 24), "another")) == 24, "it is kept anyway"
+    assert desk.ask(b"two", lookup(prompt("c", 24), "c")) == 24, "each client may have one"
+    desk.send(b"two", wire.EndSession("c"))
+    later(desk, STORE_S)
+    assert desk.answers[late] == 6 and kept(desk) == 54
+    assert desk.depot.counters["shortened_lookups"] == 1 and not desk.depot.counters["late_lookups"]
+
+
+@pytest.mark.parametrize("end", ["retrieve", "session", "death"])
+def test_a_request_that_waits_no_more_leaves_room_for_the_next(end: str) -> None:
+    desk = with_prompts("a", "b", "c")
+    desk.hello(b"three")
+    assert desk.ask(b"one", lookup(prompt("a", 24), "a")) == desk.ask(b"three", lookup(prompt("b", 24), "b")) == 24
+    desk.ask(b"two", lookup(prompt("a", 1), "short"))
+    third = desk.send(b"two", lookup(prompt("c", 24), "c"))
+    assert unheard(desk, third)
+    if end == "retrieve":
+        desk.send(b"one", retrieve(prompt("b", 24), request="b"))
+    elif end == "session":
+        desk.send(b"three", wire.EndSession("b"))
+    else:
+        desk.die(b"three")
+    go_on(desk)
+    assert desk.answers[third] == 24
+
+
+def test_a_prompt_larger_than_all_may_keep_is_found_whole_when_its_client_has_none() -> None:
+    desk = with_prompts("a", chunks=32, pages=40)
+    for request in (lookup(prompt("a", 32), "r1"), queued(lookup(prompt("a", 32), "r2"))):
+        assert desk.ask(b"one", request) == 32
+        desk.send(b"one", wire.EndSession(request.request))
+
+
+def test_a_queue_is_answered_in_order_and_leaves_room_for_other_clients() -> None:
+    desk = with_prompts("a", "b", "c", chunks=12, pages=40)
+    first, second, third = (desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc")
+    assert desk.answers[first] == 12
+    later(desk, 100 * STORE_S)
+    assert unheard(desk, second) and unheard(desk, third)
+    other = desk.send(b"two", queued(lookup(prompt("b", 12), "b")))
+    assert desk.answers[other] == 12
+    assert desk.ask(b"one", queued(lookup(prompt("new", 3), "new"))) == 0, "it needs no room"
+    desk.ask(b"one", retrieve(prompt("a", 12), request="a"))
+    go_on(desk)
+    assert desk.answers[second] == 12
+    desk.send(b"one", wire.EndSession("b"))
+    go_on(desk)
+    assert desk.answers[third] == 12
+
+
+def test_a_queued_lookup_that_is_wanted_now_gets_what_memory_has() -> None:
+    desk = with_prompts("a", "b", "c", chunks=12, pages=40)
+    waiting = [desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc"][1:]
+    now = desk.send(b"one", msgspec.structs.replace(lookup(prompt("c", 12), "c"), hurries=True))
+    assert desk.answers[now] == 12 and desk.answers[waiting[1]] == 0 and unheard(desk, waiting[0])
+    begin(desk, store(prompt("d", 2)))
+    awaited = desk.send(b"two", lookup(prompt("d", 2), "d"))
+    assert unheard(desk, awaited)
+    assert desk.answers[desk.send(b"two", msgspec.structs.replace(lookup(prompt("d", 2), "d"), hurries=True))] == 0
+    assert desk.answers[awaited] == 0
+
+
+def test_lookups_beyond_those_that_may_queue_get_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_MOST_QUEUED", "_MOST_HASHES"):
+        monkeypatch.setattr(waiting, limit, {"_MOST_QUEUED": 1, "_MOST_HASHES": 23}[limit])
+        desk = with_prompts("a", "b", "c", chunks=12, pages=40)
+        asked = [desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc"]
+        assert [desk.answers.get(each) for each in asked] == [12, None, 12]
+        desk.send(b"one", wire.EndSession("b"))
+        assert desk.answers[asked[1]] == 0
+        monkeypatch.undo()
+
+
+def test_windows_and_the_chunks_before_them_count(desk: Desk) -> None:
+    rack = Desk(pages=64)
+    rack.hello()
+    rack.register_groups(HYBRID)
+    for name in "ab":
+        for request in group_stores(HYBRID, prompt(name, 10)):
+            assert rack.ask(b"one", request) is True
+    assert rack.ask(b"one", lookup(prompt("a", 10), "a")) == 10
+    assert rack.depot.status().waiting_bytes == kept(rack) * PAGE == 12 * PAGE
+    assert rack.ask(b"one", retrieve(prompt("a", 10), instance_of(HYBRID, 0), request="a")) == [True] * 10
+    assert rack.depot.status().waiting_bytes == 0

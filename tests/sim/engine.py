@@ -148,7 +148,7 @@ class Engine:
         """Connect and register. Raises KVDepotError."""
         for rank in range(self.model.world_size):
             if not rank:
-                self.scheduler = SchedulerClient(self._connect("s"), self._spec(0))
+                self.scheduler = SchedulerClient(self._connect("s"), self._spec(0), reports=self.world.chance(0.7))
                 chunks_per_s = self.world.random.choice([0, 0, 1, 100, 10_000])
                 self.scheduler.speed = float(chunks_per_s * self.lead.chunk_tokens)
             worker = WorkerClient(self._connect(f"r{rank}"), self._spec(rank), unpins=self.mode == "hashes")

@@ -124,6 +124,10 @@ class Client(MessageQueueClient):
         )
         host.clients.append(self)
 
+    @property
+    def lookup_s(self) -> float:
+        return self._connection.welcome.lookup_s
+
     def _now(self) -> float:
         return self.host.world.now
 
@@ -135,7 +139,7 @@ class Client(MessageQueueClient):
     ) -> MessagingFuture[Any]:
         copies = isinstance(request, wire.Store | wire.Retrieve)
         due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
-        if isinstance(request, wire.Lookup):
+        if isinstance(request, wire.Lookup) and not request.hurries:
             due += self._connection.welcome.lookup_s
 
         def hear(value: Any) -> Any:

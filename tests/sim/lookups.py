@@ -147,26 +147,34 @@ class Waits:
         server = self._server
         if server.host.stores or server.depot.removals:
             return
-        for _, request, _ in server._lookups.values():
+        for asked, (_, request, _) in server._lookups.items():
+            if asked in server.roomless:
+                continue
             groups, keys = server._asked_groups(request), keys_in(request)
             written = any(self._is_written(group, key) for group in groups for key in keys)
             assert written, f"the lookup of {request.request} waits for nothing"
 
-    def answered(self, request: wire.Lookup, waited_s: float, value: int) -> None:
-        """A lookup is answered that nobody gave up."""
+    def answered(self, request: wire.Lookup, waited_s: float, value: int, roomless: bool) -> None:
+        """A lookup is answered that nobody gave up. roomless: it waited for room."""
         server = self._server
         if server.host.stores:
             return
         coming = self._coming(request)
         if waited_s >= STORE_S - _SLACK_S:
             self._late |= coming  # also while a removal goes on, for the lookups after it
-        if server.depot.removals:
+        if server.depot.removals or roomless:
             return
         server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
         server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and not value
         assert not coming or coming & self._late, (
             f"a lookup was answered with {value} chunks after {waited_s:.3f} s, while more was being stored"
         )
+
+    def expire(self) -> None:
+        """Lookups are about to be overdue; those of leases get no answer here."""
+        for pending in self._server.depot.sessions._waiting._parts:
+            if pending.lease is not None and pending.store_deadline <= self._server.world.now:
+                self._late |= self._coming(pending.lookup)
 
     def died(self, identity: bytes) -> None:
         """A client is found dead."""

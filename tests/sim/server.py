@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.clients import PendingLookup
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.tiering.forgetting import EraseToken
 from kvdepot.errors import KVDepotError, LayoutError
@@ -99,6 +100,8 @@ class Server(Checks, Harness):
         self.now = self.world.now
         self.ended_leases: dict[tuple[str, str], str] = {}  # why, by tenant and name: the last one of each
         self.depot.leases._end = partial(self._lease_ended, self.depot.leases._end)  # type: ignore[method-assign]
+        self.roomless: set[tuple[bytes, bytes]] = set()  # lookups that waited for room, or got less for want of it
+        self.depot.sessions._wait_for_room = partial(self._found_no_room, self.depot.sessions._wait_for_room)  # type: ignore[method-assign]
         self._behind = Behind(self)
         self._waits = Waits(self)
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
@@ -301,7 +304,7 @@ class Server(Checks, Harness):
         """Add what the depot counted to the run's counters."""
         counters = self.world.counters
         counters["tier_hit_chunks"] += self.depot.counters["tier_hit_chunks"]
-        for name in ("expired_chunks", "awaited_chunks", "late_lookups"):
+        for name in ("expired_chunks", "awaited_chunks", "late_lookups", "shortened_lookups"):
             counters[name] += self.depot.counters[name]
         for tier in self.depot.tiering.status(self.world.now):
             counters.update({f"tier_{name}": count for name, count in tier.counters.items()})
@@ -366,7 +369,7 @@ class Server(Checks, Harness):
             near = self._prefix(request, groups)
             self._lookups[asked] = self.world.now, request, near
             at_once = 32 * len(near) == len(request.hashes)
-            if any(group.reach for group in groups):
+            if any(group.reach for group in groups) and not request.hurries:
                 self._behind.begin(asked, request, groups)
         elif isinstance(request, wire.Store):
             self._behind.note_store()
@@ -393,7 +396,14 @@ class Server(Checks, Harness):
             for name in [name for name in named if self.depot.leases._find("", name) is None]:
                 self.world.counters["pin_forgotten"] += 1
                 del named[name]
+        at_once &= asked not in self.roomless
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
+
+    def _found_no_room(self, wait: Callable[..., Any], pending: PendingLookup, *rest: Any) -> Any:
+        asked = pending.asker.identity, pending.number
+        self.world.counters["lookup_awaited_room"] += asked not in self.roomless and not pending.lookup.hurries
+        self.roomless.add(asked)
+        return wait(pending, *rest)
 
     def stopped(self, stop: Stop) -> None:
         if not self.draining:
@@ -427,6 +437,7 @@ class Server(Checks, Harness):
         self._armed = float("inf")
         if not self.draining:
             self.doing = None
+            self._waits.expire()
             self.expire()
             self._check()
 

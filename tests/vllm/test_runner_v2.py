@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.tiers.servers import RedisServer, need
 from tests.vllm import drafters, engines
 from tests.vllm.by_hand import BATCH, CHUNK, VOCABULARY, Engine, check
 from tests.vllm.conftest import StartEngine
@@ -68,7 +70,7 @@ def start(
             started.pop().close()
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
-        started.append(Engine(depot.url, paths["target"], **options))
+        started.append(Engine(options.pop("url", depot.url), paths["target"], **options))
         return started[-1]
 
     yield begin
@@ -93,39 +95,34 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@in_turn
-def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
-    steps: int, start: StartByHand, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.faults
+def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
+    start_depot: StartDepot, start: StartByHand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tokens = prompt(11, 3 * CHUNK + 9)
-    start(steps=steps).run("first", tokens)
-    engine = start(steps=steps)
-    half, loads, forward = (
-        engine.scheduler.connector._scheduler,
-        engine.worker.connector._worker,
-        engine.worker._forward,
-    )
-
-    def compute(planned: Any) -> Any:
-        """A step that takes longer than the loads that have begun."""
-        loads._depot.wait_any(HANG_S)
-        return forward(planned)
-
-    monkeypatch.setattr(engine.worker, "_forward", compute)
-    engine.add("decoding", prompt(12, 40), says=60)
-    engine.step()
-    taken = dict.fromkeys(("loaded", "its own"), 0)
-    for name in taken:
-        made = engine.add(name, tokens, says=2)
-        eventually(lambda name=name: half._depot.client.pump() or half._depot._lookups[name].future.query())
-        while name not in engine.worker.begun:
-            engine.step()
-            taken[name] += 1
-        while made.request_id in engine.scheduler.requests:
-            engine.step()
-        assert engine.worker.begun[name] == [3 * CHUNK]
-    assert taken["loaded"] == taken["its own"] + steps, "the load ends in the step that orders it"
-    engine.finish()
+    need(commands=["redis-server"], modules=["redis"])
+    monkeypatch.setattr("kvdepot.integrations.vllm.stats.PrefillSpeed.speed", 0.0)  # or computing would be faster
+    monkeypatch.setattr("kvdepot.integrations.vllm.scheduler._HELD_S", HANG_S)
+    prompts = [prompt(1000 + i, 3 * CHUNK + 5) for i in range(500)]
+    with ExitStack() as stack:
+        store = RedisServer(tmp_path)
+        stack.callback(store.kill)
+        tier = f"redis://127.0.0.1:{store.port}/0?queue_mib=1024"
+        for loaded in 0, 3 * CHUNK:  # the second server begins with nothing
+            depot = start_depot("--tiers", tier, "--lookup-s", "8", arena_mib=1, chunk_size=CHUNK)
+            engine = start(url=depot.url)
+            made = [engine.add(f"r{i}", tokens) for i, tokens in enumerate(prompts)]
+            while engine.scheduler.has_requests():
+                store.cli("client", "pause", "20")
+                for _ in range(50):
+                    engine.step()
+                status = depot.status()
+                assert status["waiting_bytes"] <= 3 * status["capacity_bytes"] // 8
+            assert {engine.worker.begun[request.request_id][-1] for request in made} == {loaded}
+            for request in made:
+                check(request)
+            eventually(lambda depot=depot: not depot.status()["tiers"][0]["queued_bytes"])
+        found = depot.status()["counters"] | depot.status()["tiers"][0]["counters"]
+    assert (found["loaded_chunks"], found["dropped_chunks"], found["shortened_lookups"]) == (1500, 0, 0)
 
 
 @in_turn

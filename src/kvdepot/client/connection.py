@@ -152,7 +152,7 @@ class Connection:
         match request:
             case wire.Store() | wire.Retrieve():
                 deadline_s = None
-            case wire.Lookup() if deadline_s is not None:
+            case wire.Lookup(hurries=False) if deadline_s is not None:
                 deadline_s += self.welcome.lookup_s
             case wire.Register() if request.layout.device:
                 self._servers.linger_s = LINGER_S

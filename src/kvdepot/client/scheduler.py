@@ -24,7 +24,8 @@ from kvdepot.protocol.status import AnswersStatus
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""A lookup without an answer after this, plus the deadline of the server's tiers, counts as a miss for now."""
+"""A lookup without an answer after this, plus the deadline of the server's tiers, counts as a miss for now; one that is
+queued has no deadline."""
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -65,7 +66,8 @@ class SchedulerClient:
     """Lookups, and the sessions that hold the matched chunks. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, reports: bool = False) -> None:
-        """client: closed with this one. spec: its rank does not matter. reports: see wire.Lookup."""
+        """client: closed with this one. spec: its rank does not matter. reports: see wire.Lookup. A caller that reports
+        looks up when a request comes, and hurries what it cannot wait for: its lookups are queued."""
         self._reports = reports
         self.client = client
         self.spec = spec
@@ -85,7 +87,7 @@ class SchedulerClient:
         if request_id not in self._lookups:
             prompt = PromptChunks(self.spec, hashes, salt, chained)
             message = prompt.lookup(request_id, readers or self.spec.world_size)
-            message = msgspec.structs.replace(message, reports=self._reports, speed=self.speed)
+            message = msgspec.structs.replace(message, reports=self._reports, speed=self.speed, queued=self._reports)
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
@@ -99,7 +101,7 @@ class SchedulerClient:
             lookup.incarnation = client.incarnation
             return check_type(value, int)
 
-        lookup.future = client.ask(lookup.message, take, deadline_s=LOOKUP_S)
+        lookup.future = client.ask(lookup.message, take, deadline_s=None if lookup.message.queued else LOOKUP_S)
 
     def check_lookup(self, request_id: str) -> LookupOutcome:
         """The outcome of the request's lookup. Never blocks. Raises UnknownRequest where there is none."""
@@ -157,7 +159,7 @@ class SchedulerClient:
         """Have a pending lookup answered at once, with what the server has in memory. Never blocks."""
         lookup = self._lookups.get(request_id)
         if lookup is not None and lookup.outcome is None and not lookup.future.query():
-            message = msgspec.structs.replace(lookup.message, hurries=True)
+            message = msgspec.structs.replace(lookup.message, hurries=True, queued=False)
             self._ask(request_id, SubmittedLookup(message, lookup.began_s, self.client.heard))
             self.client.pump()
 

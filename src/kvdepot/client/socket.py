@@ -246,6 +246,11 @@ class Client:
         return self._connection.welcome.chunk_size
 
     @property
+    def lookup_s(self) -> float:
+        """Seconds that the server may wait for tiers before it answers a lookup."""
+        return self._connection.welcome.lookup_s
+
+    @property
     def has_free_chunks(self) -> bool:
         """Whether the server lets engines choose their own chunk size; otherwise chunks have `chunk_size` or more."""
         return self._connection.welcome.has_free_chunks

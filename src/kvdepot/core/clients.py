@@ -24,7 +24,7 @@ _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
 """Most characters of an engine's name."""
 
-__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "Session"]
+__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "PinShare", "Session"]
 
 
 class Liveness(Protocol):
@@ -51,6 +51,23 @@ class Liveness(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class PinShare:
+    """The first `chunks` of a prompt, as they count in the pin budget (core/waiting.py).
+
+    is_queued: its request only waits in its engine's queue. chunk_bytes: of one chunk, without windows and states.
+    marks: names of chunks, each with the bytes of the chunks behind the mark before it. brought: bytes that no other
+    share had when it was taken.
+    """
+
+    client: Client
+    is_queued: bool
+    chunks: int
+    chunk_bytes: int
+    marks: dict[bytes, int]
+    brought: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """The pins of one request of one client."""
 
@@ -63,6 +80,7 @@ class Session:
     remaining: int  # keys still to be retrieved before the pins end
     readers: int = 1  # keys retrieved per part
     retrieved: int = 0  # keys retrieved successfully
+    share: PinShare | None = None  # of the pin budget, until its first retrieve
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +96,7 @@ class PendingLookup:
     store_deadline: float = 0.0  # once it has waited for a store: until when it may
     held: list[Chunk] = field(default_factory=list)  # while it waits for a store: its prefix so far
     tier_lookup: TierLookup | None = None
+    share: PinShare | None = None  # of the pin budget; None: it waits for room, or is a lease
     given_up: bool = False  # the reply is 0 and nothing is pinned
 
 
@@ -121,7 +140,7 @@ class Client:
     unreported: Unreported = field(default_factory=Unreported)  # its lookups with `reports`, until their EndSession
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
-    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for stores or tiers, by request
+    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait, by request
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped

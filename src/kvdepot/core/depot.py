@@ -396,6 +396,7 @@ class Depot:
             operations=self.operations,
             lease_count=lease_count,
             leased_bytes=leased_bytes,
+            waiting_bytes=self.sessions.budget.bytes,
             stored_bytes=self.transfers.stored_bytes,
             retrieved_bytes=self.transfers.retrieved_bytes,
             tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),

@@ -1,7 +1,8 @@
 """Lookups and the pins that they create, including lookups that wait, and those of leases. Decisions only.
 
 Called by core/depot.py on the deciding thread. Invariant: a pin belongs to one request of one client, and is released
-exactly once: after its retrieves, at the end of its session, or with its client.
+exactly once: after its retrieves, at the end of its session, or with its client. A lookup holds nothing before it has
+its share of the pin budget (waiting.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, check_speed
-from kvdepot.core.clients import Client, PendingLookup, Session
+from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
@@ -21,7 +22,7 @@ from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.core.usage import Usages
-from kvdepot.core.waiting import WaitingLookups
+from kvdepot.core.waiting import PinBudget, WaitingLookups
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -52,7 +53,8 @@ class Sessions:
         self._usages = usages
         self._leases = leases
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
-        self._waiting = WaitingLookups()  # for stores
+        self.budget = PinBudget(index.allocator.capacity)
+        self._waiting = WaitingLookups()  # for stores, or for room
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
         self._leasing: dict[str, dict[str, PendingLookup]] = {}  # by tenant and name: leases that have not begun
 
@@ -81,6 +83,8 @@ class Sessions:
         if request.hurries and before is not None and before.tier_lookup is not None:
             self._tiering.lookups.late_tiers(before.tier_lookup, now)
         actions = self._give_up(before)  # a repeated lookup replaces it
+        if pending.lease is None and not is_new:
+            self._count_no_more(client.sessions[request.request])
         namespaces, pins, pending.first = self._match(client, request)
         if not pending.by_hand:
             client.model, client.is_engine = request.model, True
@@ -95,15 +99,26 @@ class Sessions:
         self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], now: float
     ) -> list[Action]:
         """pins: of what memory has."""
-        client, request = pending.asker, pending.lookup
-        if len(namespaces) == 1 and not request.hurries and pending.first < len(request.hashes) // HASH_BYTES:
-            part = coming_part(namespaces[0], request.hashes, pending.first) if self._index.reserved else None
-            if part is not None and self._waiting.may_wait(pending, part, now):
+        client, request, chunks = pending.asker, pending.lookup, len(pending.lookup.hashes) // HASH_BYTES
+        may_grow = not request.hurries and len(namespaces) == 1 and pending.first < chunks
+        part = coming_part(namespaces[0], request.hashes, pending.first) if may_grow and self._index.reserved else None
+        awaits = part is not None and self._waiting.may_wait(pending, part, now)
+        searches = may_grow and self._tiering.is_searchable
+        if pending.lease is None and pending.share is None:
+            most = chunks if awaits or searches else pending.first
+            share = self.budget.weigh(client, namespaces, request, most)
+            # Queued ones begin in their order, so that tiers bring in what is needed soonest.
+            is_early = self._waiting.is_behind(pending) or (searches and self._tiering.lookups.is_full)
+            if share.marks and ((share.is_queued and is_early) or not self.budget.fits(share)):
+                return self._wait_for_room(pending, share, now)
+            pending.share = self.budget.take(share)
+        if may_grow:
+            if part is not None and awaits:
                 self._waiting.wait(pending, part, now)
                 self._hold_prefix(pending, pins[0].chunks)
                 self._table(pending)[request.request] = pending
                 return []
-            if self._tiering:
+            if searches:
                 salt = tenant_salt(client.tenant, request.salt)
                 found = self._tiering.look_up(namespaces[0], request, salt, pending.first, pins[0].chunks, now)
                 if found is not None:
@@ -131,6 +146,44 @@ class Sessions:
     def _match(self, client: Client, request: wire.Lookup) -> Match:
         return match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
 
+    # -- lookups that wait for room
+
+    def _wait_for_room(self, pending: PendingLookup, share: PinShare, now: float) -> list[Action]:
+        """Wait, or reply with what fits."""
+        client, request = pending.asker, pending.lookup
+        if not request.hurries and self._waiting.wait_for_room(pending, now):
+            self.end(client, request.request)  # of a lookup that this one replaces
+            self._table(pending)[request.request] = pending
+            return []
+        self._counters["shortened_lookups"] += 1
+        most = min(pending.first, self.budget.affordable(share))
+        found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes[: most * HASH_BYTES])
+        reply = self._reply(pending, *found)
+        self._stop_waiting(pending)
+        return [reply]
+
+    def _fill_room(self, now: float) -> list[Action]:
+        """Go on with lookups for which shares that have ended leave room."""
+        self.budget.has_freed = False
+        actions: list[Action] = []
+        blocked: set[Client] = set()
+        for pending in self._waiting.for_room():
+            if pending.asker not in blocked:
+                namespaces, pins, pending.first = self._match(pending.asker, pending.lookup)
+                actions += self._reply_or_wait(pending, namespaces, pins, now)
+                if pending.share is None and pending.lookup.request in pending.asker.pending:
+                    blocked.add(pending.asker)
+        return actions
+
+    def retrieving(self, tenant: str, request: str, model: str) -> None:
+        """A request is being retrieved, so it does not wait any more."""
+        for session in self._by_request.get((tenant, request, model), ()):
+            self._count_no_more(session)
+
+    def _count_no_more(self, holder: Session | PendingLookup) -> None:
+        share, holder.share = holder.share, None
+        self.budget.end(share)
+
     # -- lookups that wait for stores
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
@@ -140,13 +193,16 @@ class Sessions:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next."""
+        if self.budget.has_freed and len(self._waiting):
+            return 0.0
         return self._waiting.next_deadline()
 
     def expire(self, now: float) -> list[Action]:
-        """Go on without the stores that lookups have waited for long enough."""
+        """Go on without what lookups have waited for long enough, and with those that have room now."""
         overdue = self._waiting.overdue(now)
-        self._counters["late_lookups"] += len(overdue)
-        return [action for pending in overdue for action in self._go_on(pending, now)]
+        self._counters["late_lookups"] += sum(is_store for _, is_store in overdue)
+        actions = [action for pending, _ in overdue for action in self._go_on(pending, now)]
+        return [*actions, *self._fill_room(now)] if self.budget.has_freed else actions
 
     def _go_on(self, pending: PendingLookup, now: float) -> list[Action]:
         """Reply, or wait for the next store, or for tiers."""
@@ -177,6 +233,7 @@ class Sessions:
     def _forgo(self, pending: PendingLookup) -> list[Action]:
         """Reply 0 without a match: the answer is not wanted any more."""
         self._stop_waiting(pending)
+        self._count_no_more(pending)
         return [] if pending.asker.dead else [Reply(pending.asker.identity, pending.number, 0)]
 
     # -- lookups that wait for tiers
@@ -184,6 +241,7 @@ class Sessions:
     def answer(self, tier_lookup: TierLookup) -> list[Action]:
         """Reply from memory after a tier lookup has ended, then release what the tier lookup held."""
         pending = self._awaiting.pop(tier_lookup)
+        self.budget.has_freed = True  # another tier lookup may begin, although a lease's had no share
         self._forget_pending(pending)
         actions: list[Action] = []
         if pending.given_up or pending.asker.dead:
@@ -218,6 +276,7 @@ class Sessions:
             if log.isEnabledFor(logging.DEBUG):
                 chunks = len(pending.lookup.hashes) // HASH_BYTES
                 log.debug("found %d of %d chunks", matched, chunks, extra=_about(pending))
+        self._count_no_more(pending)  # what its session holds counts by itself
         if not pending.by_hand:
             self._usages.look_up(pending.asker, lookup, found, self._tokens(lookup), bool(namespaces))
         return Reply(pending.asker.identity, pending.number, value)
@@ -250,9 +309,9 @@ class Sessions:
         """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
         if pending.lease is not None:
             return self._leases.begin(pending.lease, pins, matched)
-        return self._pin(pending, pins, matched)
+        return self._pin(pending, namespaces, pins, matched)
 
-    def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
+    def _pin(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
         client, request = pending.asker, pending.lookup
         old = client.sessions.get(request.request)
@@ -270,6 +329,11 @@ class Sessions:
             readers = max(1, request.readers)
             tokens = matched * self._tokens(request)
             session = Session(client, request.request, request.model, chunks, parts, tokens, parts * readers, readers)
+            share, pending.share = pending.share, None
+            if share is None or share.chunks != matched:
+                self.budget.end(share)
+                share = self.budget.take(self.budget.weigh(client, namespaces, request, matched))
+            session.share = share
             client.pins += parts
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
@@ -281,6 +345,7 @@ class Sessions:
         if session is None:
             return
         client.pins -= session.parts
+        self._count_no_more(session)
         # Only retrieves that name their request count here; vLLM's connector reports its savings itself.
         retrieved = min(session.retrieved // session.readers, session.parts)
         if retrieved:

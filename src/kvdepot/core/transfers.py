@@ -160,6 +160,7 @@ class Transfers:
                 summed = shard.checksum != 0 and self._sums(chunk.key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
+            self._sessions.retrieving(client.tenant, part.request, part.model)
         self._index.hold([chunk for chunk, _ in operation.chunks])
         if not pieces:
             self._end_retrieve(operation)

@@ -1,57 +1,225 @@
-"""Lookups that wait for stores in progress: which waits for what, and until when. Plain data on the deciding thread.
+"""Requests that wait: the bytes that lookups may hold for them, and lookups that wait for stores or for room.
 
-Used by core/sessions.py. Invariant: a lookup waits for one part at a time, and until one deadline, however often the
-part changes; no lookup waits for a store that has kept another one waiting until its deadline.
+Used by core/sessions.py; plain data on the deciding thread. Invariants: a lookup waits for one part at a time, and
+until one deadline, however often the part changes; no lookup waits for a store that has kept another one waiting until
+its deadline. One that waits for room holds nothing; if its request is only queued in its engine
+(`wire.Lookup.queued`), it has no deadline. All shares of the budget, but for the largest one of each client, are within
+three quarters of the arena.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from kvdepot.core.clients import PendingLookup
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.clients import Client, PendingLookup, PinShare
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["STORE_S", "WaitingLookups"]
+__all__ = ["STORE_S", "PinBudget", "WaitingLookups"]
 
 STORE_S = 0.5
-"""A lookup waits for stores this long in all. A store takes milliseconds, and computing the chunks again longer; a
-client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""
+"""A lookup waits for stores, or for room, this long in all. A store takes milliseconds, and computing the chunks again
+longer; a client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""
 _MOST = 1024
-"""Lookups that wait at the same time, each of which holds its prefix; further ones are answered at once."""
+"""Lookups with a deadline that wait at the same time; further ones are answered at once."""
+_MOST_QUEUED, _MOST_HASHES = 4096, 1 << 21
+"""Lookups without a deadline, and their hashes (64 MiB); further ones are answered at once with what fits."""
+_MARKS: list[int] = [8**power * number for power in range(1, 6) for number in range(1, 8)]
+"""The numbers of chunks at which prompts are compared: to compare each chunk would double the cost of a lookup."""
+
+
+class PinBudget:
+    """The bytes that lookups hold, or may come to hold, for requests that wait.
+
+    A request waits from its lookup to its first retrieve, or to its session's end: engines limit what they run, but not
+    their queues. What requests share counts once, up to the last mark before they part.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: bytes of the arena."""
+        self.bytes = 0
+        self.has_freed = False  # shares have ended since the lookups that wait for room were last tried
+        # A quarter is left for stores, whatever clients do. The queue of one engine alone gets three eighths (`fits`),
+        # usually more than copies can move in a step, so it costs no request a step.
+        self.most_bytes = capacity - capacity // 4
+        self._marks: dict[bytes, list[int]] = {}  # the shares that have it, and its bytes
+        self._clients: dict[Client, list[int]] = {}  # its shares, and the bytes that they brought
+
+    def __repr__(self) -> str:
+        return f"<PinBudget {self.bytes} of {self.most_bytes} bytes, {len(self._clients)} clients>"
+
+    @staticmethod
+    def weigh(client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int) -> PinShare:
+        """The share of the first `chunks` of a prompt. namespaces: the first group of each model that it may mean."""
+        hashes = request.hashes
+        if not chunks:
+            return PinShare(client, request.queued, 0, 0, {})
+        chunk_bytes = windows = 0
+        for group in (group for first in namespaces for group in first.groups):
+            part = sum(group.sizes.values())
+            chunk_bytes += 0 if group.reach else part
+            windows += min(group.reach, chunks) * part
+        model = b"".join(b"%d." % first.number for first in namespaces)  # models may share hashes
+        marks, before = {}, 0
+        for at in _MARKS[: bisect_left(_MARKS, chunks)]:
+            marks[model + hashes[(at - 1) * HASH_BYTES : at * HASH_BYTES]] = (at - before) * chunk_bytes
+            before = at
+        last = model + hashes[(chunks - 1) * HASH_BYTES : chunks * HASH_BYTES] + (b"+" if windows else b"")
+        marks[last] = (chunks - before) * chunk_bytes + windows
+        return PinShare(client, request.queued, chunks, chunk_bytes, marks)
+
+    def fits(self, share: PinShare) -> bool:
+        """Whether a share may be taken: always the first one of its client.
+
+        With that of a queued request, its client may hold no more than all leave of the budget, as ports of a switch
+        share its buffer (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a queue leaves room for others.
+        """
+        client = self._clients.get(share.client)
+        if client is None or not share.marks:
+            return True
+        fresh = sum(size for mark, size in share.marks.items() if mark not in self._marks)
+        free = self.most_bytes - self.bytes - fresh
+        return free >= (client[1] + fresh if share.is_queued and fresh else 0)
+
+    def affordable(self, share: PinShare) -> int:
+        """The number of its chunks that would fit."""
+        room, chunks = self.most_bytes - self.bytes, 0
+        for (mark, size), end in zip(share.marks.items(), (*_MARKS[: len(share.marks) - 1], share.chunks), strict=True):
+            if mark not in self._marks:
+                if size > room:
+                    windows = size - (end - chunks) * share.chunk_bytes
+                    return chunks + max(0, room - windows) // max(1, share.chunk_bytes)
+                room -= size
+            chunks = end
+        return chunks
+
+    def take(self, share: PinShare) -> PinShare:
+        """Count a share, which must be ended once."""
+        known, brought = self._marks, 0
+        for mark, size in share.marks.items():
+            counted = known.get(mark)
+            if counted is None:
+                known[mark] = [1, size]
+                brought += size
+            else:
+                counted[0] += 1
+        share.brought = brought
+        self.bytes += brought
+        client = self._clients.setdefault(share.client, [0, 0])
+        client[0] += 1
+        client[1] += brought
+        return share
+
+    def end(self, share: PinShare | None) -> None:
+        """Count a share no more; None: there is none."""
+        if share is None:
+            return
+        self.has_freed = True
+        known = self._marks
+        for mark in share.marks:
+            counted = known[mark]
+            counted[0] -= 1
+            if not counted[0]:
+                self.bytes -= counted[1]
+                del known[mark]
+        client = self._clients[share.client]
+        client[0] -= 1
+        client[1] -= share.brought
+        if not client[0]:
+            del self._clients[share.client]
+
+    def validate(self, shares: Sequence[PinShare]) -> None:
+        """Raise AssertionError unless these are the shares that are counted, within the budget; for tests."""
+        assert {mark: count for mark, (count, _) in self._marks.items()} == Counter(m for s in shares for m in s.marks)
+        assert {each: count for each, (count, _) in self._clients.items()} == Counter(share.client for share in shares)
+        assert self.bytes == sum(size for _, size in self._marks.values())
+        largest: dict[Client, int] = {}
+        for share in shares:
+            largest[share.client] = max(sum(share.marks.values()), largest.get(share.client, 0))
+        assert self.bytes <= self.most_bytes + sum(largest.values()), self
 
 
 class WaitingLookups:
-    """All lookups of one depot that wait for a store."""
+    """All lookups of one depot that wait for a store or for room."""
 
     def __init__(self) -> None:
-        self._parts: dict[PendingLookup, Chunk] = {}  # what each waits for; the first has waited longest
+        self._parts: dict[PendingLookup, Chunk | None] = {}  # None: it waits for room; the first has waited longest
         self._late: set[int] = set()  # id() of parts whose stores have let a lookup wait until its deadline
+        self._queues: dict[Client, dict[PendingLookup, None]] = {}  # for room, without a deadline
+        self._queued = 0
+        self._hashes = 0  # of queued lookups
 
     def __repr__(self) -> str:
-        return f"<WaitingLookups {len(self._parts)}, {len(self._late)} stores are late>"
+        return f"<WaitingLookups {len(self._parts)}, {self._queued} queued, {len(self._late)} stores are late>"
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._parts) + self._queued
 
     def all(self) -> list[tuple[PendingLookup, Chunk]]:
-        """Each lookup and the part that it waits for."""
-        return list(self._parts.items())
+        """Each lookup that waits for a part, and the part."""
+        return [(pending, part) for pending, part in self._parts.items() if part is not None]
 
     def may_wait(self, pending: PendingLookup, part: Chunk, now: float) -> bool:
         """Whether a lookup may wait for this part: as its first one, or after another."""
-        if id(part) in self._late:
-            return False
+        return id(part) not in self._late and self._has_time(pending, now)
+
+    def _has_time(self, pending: PendingLookup, now: float) -> bool:
         return now < pending.store_deadline if pending in self._parts else len(self._parts) < _MOST
 
-    def wait(self, pending: PendingLookup, part: Chunk, now: float) -> None:
-        """Let a lookup wait for this part, and no longer for another one."""
+    def wait(self, pending: PendingLookup, part: Chunk | None, now: float) -> None:
+        """Let a lookup wait for this part, or for room, and no longer for anything else."""
+        self._leave_queue(pending)
         if pending not in self._parts:
             pending.store_deadline = now + STORE_S
         self._parts[pending] = part  # which keeps the place of one that has waited already
 
     def remove(self, pending: PendingLookup) -> bool:
         """Let it wait no longer; returns whether it did."""
-        return self._parts.pop(pending, None) is not None
+        was_waiting = pending in self._parts
+        self._parts.pop(pending, None)
+        return self._leave_queue(pending) or was_waiting
+
+    # -- for room
+
+    def wait_for_room(self, pending: PendingLookup, now: float) -> bool:
+        """Let a lookup wait for room, if it may."""
+        if not pending.lookup.queued:
+            if self._has_time(pending, now):
+                self.wait(pending, None, now)
+                return True
+            return False
+        queue = self._queues.setdefault(pending.asker, {})
+        size = len(pending.lookup.hashes) // HASH_BYTES
+        if pending not in queue and self._queued < _MOST_QUEUED and self._hashes + size <= _MOST_HASHES:
+            queue[pending] = None
+            self._queued += 1
+            self._hashes += size
+        return pending in queue
+
+    def _leave_queue(self, pending: PendingLookup) -> bool:
+        queue = self._queues.get(pending.asker, {})
+        if pending not in queue:
+            return False
+        del queue[pending]
+        if not queue:
+            del self._queues[pending.asker]
+        self._queued -= 1
+        self._hashes -= len(pending.lookup.hashes) // HASH_BYTES
+        return True
+
+    def is_behind(self, pending: PendingLookup) -> bool:
+        """Whether a queued lookup has others of its client before it."""
+        return next(iter(self._queues.get(pending.asker, ())), pending) is not pending
+
+    def for_room(self) -> list[PendingLookup]:
+        """The lookups that wait for room: those with a deadline, then those of each queue in order."""
+        urgent = [pending for pending, part in self._parts.items() if part is None]
+        return [*urgent, *(pending for queue in self._queues.values() for pending in queue)]
+
+    # -- for stores
 
     def stored(self, parts: Iterable[Chunk]) -> list[PendingLookup]:
         """Stores of these parts have ended: the lookups that waited for them, in the order in which they came."""
@@ -60,18 +228,19 @@ class WaitingLookups:
         parts = list(parts)
         found = {id(part) for part in parts}
         self._late -= {id(part) for part in parts if not part.is_being_stored}
-        return [pending for pending, part in self._parts.items() if id(part) in found]
+        return [pending for pending, part in self._parts.items() if part is not None and id(part) in found]
 
     def next_deadline(self) -> float:
         """When `overdue` must be called next; infinity if nothing waits."""
         return next(iter(self._parts)).store_deadline if self._parts else float("inf")
 
-    def overdue(self, now: float) -> list[PendingLookup]:
-        """Lookups that have waited long enough, which the caller removes."""
+    def overdue(self, now: float) -> list[tuple[PendingLookup, bool]]:
+        """Lookups that have waited long enough, which the caller removes, each with whether it was for a store."""
         found = []
         for pending, part in self._parts.items():
             if pending.store_deadline > now:
                 break
-            self._late.add(id(part))
-            found.append(pending)
+            if part is not None:
+                self._late.add(id(part))
+            found.append((pending, part is not None))
         return found

@@ -54,6 +54,12 @@ SERVER = (
         "lookups answered without a slow store", _REQUESTS,
         "Copies are slow or hang: raise `--copy-threads`.",
     ),
+    Counted(
+        "shortened_lookups", "lookups",
+        "Lookups answered with what fits beside the pins of requests that wait: three quarters of memory.",
+        "lookups shortened: requests that wait pin memory", _REQUESTS,
+        "Prompts are long for this memory, or clients keep their pins: add memory.",
+    ),
     Counted("stored_chunks", "shards", "Shards stored (a chunk has one per rank)."),
     Counted("known_chunks", "shards", "Shards that an engine stored again; no bytes were copied."),
     Counted("retrieved_chunks", "shards", "Shards that engines loaded."),

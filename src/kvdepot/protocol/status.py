@@ -292,6 +292,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     kv_event_topics: int = 0
     lease_count: int = 0
     leased_bytes: int = 0
+    waiting_bytes: int = 0
     stored_bytes: int = 0
     retrieved_bytes: int = 0
     cached_tokens: int = 0

@@ -133,6 +133,8 @@ class Lookup(_Message, frozen=True):
     `EndSession.asked` will count the tokens, so that they are not counted here. speed: tokens per second that the
     engine computes, which need not be loaded from a slower tier; 0: unknown, so all are. hurries: repeats a lookup that
     has no answer yet, which is counted no more, and answered at once with what is in memory.
+    queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
+    pins.
     """
 
     model: str
@@ -147,6 +149,7 @@ class Lookup(_Message, frozen=True):
     reports: bool = False
     speed: float = 0.0
     hurries: bool = False
+    queued: bool = False
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):

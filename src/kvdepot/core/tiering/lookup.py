@@ -59,6 +59,8 @@ class TierLookup:
     begun: float
     held: dict[tuple[int, bytes], Chunk]
     speed: float = 0.0
+    queued: bool = False  # its engine does not need the answer yet
+    extended: float = 0.0  # when its deadline was last put off, because its tiers answer
     end: int = 0
     wanted: list[Place] = field(default_factory=list)  # that tiers were asked for
     found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has it
@@ -151,6 +153,11 @@ class Lookups:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another tier lookup may not be able to ask all tiers."""
+        return self._count >= _MOST_FINDS
 
     # -- ask
 
@@ -473,6 +480,12 @@ class Lookups:
         return 0 < self._index.accounts.ttl_of(chunk) <= self._index.wall - born
 
     # -- the end
+
+    def goes_on(self, tier_lookup: TierLookup) -> bool:
+        """Whether all tiers that a tier lookup waits for have answered something since its deadline was set."""
+        awaited = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
+        since = max(tier_lookup.begun, tier_lookup.extended)
+        return all(self._tiers[number].breaker.last_success > since for number in awaited)
 
     def late_tiers(self, tier_lookup: TierLookup, now: float) -> list[TierState]:
         """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""

@@ -79,6 +79,11 @@ class Tiering:
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
+    @property
+    def is_searchable(self) -> bool:
+        """Whether lookups may ask any tier."""
+        return any(tier.is_searchable for tier in self._tiers)
+
     # -- time
 
     def next_deadline(self) -> float:
@@ -99,6 +104,10 @@ class Tiering:
 
     def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
         if tier_lookup.ended:
+            return []
+        if tier_lookup.queued and not tier_lookup.is_trial and self.lookups.goes_on(tier_lookup):
+            tier_lookup.extended = now
+            self._add_deadline(now + self._lookup_s, tier_lookup)
             return []
         for tier in self.lookups.late_tiers(tier_lookup, now):
             self._failed(tier, now, "does not answer")
@@ -158,7 +167,16 @@ class Tiering:
         """
         by_place = {(chunk.namespace.number, chunk.key): chunk for chunk in held}
         tier_lookup = TierLookup(
-            namespace, request.request, request.hashes, request.chained, salt, first, now, by_place, request.speed
+            namespace,
+            request.request,
+            request.hashes,
+            request.chained,
+            salt,
+            first,
+            now,
+            by_place,
+            request.speed,
+            request.queued,
         )
         tier_tasks = self.lookups.begin(tier_lookup)
         if tier_tasks is None:

@@ -101,7 +101,7 @@ class Tracked:
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     may_load: bool = True
     waits_since: float = 0.0
-    """When vLLM first wanted to schedule it and its lookup had no answer; 0.0: that has not happened."""
+    """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet."""
     load: RequestLoad | None = None
     """The load that has not ended."""
     has_pins: bool = False

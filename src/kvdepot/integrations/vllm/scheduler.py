@@ -44,6 +44,9 @@ __all__ = ["ConnectedParts", "SchedulerHalf"]
 
 log = init_logger(__name__)
 
+_HELD_S = 0.5
+"""A request that has a seat waits for its lookup this long, or for the deadline of the server's tiers if that is later;
+then the lookup is hurried."""
 _ANSWER_S = 0.0005
 """A step waits this long for pending lookups, all requests together: the server may take its time (docs/decisions.md,
 "Lookups wait for stores in progress"), and the requests that run must not."""
@@ -88,6 +91,8 @@ class SchedulerHalf:
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
         self._waited_s = 0.0  # for lookups, since the last step was built
+        self._held, self._has_hurried = 0, False  # requests held back since then, and whether one was hurried
+        self._seats = 1  # requests that vLLM may add to those of the last step
         self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
@@ -219,12 +224,21 @@ class SchedulerHalf:
         return (new_tokens, True) if new_tokens > 0 else (0, False)
 
     def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
-        """Wait for tiers and stores no longer than computing the missing tokens takes; the wait until vLLM wants to
-        schedule the request does not count."""
+        """Wait for tiers, stores and room no longer than computing the missing tokens takes, or than tiers may take.
+
+        vLLM asks for all requests that wait, but the time of those counts for which it has a seat. In each step only
+        the first of them is hurried: others would still have their short answers when their turn comes.
+        """
+        self._held += 1
+        if self._held > self._seats:
+            return
+        limit_s = max(_HELD_S, self._depot.client.lookup_s)
+        if self._prefill.speed:
+            limit_s = min(limit_s, missing / self._prefill.speed)
         if not tracked.waits_since:
             tracked.waits_since = now
-        elif self._prefill.speed and now - tracked.waits_since > missing / self._prefill.speed:
-            tracked.waits_since = now
+        elif now - tracked.waits_since > limit_s and not self._has_hurried:
+            tracked.waits_since, self._has_hurried = now, True
             self._depot.hurry_lookup(tracked.request.request_id)
 
     # -- what is loaded
@@ -271,7 +285,9 @@ class SchedulerHalf:
         self._compare_incarnations()
         self._leases.check_answers()
         self._step += 1
-        self._waited_s = 0.0
+        self._waited_s, self._held, self._has_hurried = 0.0, 0, False
+        seats = self._vllm_config.scheduler_config.max_num_seqs
+        self._seats = max(1, seats - len(scheduler_output.num_scheduled_tokens))
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._waiting.drop(request_id)
