@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,12 +20,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, StreamingUpdate
 
+from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.connector import KVDepotConnector
 from kvdepot.integrations.vllm.identity import refuse_unserved
 from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_are_contents
 from kvdepot.protocol import wire
+from tests.client.answers import Answering
 from tests.conftest import Depot
 
 SIZE = 256
@@ -237,6 +239,26 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
         assert connector._scheduler._tracked["r"].prompt.chain.root != before
     finally:
         connector.shutdown()
+
+
+def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot, models: dict[str, Path]) -> None:
+    steps, peer = Steps(vllm_depot.url, models["gqa"]), Answering()
+    half = steps.connector._scheduler
+    depot = half._depot
+    try:
+        half._depot, peer.lookup_s = SchedulerClient(cast(Any, peer), depot.spec), 1e9
+        one = request(list(range(512)))
+        steps.connector.on_new_request(one)
+        for is_measured in (False, True):
+            half._prefill._samples.extend([1e12] * is_measured)
+            for _ in range(5):
+                assert steps.connector.get_num_new_matched_tokens(one, 0) == (None, False)
+                steps.build()
+            assert len(peer.asked) == 1 + is_measured
+        assert [each.hurries for each in peer.asked if isinstance(each, wire.Lookup)] == [False, True]
+    finally:
+        half._depot = depot
+        steps.connector.shutdown()
 
 
 def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: Depot, models: dict[str, Path]) -> None:

@@ -101,7 +101,8 @@ class Tracked:
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     may_load: bool = True
     waits_since: float = 0.0
-    """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet."""
+    """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet; infinity:
+    the lookup was hurried."""
     load: RequestLoad | None = None
     """The load that has not ended."""
     has_pins: bool = False

@@ -8,6 +8,7 @@ promised only tokens that the depot has answered to have.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -238,7 +239,8 @@ class SchedulerHalf:
         if not tracked.waits_since:
             tracked.waits_since = now
         elif now - tracked.waits_since > limit_s and not self._has_hurried:
-            tracked.waits_since, self._has_hurried = now, True
+            # Once: a server that hangs gets no more time by it.
+            tracked.waits_since, self._has_hurried = math.inf, True
             self._depot.hurry_lookup(tracked.request.request_id)
 
     # -- what is loaded
