@@ -97,14 +97,10 @@ def new_engine(*tiers: tuple[str, MemoryTier] | MemoryTier, **times: Any) -> Eng
     return Engine(host, **times)
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        {"chunk_s": 0.3}, {"chunk_s": 0.15}, {"chunk_s": NEVER}, {"chunk_s": NEVER, "threads": 2}, {"find_s": 3.0},
-        {"find_s": NEVER},
-    ],
-    ids=str,
-)  # fmt: skip
+SLOW = {"chunk_s": 0.3}, {"chunk_s": 0.15}, {"chunk_s": NEVER}, {"find_s": 3.0}, {"find_s": NEVER}
+
+
+@pytest.mark.parametrize("times", [*SLOW, {"chunk_s": NEVER, "threads": 2}], ids=str)
 def test_a_slow_tier_costs_one_request_its_time_and_the_others_a_twentieth(
     tier: MemoryTier, times: dict[str, Any]
 ) -> None:

@@ -95,6 +95,38 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
+@in_turn
+def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
+    steps: int, start: StartByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(11, 3 * CHUNK + 9)
+    start(steps=steps).run("first", tokens)
+    engine = start(steps=steps)
+    half, loads = engine.scheduler.connector._scheduler, engine.worker.connector._worker
+    forward = engine.worker._forward
+
+    def compute(planned: Any) -> Any:
+        """A step that takes longer than the loads that have begun."""
+        loads._depot.wait_any(HANG_S)
+        return forward(planned)
+
+    monkeypatch.setattr(engine.worker, "_forward", compute)
+    engine.add("decoding", prompt(12, 40), says=60)
+    engine.step()
+    taken = dict.fromkeys(("loaded", "its own"), 0)
+    for name in taken:
+        made = engine.add(name, tokens, says=2)
+        eventually(lambda name=name: half._depot.client.pump() or half._depot._lookups[name].future.query())
+        while name not in engine.worker.begun:
+            engine.step()
+            taken[name] += 1
+        while made.request_id in engine.scheduler.requests:
+            engine.step()
+        assert engine.worker.begun[name] == [3 * CHUNK]
+    assert taken["loaded"] == taken["its own"] + steps, "the load ends in the step that orders it"
+    engine.finish()
+
+
 @pytest.mark.faults
 def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
     start_depot: StartDepot, start: StartByHand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
