@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -441,16 +441,17 @@ def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that look like settings but are not: their names, and what to do."""
     settings = [name for name in Config.__struct_fields__ if name not in ONLY_IN_FILE]
     known = {f"{_PREFIX}{name.upper()}" for name in settings} | _OTHER_VARIABLES
-    stray = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
-    return [(name, _advice(name, known)) for name in stray if not _LINK.fullmatch(name)]
-
-
-def _advice(name: str, known: Collection[str]) -> str:
-    if removed := REMOVED.get(name[len(_PREFIX) :].lower()):
-        return f"it was removed: {removed}"
-    # Compared without the prefix, which would make all names similar.
-    meant = suggestion(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known])
-    return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
+    bare = [name[len(_PREFIX) :] for name in known]  # the prefix would make all names similar
+    found = []
+    for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in known):
+        meant, advice = suggestion(name[len(_PREFIX) :], bare), "`kvdepot config` lists all settings"
+        if removed := REMOVED.get(name[len(_PREFIX) :].lower()):
+            advice = f"it was removed: {removed}"
+        elif meant:
+            advice = f"did you mean {_PREFIX}{meant}?"
+        if not _LINK.fullmatch(name):
+            found.append((name, advice))
+    return found
 
 
 def masked(config: Config) -> dict[str, object]:

@@ -29,27 +29,23 @@ _locked: set[tuple[int, int]] = set()
 
 def lock(fd: int) -> bool:
     """Take the owner's lock; False if another process has it. Blocks some 20 ms then. Raises OSError."""
-    try:
-        if not any(_try(fd) for _ in range(_TRIES)):
-            return False
-    except OSError as exc:
-        if exc.errno not in _NO_FLOCK:
-            raise
-        advice = "use a folder on a local disk, or mount this file system with locks (flock)"
-        raise OSError(exc.errno, f"its file system has no file locks; {advice}") from exc
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        except OSError as exc:
+            if exc.errno not in _NO_FLOCK:
+                raise
+            advice = "use a folder on a local disk, or mount this file system with locks (flock)"
+            raise OSError(exc.errno, f"its file system has no file locks; {advice}") from exc
+    else:
+        return False
     if not _locked:
         os.register_at_fork(after_in_child=_leave_to_parent)
     info = os.fstat(fd)
     _locked.add((info.st_dev, info.st_ino))
-    return True
-
-
-def _try(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(_PAUSE_S)
-        return False
     return True
 
 

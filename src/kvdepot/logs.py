@@ -158,17 +158,15 @@ class _Human(logging.Formatter):
         # Request ids and file names come from others: they must not forge a line, or send control characters to a
         # terminal.
         line = _printable(super().formatMessage(record)[:_MOST_SAID])
-        fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
-        return f"{line} [{fields}]" if fields else line
+        fields = {name: str(value) for name, value in _fields(record).items()}
+        for name, text in fields.items():
+            if not text.isprintable() or " " in text or "]" in text:
+                fields[name] = repr(text)
+        return f"{line} [{' '.join(map('='.join, fields.items()))}]" if fields else line
 
 
 def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return text if text.isprintable() and " " not in text and "]" not in text else repr(text)
 
 
 class _Json(logging.Formatter):
@@ -184,9 +182,7 @@ class _Json(logging.Formatter):
         said |= {name: value for name, value in _fields(record).items() if name not in said}
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)[-_MOST_SAID:]
-        # Surrogates stand for bytes that were not UTF-8 (in a file's name, for example), and cannot be encoded.
-        return msgspec.json.encode({name: _encodable(value) for name, value in said.items()}).decode()
-
-
-def _encodable(value: object) -> object:
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in said.items():
+            if isinstance(value, str):  # surrogates stand for bytes that were not UTF-8, and cannot be encoded
+                said[name] = value.encode(errors="backslashreplace").decode()
+        return msgspec.json.encode(said).decode()

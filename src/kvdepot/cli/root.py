@@ -147,8 +147,14 @@ def run(words: Sequence[str]) -> int:
         exc.show()
         return 2
     except click.UsageError as exc:
-        context = exc.ctx or _context(words)
-        said = _message(exc, context.info_name or "")
+        context, said = exc.ctx or _context(words), exc.format_message()
+        if isinstance(exc, click.NoSuchOption):
+            from kvdepot.config import REMOVED as REMOVED_SETTINGS
+
+            name = exc.option_name
+            setting = name.lstrip("-").replace("-", "_")
+            if instead := _REMOVED_OPTIONS.get(f"{context.info_name} {name}") or REMOVED_SETTINGS.get(setting):
+                said = f"{name} was removed: {instead}"
         return _failed(f"{' '.join(said.split()).rstrip('.')} (see `{context.command_path} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)
@@ -163,18 +169,6 @@ def run(words: Sequence[str]) -> int:
             raise
         _failed(f"cannot write the output: {exc.strerror}; free some space and try again", 1)
         return _unwritten()
-
-
-def _message(exc: click.UsageError, command: str) -> str:
-    """The text of an error; for an option that was removed, what to do instead."""
-    if isinstance(exc, click.NoSuchOption):
-        from kvdepot.config import REMOVED as REMOVED_SETTINGS
-
-        name = exc.option_name
-        setting = name.lstrip("-").replace("-", "_")
-        if instead := _REMOVED_OPTIONS.get(f"{command} {name}") or REMOVED_SETTINGS.get(setting):
-            return f"{name} was removed: {instead}"
-    return exc.format_message()
 
 
 def _unwritten() -> int:

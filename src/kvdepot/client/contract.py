@@ -146,12 +146,9 @@ class KVCacheHandle:
 def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
     """One shareable handle per layer, in dict order. Raises LayoutError unless given a dict of names and tensors."""
     if not isinstance(kv_caches, dict):
-        raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {_kind(kv_caches)}")
+        kind = f"{type(kv_caches).__module__}.{type(kv_caches).__qualname__}"
+        raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {kind}")
     return [KVCacheHandle(tensor, name) for name, tensor in kv_caches.items()]
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def striding_block_hashes(block_hashes: list[bytes], blocks_in_chunk: int) -> Iterable[bytes]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -36,8 +37,6 @@ from kvdepot.protocol.layout import build_layout, find_block_axes
 
 if TYPE_CHECKING:
     import torch
-
-_Value = TypeVar("_Value")
 
 __all__ = [
     "IPCCacheEngineKey",
@@ -68,27 +67,13 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
     return mq_client.learn_chunk_size(CONNECT_S)
 
 
-class _OfSpec(Generic[_Value]):
+def _of_spec(field: str) -> Any:
     """A field of an adapter's `spec` under the contract's name. Setting it replaces the spec."""
 
-    def __init__(self, field: str) -> None:
-        self._field = field
+    def change(adapter: _Adapter, value: Any) -> None:
+        adapter.spec = replace(adapter.spec, **{field: value})
 
-    @overload
-    def __get__(self, adapter: None, owner: object) -> _OfSpec[_Value]: ...
-
-    @overload
-    def __get__(self, adapter: _Adapter, owner: object) -> _Value: ...
-
-    def __get__(self, adapter: _Adapter | None, owner: object) -> _Value | _OfSpec[_Value]:
-        if adapter is None:
-            return self
-        value: _Value = getattr(adapter.spec, self._field)
-        return value
-
-    def __set__(self, adapter: _Adapter, value: _Value) -> None:
-        changes: dict[str, Any] = {self._field: value}
-        adapter.spec = replace(adapter.spec, **changes)
+    return property(attrgetter(f"spec.{field}"), change)
 
 
 class _Adapter:
@@ -97,13 +82,13 @@ class _Adapter:
 
     client: Client
     spec: ShardSpec
-    model_name = _OfSpec[str]("model")
-    world_size = _OfSpec[int]("world_size")
-    worker_id = _OfSpec[int]("rank")
+    model_name: str = _of_spec("model")
+    world_size: int = _of_spec("world_size")
+    worker_id: int = _of_spec("rank")
     """The KV rank."""
-    chunk_size = _OfSpec[int]("chunk_tokens")
+    chunk_size: int = _of_spec("chunk_tokens")
     """Tokens per chunk."""
-    blocks_in_chunk = _OfSpec[int]("blocks_in_chunk")
+    blocks_in_chunk: int = _of_spec("blocks_in_chunk")
 
     def __init__(
         self,

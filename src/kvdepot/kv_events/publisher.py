@@ -204,7 +204,11 @@ class Publisher:
             # deciding thread wait for the GIL all the time.
             time.sleep(0.0 if self._stopping else _GATHER_S)
         else:
-            self._count_connections()
+            for event, value in itertools.chain.from_iterable(monitor.read() for monitor in self._monitors):
+                self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
+                if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
+                    log.debug("closed a connection beyond the limit of %d", _MOST_CONNECTIONS)
+                    shut(value)
 
     def _drain(self) -> None:
         while not self._stopping and (changes := self._feed.take(BATCH)):
@@ -286,15 +290,6 @@ class Publisher:
         listing = ((topic, self._pack(events)) for topic, events in self._view.listing())
         rest = itertools.repeat((self._view.beat_topic, self._pack([])), sent.last - last)
         return itertools.chain(_numbered(last - listed + 1, listing), _numbered(last + 1, rest), iter([_LAST]))
-
-    # -- connections
-
-    def _count_connections(self) -> None:
-        for event, value in itertools.chain.from_iterable(monitor.read() for monitor in self._monitors):
-            self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
-            if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
-                log.debug("closed a connection beyond the limit of %d", _MOST_CONNECTIONS)
-                shut(value)
 
     def _close_sockets(self) -> None:
         for monitor in self._monitors:

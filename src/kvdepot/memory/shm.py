@@ -263,7 +263,12 @@ class LivenessFile:
             os.ftruncate(fd, mmap.PAGESIZE)
             os.pwrite(fd, self.secret, _SECRET.start)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._address = self._map(fd)
+            # With libc, because Python's mmap keeps a descriptor of its own.
+            address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+            if address == ctypes.c_void_p(-1).value:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            self._address = int(address)
+            do_not_fork(self._address, mmap.PAGESIZE)
             hidden.rename(path)
         except OSError as exc:
             self._unmap()
@@ -276,15 +281,6 @@ class LivenessFile:
         self._fence = ctypes.c_uint64.from_address(self._address)
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
         self._at_exit = weakref.finalize(self, _mark_left, self._address, self._owner)
-
-    @staticmethod
-    def _map(fd: int) -> int:
-        """Map the page with libc, because Python's mmap keeps a descriptor of its own."""
-        address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        do_not_fork(address, mmap.PAGESIZE)
-        return int(address)
 
     def __del__(self) -> None:
         self._unmap()
@@ -326,21 +322,17 @@ def leave_for(pid: int) -> None:
         maps = process.joinpath("maps").read_text(encoding="utf-8", errors="replace").splitlines()
         for name in {line.rpartition("/")[2] for line in maps}:
             if name.startswith(_LIVENESS):
-                _mark_file_left(name)
+                with contextlib.suppress(OSError, KVDepotError):  # its client has removed it
+                    fd = open_shared(name)
+                    try:
+                        os.pwrite(fd, b"\1", _LEFT)
+                    finally:
+                        os.close(fd)
     with contextlib.suppress(OSError):
         for thread in process.joinpath("task").iterdir():
             with contextlib.suppress(OSError):  # this thread has ended meanwhile
                 for child in thread.joinpath("children").read_text().split():
                     leave_for(int(child))
-
-
-def _mark_file_left(name: str) -> None:
-    with contextlib.suppress(OSError, KVDepotError):  # its client has removed it
-        fd = open_shared(name)
-        try:
-            os.pwrite(fd, b"\1", _LEFT)
-        finally:
-            os.close(fd)
 
 
 class LivenessView:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvdepot.protocol.counters import SERVER
-from kvdepot.protocol.status import Status, TierStatus
+from kvdepot.protocol.status import Status
 from kvdepot.values import plural
 
 RECENT_S = 300.0
@@ -56,7 +56,11 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
             advice += "and that its user may read, write and remove objects."
             error = tier.error.removeprefix(f"{tier.name}: ").rstrip(".") or "unknown error"
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {error}.", advice)
-        elif _is_short_of_disk(tier):
+        elif (
+            tier.capacity_bytes and tier.free_bytes is not None and tier.bytes is not None
+            # Others fill its file system, or it is smaller than the tier may grow; the alert has the same limits.
+            and tier.free_bytes < 0.05 * tier.capacity_bytes and tier.bytes < 0.95 * tier.capacity_bytes
+        ):  # fmt: skip
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."
             yield Concern(what, "Free space on it, or lower `capacity_gib`: at its capacity, the tier evicts.")
     for device in status.devices:
@@ -81,10 +85,3 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         number = round(dropped)
         what = f"{plural(number, 'shard')} {'was' if number == 1 else 'were'} dropped in the last 5 minutes"
         yield Concern(f"{what}: memory was full.", _ADVICE["dropped_chunks"])
-
-
-def _is_short_of_disk(tier: TierStatus) -> bool:
-    """Whether others fill its file system, or it is smaller than the tier may grow; the alert has the same limits."""
-    if not tier.capacity_bytes or tier.free_bytes is None or tier.bytes is None:
-        return False
-    return tier.free_bytes < 0.05 * tier.capacity_bytes and tier.bytes < 0.95 * tier.capacity_bytes

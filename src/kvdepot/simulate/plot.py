@@ -80,7 +80,8 @@ def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
             )
         out.print(Text(_title(sweep.trace.name, sweep.trace), "bold"), soft_wrap=True)
         out.print(table)
-        out.print(_caption(sweep), soft_wrap=True)
+        hint = "" if sweep.block_bytes else "; --kv-bytes-per-token shows it in GiB"
+        out.print(f"Hit rate in % of block references, by capacity in blocks{hint}", soft_wrap=True)
 
 
 def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -99,11 +100,6 @@ def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]
 def _title(name: str, trace: Trace) -> str:
     text = f"{name}: {len(trace):,} requests, {len(trace.blocks):,} block references, {trace.unique:,} blocks"
     return f"{text} of {trace.block_tokens} tokens" if trace.block_tokens else text
-
-
-def _caption(sweep: Sweep) -> str:
-    text = "Hit rate in % of block references, by capacity in blocks"
-    return text if sweep.block_bytes else text + "; --kv-bytes-per-token shows it in GiB"
 
 
 def _gib(size_bytes: int) -> str:

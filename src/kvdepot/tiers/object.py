@@ -44,7 +44,7 @@ from kvdepot.tiers.codec import fill
 from kvdepot.tiers.urls import redact, shown, shown_option
 
 if TYPE_CHECKING:  # obstore has these in its stubs alone
-    from obstore import Bytes, ListStream, ObjectMeta
+    from obstore import Bytes
     from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,12 @@ class ObjectTier:
                 for start in range(0, len(names), DELETE_NAMES):
                     obstore.delete(self._store, names[start : start + DELETE_NAMES])
         else:  # these have no batches, or fail at the first missing name
-            self._each(self._delete, names)
+
+            def delete(name: str) -> None:
+                with self._edge(), suppress(FileNotFoundError):
+                    obstore.delete(self._store, name)
+
+            self._each(delete, names)
 
     def forget(self, salt: str, space: str) -> int:
         """Lists the folders of the first two parts, then the objects of those that match."""
@@ -212,9 +217,12 @@ class ObjectTier:
             for folder in self._folders(first, space):
                 with self._edge():
                     pages = obstore.list(self._store, folder, chunk_size=DELETE_NAMES)
-                for page in self._pages(pages):
+                    page = next(pages, None)
+                while page is not None:
                     self.remove([found["path"] for found in page])
                     gone += len(page)
+                    with self._edge():
+                        page = next(pages, None)
         return gone
 
     def usage(self) -> Usage:
@@ -268,10 +276,6 @@ class ObjectTier:
             raise
         return True
 
-    def _delete(self, name: str) -> None:
-        with self._edge(), suppress(FileNotFoundError):
-            obstore.delete(self._store, name)
-
     # -- internals
 
     def _each(self, ask: Callable[[In], Out], items: Sequence[In]) -> list[Out]:
@@ -296,14 +300,6 @@ class ObjectTier:
         with self._edge():
             found = obstore.list_with_delimiter(self._store, place or None)
         return [path for path in found["common_prefixes"] if path.rpartition("/")[2].startswith(begins)]
-
-    def _pages(self, pages: ListStream[Sequence[ObjectMeta]]) -> Iterator[Sequence[ObjectMeta]]:
-        while True:
-            with self._edge():
-                page = next(pages, None)
-            if page is None:
-                return
-            yield page
 
     @contextmanager
     def _edge(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvdepot.errors import TierError
@@ -88,13 +88,6 @@ class Folder:
 
     def _naming(self, name: str) -> threading.Lock:
         return self._names[hash(name) % len(self._names)]
-
-    @contextlib.contextmanager
-    def _frozen(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for lock in (self._evicting, *self._names):
-                stack.enter_context(lock)
-            yield
 
     # -- the start
 
@@ -320,7 +313,9 @@ class Folder:
         self._wait_counted()
         trash: dict[str, str] = {}
         kept: set[str] = set()
-        with self._frozen():
+        with contextlib.ExitStack() as frozen:  # meanwhile no object is created or removed by others
+            for lock in (self._evicting, *self._names):
+                frozen.enter_context(lock)
             for place, path in spaces_in(self._root, salt, space):
                 target = self._unused(TRASH)
                 try:
