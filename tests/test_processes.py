@@ -60,8 +60,8 @@ def test_parallel_replays_import_nothing_from_the_working_directory(trap: Path, 
 
 
 def test_every_start_of_python_keeps_the_working_directory_off_the_import_path() -> None:
-    """Others name the interpreter for people, start a script, isolate it (-I), or repeat their own command line."""
-    others = {"install.py", "cli/copies.py", "client/launch.py"}
+    """Others name the interpreter for people, start a script, or isolate it (-I)."""
+    others = {"install.py", "client/launch.py"}
     users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "sys.executable" in path.read_text()}
     assert users - others == {"processes.py"}
     assert (PACKAGE / "client/launch.py").read_text().count("sys.executable") == 1

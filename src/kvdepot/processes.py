@@ -11,6 +11,9 @@ import io
 import os
 import sys
 
+_TUNED = "KVDEPOT_COPY_TUNED"
+_TUNABLES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000:glibc.cpu.x86_non_temporal_threshold=0x8000"
+"""glibc's memcpy with non-temporal stores from 32 KiB on (see docs/decisions.md, "Copies bypass the CPU cache")."""
 _HAS_SAFE_PATH = sys.version_info >= (3, 11)
 _DROP = "import sys; del sys.path[0]\n"
 _AS_MAIN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -51,3 +54,18 @@ def prepare_standard_files() -> None:
             stream.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+
+
+def start_over_tuned() -> None:
+    """Re-execute this process with glibc's tunables, unless that was done already or this is not glibc on x86-64.
+
+    glibc reads them only when a process starts. Call this before anything slow is imported, which would be done twice.
+    """
+    if os.environ.pop(_TUNED, None) or os.uname().machine != "x86_64":
+        return
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("gl"):
+        return
+    ours = os.environ.get("GLIBC_TUNABLES")
+    tunables = f"{_TUNABLES}:{ours}" if ours else _TUNABLES
+    environ = {**os.environ, "GLIBC_TUNABLES": tunables, _TUNED: "1"}
+    os.execve(sys.executable, [*sys.orig_argv], environ)

@@ -1,6 +1,6 @@
 """The endpoints of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
 
-Requests that read are answered from poll.py's last result, except those for lists (cached.py); requests that change
+Requests that read are answered from poll.py's last result, except those for lists (`CachedLists`); requests that change
 something ask the server, on threads, a few at a time.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import mimetypes
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +31,6 @@ from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
-from kvdepot.web.cached import CachedLists
 from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import TimeSeries
@@ -40,6 +40,41 @@ from kvdepot.web.prometheus import StatusCollector
 
 _MOST_CHANGES = 4
 """Changes at a time; each occupies a thread until the server has answered."""
+_FRESH_S = 2.0
+_MOST_WAITING = 8
+"""HTTP requests that wait for an answer; each occupies a thread."""
+_MOST_KEPT = 16
+
+T = TypeVar("T")
+
+
+class CachedLists:
+    """The latest answers of the server for one kind of list, by question; unlike the status, it makes them on request.
+
+    Invariant: however many ask, the server gets one request of a kind at a time, and the same one again only after
+    `_FRESH_S`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
+        self._asking = threading.Lock()
+        self._kept: dict[object, tuple[float, Any]] = {}
+
+    def get(self, question: object, ask: Callable[[], T]) -> T:
+        if not self._waiting.acquire(blocking=False):
+            raise Busy(f"{_MOST_WAITING} requests for this list are waiting: retry later")
+        try:
+            with self._asking:
+                asked, answer = self._kept.pop(question, (0.0, None))
+                if not asked or time.monotonic() - asked >= _FRESH_S:
+                    asked, answer = time.monotonic(), ask()
+                while len(self._kept) >= _MOST_KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[question] = asked, answer
+                found: T = answer
+                return found
+        finally:
+            self._waiting.release()
 
 
 @dataclass(frozen=True, slots=True)
