@@ -210,6 +210,32 @@ def test_every_request_type_answers_as_the_contract_says(depot: Depot, client: M
         ask(client, RequestType.STORE, [key], 7, ids, b"")
 
 
+@pytest.mark.parametrize("mode", ["tokens", "hashes"])
+def test_keys_of_anothers_adapter_name_the_chunks_of_ours(
+    client: MessageQueueClient, engine: Engine, mode: str
+) -> None:
+    """Somebody else's adapter has the contract's keys and requests, and nothing else of ours."""
+    caches, source, targets = make_caches(), list(range(8)), list(range(8, 16))
+    ask(client, RequestType.REGISTER_KV_CACHE, 9, wrap_kv_caches(caches))
+    for is_ours_first in (False, True):
+        what: dict[str, Any] = {"token_ids": prompt(2 * CHUNK)}
+        named: list[dict[str, Any]] = [{"token_ids": tuple(what["token_ids"]), "end": 2 * CHUNK}]
+        if mode == "hashes":
+            what = {"block_hashes": block_hashes(2 * PER_CHUNK)}
+            named = [{"chunk_hash": each} for each in striding_block_hashes(what["block_hashes"], PER_CHUNK)]
+        keys = [IPCCacheEngineKey(engine.model, 1, 0, request_id="r", **each) for each in named]
+        if is_ours_first:
+            engine.store(LoadStoreOp(source, **what))
+            assert ask(client, RequestType.LOOKUP, [key.no_worker_id_version() for key in keys]) == 2
+            assert ask(client, RequestType.RETRIEVE, keys, 9, targets, b"") == [True] * len(keys)
+            assert read_blocks(caches, targets) == read_blocks(engine.caches[0], source)
+        else:
+            assert ask(client, RequestType.STORE, keys, 9, source, b"") is True
+            assert engine.lookup(**what) == 2 * CHUNK
+            assert engine.retrieve(LoadStoreOp(targets, **what)) == set()
+            assert read_blocks(engine.caches[0], targets) == read_blocks(caches, source)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_retrieve_never_answers_true_for_blocks_it_did_not_fill(client: MessageQueueClient, others: int) -> None:
     model, tokens, caches = unique("model"), tuple(prompt(CHUNK)), make_caches()
