@@ -44,7 +44,7 @@ test: $(EVERYTHING) $(VENV)/promtool
 test-fast: $(EVERYTHING)
 	$(BIN)/python scripts/run_tests.py unit
 
-# Releases that are served beside VLLM: those with a wheel for processors run, of others the sources are compared.
+# Releases that are served beside VLLM: those with a wheel for processors run, others without their kernels.
 OLDER_VLLM := 0.30.0 0.31.0
 NEWER_VLLM := 0.33.0
 VERSIONS ?= $(OLDER_VLLM) $(NEWER_VLLM)

@@ -4,9 +4,9 @@
 
 For each release with a wheel for processors: the tests of `ENGINES` with its own engine, in its environment
 (.venv-versions/VERSION, which the Makefile makes), and an upgrade from it to the main environment's release. For one
-whose environment holds only sources: the connector's methods and vLLM's are compared, and vLLM's scheduler and what its
-runners call are run with a model of ours. Default: all environments there are. Ends after the first part that fails; a
-test that fails once is rerun alone, and named as flaky if it then passes (run_tests.py).
+whose environment holds only Python: the tests that need no kernels, with vLLM's own configuration, scheduler, KV cache
+manager and the code of its runners that calls the connector. Default: all environments there are. Ends after the first
+part that fails; a test that fails once is rerun alone, and named as flaky if it then passes (run_tests.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ ENGINES = [
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
-BY_HAND = ["-n", "2", "tests/vllm/test_runner_v2.py", "-k", "not real_engine"]
+BY_HAND = ["-n", "2", "tests/vllm/test_runner_v2.py", "tests/vllm/test_tails.py", "-k", "not real_engine"]
 """Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
-INTERFACE = ["tests/vllm/test_versions.py", "-k", "method or name or classes or fields"]
+NO_KERNELS = [
+    "-n", "2", "tests/vllm/test_versions.py", "tests/vllm/test_identity.py", "tests/vllm/test_groups.py",
+    "tests/vllm/test_layouts.py", "-k", "not engines_with",
+]  # fmt: skip
+"""What ENGINES has beside engines, of a release that has no wheel for processors."""
 UPGRADE = ["tests/vllm/test_upgrade.py"]
 
 
@@ -52,7 +56,7 @@ def main() -> int:
         folder = ENVIRONMENTS / version
         python = str(folder / "bin" / "python")
         if not Path(python).exists():  # no wheel for processors
-            add(f"vLLM {version}'s sources", INTERFACE, KVDEPOT_VLLM_SOURCES=str(folder))
+            add(f"vLLM {version} without kernels", NO_KERNELS, PYTHONPATH=str(folder))
             add(f"vLLM {version}'s scheduler by hand", BY_HAND, PYTHONPATH=str(folder))
             continue
         add(f"vLLM {version}'s engine", ["-n", "2", *BY_FILE, *ENGINES], python)

@@ -2,8 +2,9 @@
 
     python scripts/vllm_sources.py VERSION FOLDER
 
-pip can fetch a source distribution only together with its metadata, for which vLLM's wants PyTorch for CUDA and a Rust
-compiler. It unpacks it first, and is told to leave that there, so its failure afterwards is expected.
+A build for no device (VLLM_TARGET_DEVICE=empty) installs the same files, but its name lets vLLM find no platform to run
+on. pip can fetch a source distribution only together with its metadata, for which vLLM's wants PyTorch for CUDA and a
+Rust compiler. It unpacks it first, and is told to leave that there, so its failure afterwards is expected.
 """
 
 from __future__ import annotations

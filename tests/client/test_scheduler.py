@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient, Unanswered
-from kvdepot.client.transfer import ShardSpec
+from kvdepot.client.transfer import PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, DeadlineExceeded, ProtocolError, Unavailable
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
@@ -37,6 +37,19 @@ def test_a_prompt_without_a_whole_chunk_is_a_miss_that_nobody_is_asked_for(
 ) -> None:
     scheduler.submit_lookup("r", b"")
     assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(0) and not peer.asked
+
+
+def test_an_answer_below_zero_names_a_tail_of_the_lookup(scheduler: SchedulerClient, peer: Answering) -> None:
+    tails = (wire.Tail(3, b"l" * 32), wire.Tail(2, b"s" * 32))
+    for number, (value, outcome) in enumerate([(-1, Cached(768, 0)), (-2, Cached(512, 1)), (2, Cached(512))]):
+        scheduler.submit(f"{number}", PromptChunks(SPEC, HASHES if number else b"", tails=tails))
+        assert peer.asked[-1].tails == tails
+        peer.answer(value)
+        assert scheduler.check_lookup(f"{number}") == outcome
+        assert scheduler.known_tokens(f"{number}") == outcome.tokens
+    scheduler.submit("r", PromptChunks(SPEC, HASHES, tails=tails))
+    peer.answer(-3)
+    assert isinstance(scheduler.check_lookup("r"), Unanswered)
 
 
 @pytest.mark.parametrize("value", [Unavailable("gone"), DeadlineExceeded("late"), BadRequest("odd"), "no number", True])

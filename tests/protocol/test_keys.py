@@ -229,3 +229,25 @@ def test_an_extra_in_the_lookahead_changes_the_chunk_before_it() -> None:
     assert [a == b for a, b in zip(plain, image, strict=True)] == [True, False, False, False]
     image = ahead(tokens, 8, 1, ((17, b"image"),))
     assert [a == b for a, b in zip(plain, image, strict=True)] == [True, True, False, False]
+
+
+def test_a_tail_is_named_by_its_tokens_and_all_before_and_is_no_chunk_of_them() -> None:
+    def keys(tokens: list[int], extras: list[tuple[int, bytes]], size: int = 4) -> list[bytes]:
+        chain = ChunkChain(size)
+        chain.extend(tokens, extras)
+        return [chain.tail(tokens, end, extras) for end in range(len(tokens))]
+
+    tokens = [*range(10)]
+    plain = keys(tokens, [])
+    whole = ChunkChain(4)
+    whole.extend(tokens)
+    two = ChunkChain(2)
+    two.extend(tokens)
+    every = [*plain, whole.slice(0, 1), whole.slice(1, 2), *(two.slice(i, i + 1) for i in range(len(two)))]
+    assert len({*every}) == len(every)
+    assert keys([*range(9), 99], []) == plain, "a tail does not depend on what follows it"
+    changed = keys([*range(5), 99, *range(6, 10)], [])
+    assert [one == other for one, other in zip(plain, changed, strict=True)] == [True] * 6 + [False] * 4
+    image = keys(tokens, [(5, b"image")])
+    assert [one == other for one, other in zip(plain, image, strict=True)] == [True] * 6 + [False] * 4
+    assert keys(tokens, [(5, b"other")])[6:] != image[6:] and keys(tokens, [(4, b"image")])[6] != image[6]

@@ -3,11 +3,13 @@ code of its runners that calls the connector. A worker calls that code where the
 
 The model is arithmetic. What it writes for a token is a number that follows from all tokens up to it, a drafter's from
 one more; where attention would read, it compares. So a wrong byte in a block that is read, by whoever and however late
-it was written, is found by the step that reads it. The text after a prompt follows from the prompt, too.
+it was written, is found by the step that reads it. The text after a prompt follows from the prompt, too. A state is the
+number of the last token, in the block in which vLLM's runners keep it: that of the last token that was computed.
 """
 
 from __future__ import annotations
 
+import random
 import time
 import zlib
 from collections import deque
@@ -24,6 +26,12 @@ BLOCK, CHUNK, BATCH = 32, 64, 160
 """Tokens of a block, of a chunk, and of a step."""
 VOCABULARY = 16
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+STATE = "model.layers.2.linear_attn"
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY) for _ in range(tokens)]
 
 
 class Text:
@@ -55,21 +63,24 @@ class Row:
     """One request of a worker's batch."""
 
     text: Text
-    blocks: list[int]
+    tables: list[list[int]]
+    """The blocks of each KV cache group."""
     computed: int
     known: int
     """Tokens that it is to compute before it says one."""
 
 
 class Worker:
-    def __init__(self, config: Any, caches: Any, window: int) -> None:
+    def __init__(self, config: Any, caches: Any, window: int, block: int) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
         from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 
         ensure_kv_transfer_initialized(config, caches)
-        self.config, self.window = config, window
-        self.kv = {name: torch.zeros(caches.num_blocks, 1, BLOCK, 8, dtype=torch.bfloat16) for name in LAYERS}
+        self.config, self.window, self.block = config, window, block
+        self.kv = {name: torch.zeros(caches.num_blocks, 1, block, 8, dtype=torch.bfloat16) for name in LAYERS}
+        if len(caches.kv_cache_groups) > 1:
+            self.kv[STATE] = torch.zeros(caches.num_blocks, 1, 1, 8, dtype=torch.bfloat16)
         self.connector = get_kv_transfer_group()
         self.v2 = get_kv_connector(config, self.kv)
         self.rows: dict[str, Row] = {}
@@ -95,19 +106,26 @@ class Worker:
             self.rows.pop(request_id, None)
         for new in planned.scheduled_new_reqs:
             known = len(new.prefill_token_ids or new.prompt_token_ids)
-            self._start(new.req_id, new.block_ids[0], new.num_computed_tokens, known)
+            self._start(new.req_id, new.block_ids, new.num_computed_tokens, known)
         cached = planned.scheduled_cached_reqs
         for number, request_id in enumerate(cached.req_ids):
-            (blocks,) = cached.new_block_ids[number] or ([],)
+            new_blocks = cached.new_block_ids[number]
             if request_id in cached.resumed_req_ids:
                 known = self.prompts[request_id] + cached.num_output_tokens[number]
-                self._start(request_id, blocks, cached.num_computed_tokens[number], known)
-            else:
-                self.rows[request_id].blocks += blocks
+                self._start(request_id, new_blocks, cached.num_computed_tokens[number], known)
+            elif new_blocks is not None:
+                for table, blocks in zip(self.rows[request_id].tables, new_blocks, strict=True):
+                    table += blocks
+        zeroed = planned.new_block_ids_to_zero or []
+        for layer in LAYERS:
+            self.kv[layer][zeroed] = 0
+        for source, target in planned.kv_cache_block_copies or ():
+            for kv in self.kv.values():
+                kv[target] = kv[source]
 
-    def _start(self, request_id: str, blocks: list[int], computed: int, known: int) -> None:
+    def _start(self, request_id: str, tables: Sequence[list[int]], computed: int, known: int) -> None:
         self.begun.setdefault(request_id, []).append(computed)
-        self.rows[request_id] = Row(self.texts[request_id], list(blocks), computed, known)
+        self.rows[request_id] = Row(self.texts[request_id], [list(table) for table in tables], computed, known)
 
     def _forward(self, planned: Any) -> dict[str, list[int]]:
         """Compute the step's tokens. Returns what each request says."""
@@ -120,20 +138,22 @@ class Worker:
                 self._read(layer, row, text.states[:start])
             for layer in LAYERS:
                 self._write(layer, row, start, text.states[start:end])
+            if STATE in self.kv:
+                self._go_on(row, text.states, start, end)
             said[request_id] = text.tokens[end : end + 1] if end >= row.known else []
             row.computed = end
         return said
 
     def _place(self, row: Row, start: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(start, start + number)
-        return torch.tensor(row.blocks, dtype=torch.long)[positions // BLOCK], positions % BLOCK
+        return torch.tensor(row.tables[0], dtype=torch.long)[positions // self.block], positions % self.block
 
     def _numbers(self, layer: str, states: Sequence[int]) -> torch.Tensor:
         salt = layer.encode()
         return torch.tensor([zlib.crc32(salt, state) & 0x7FFF for state in states], dtype=torch.int16)
 
     def _write(self, layer: str, row: Row, start: int, states: Sequence[int]) -> None:
-        states = states[: max(0, len(row.blocks) * BLOCK - start)]
+        states = states[: max(0, len(row.tables[0]) * self.block - start)]
         blocks, places = self._place(row, start, len(states))
         self.kv[layer].view(torch.int16)[blocks, 0, places] = self._numbers(layer, states).unsqueeze(1)
 
@@ -143,6 +163,14 @@ class Worker:
         found = self.kv[layer].view(torch.int16)[blocks, 0, places]
         wrong = (found != self._numbers(layer, states[first:]).unsqueeze(1)).any(1).nonzero().flatten() + first
         assert not len(wrong), f"{layer}: wrong KV at positions {wrong.tolist()[:4]} and others of {len(states)}"
+
+    def _go_on(self, row: Row, states: Sequence[int], start: int, end: int) -> None:
+        """The state after `start` tokens becomes that after `end`, in the block of the last of them."""
+        kv, table = self.kv[STATE].view(torch.int16)[:, 0, 0], row.tables[1]
+        if start:
+            found, wanted = kv[table[(start - 1) // self.block]], self._numbers(STATE, states[start - 1 : start])
+            assert (found == wanted).all(), f"wrong state after {start} tokens, in {table}"
+        kv[table[(end - 1) // self.block]] = self._numbers(STATE, states[end - 1 : end])
 
     def _output(self, said: dict[str, list[int]], told: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -169,49 +197,70 @@ class Engine:
         steps: int = 1,
         blocks: int = 64,
         window: int = 0,
+        states: Sequence[int] = (),
         **extra: Any,
     ) -> None:
         """steps: how many are under way at a time, 2 with asynchronous scheduling. window: of sliding windows; 0: full
-        attention. extra: our settings.
+        attention. states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as
+        Qwen3-Next; empty: without. extra: our settings.
         """
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            MambaSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.structured_output import StructuredOutputManager
 
         told = KVTransferConfig(
             kv_connector="KVDepotConnector", kv_role="kv_both", engine_id="one of these",
             kv_connector_extra_config={"kvdepot.url": url, "kvdepot.required": True, **extra},
         )  # fmt: skip
+        block, unit = states or (BLOCK, BLOCK)
         self.config = config = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=BLOCK, max_num_seqs=8,
-            max_num_batched_tokens=BATCH, max_model_len=1024, async_scheduling=steps > 1,
+            model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,
+            max_num_batched_tokens=max(BATCH, block), max_model_len=4096, async_scheduling=steps > 1,
         ).create_engine_config()  # fmt: skip
         config.instance_id = "one of these"  # files that this process has written are shared with no other engine
-        shape: Any = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.bfloat16}
+        shape: Any = {"block_size": block, "num_kv_heads": 1, "head_size": 4, "dtype": torch.bfloat16}
         spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
-        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec([*LAYERS], spec)])
+        groups = [KVCacheGroupSpec([*LAYERS], spec)]
+        if states:
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.mamba_block_size = block
+            one = MambaSpec(block, shapes=((8,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+            groups.append(KVCacheGroupSpec([STATE], one))
+        caches = KVCacheConfig(blocks, [], groups)
         config.cache_config.num_gpu_blocks = blocks
         hashed = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashed)
-        self._hasher = get_request_block_hasher(BLOCK, hashed)
+        self._hasher = get_request_block_hasher(unit, hashed)
         with set_current_vllm_config(config):
             self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK, hash_block_size=BLOCK, log_stats=False,
+                block_size=block, hash_block_size=unit, log_stats=False,
             )  # fmt: skip
-            self.worker = Worker(config, caches, window)
+            self.worker = Worker(config, caches, window, block)
         self._steps = steps
         self._under_way: deque[tuple[Any, Any]] = deque()
 
-    def add(self, name: str, prompt: Sequence[int], says: int = 8) -> Any:
-        """Add a request that says this many tokens. Returns vLLM's object."""
+    def add(self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None) -> Any:
+        """Add a request that says this many tokens, or up to one of `stops`. Returns vLLM's object."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(max_tokens=says, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            max_tokens=says,
+            ignore_eos=True,
+            detokenize=False,
+            stop_token_ids=[*stops],
+            extra_args={"kv_transfer_params": hints} if hints else None,
+        )
         made = Request(name, list(prompt), params, None, block_hasher=self._hasher)
         self.worker.texts[name] = Text(prompt)
         self.worker.prompts[name] = len(prompt)

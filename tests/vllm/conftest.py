@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import Depot
-from tests.vllm import engines
+from tests.vllm import by_hand, drafters, engines
 from tests.vllm.engines import Engine
 
+StartByHand = Callable[..., by_hand.Engine]
 StartEngine = Callable[..., Engine]
 if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
     collect_ignore_glob = ["test_*.py"]  # `make test` installs it, and CI must not skip its tests
@@ -56,3 +57,44 @@ def start_engine() -> Iterator[StartEngine]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of few tokens, for which drafters are made."""
+    return engines.write_model(tmp_path_factory.mktemp("target") / "target", drafters.TARGET)
+
+
+@pytest.fixture(scope="module")
+def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's, of the one worker that is in this process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    file = tmp_path_factory.mktemp("groups") / "file"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def start_by_hand(
+    depot: Depot, target: Path, process_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartByHand]:
+    """Start an engine of by_hand.py; the one before it ends."""
+    started: list[by_hand.Engine] = []
+
+    def begin(**options: Any) -> by_hand.Engine:
+        if started:
+            started.pop().close()
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
+        started.append(by_hand.Engine(depot.url, target, **options))
+        return started[-1]
+
+    yield begin
+    if started:
+        started.pop().close()

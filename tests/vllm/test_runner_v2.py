@@ -6,8 +6,6 @@ no wheel for processors.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,66 +14,21 @@ import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.tiers.servers import RedisServer, need
-from tests.vllm import drafters, engines
-from tests.vllm.by_hand import BATCH, CHUNK, VOCABULARY, Engine, check
-from tests.vllm.conftest import StartEngine
+from tests.vllm import drafters
+from tests.vllm.by_hand import BATCH, CHUNK, check, prompt
+from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held, output, run_preempted
 
-StartByHand = Callable[..., Engine]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCABULARY) for _ in range(tokens)]
-
 
 @pytest.fixture(scope="module")
-def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's, of the one worker that is in this process."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    file = tmp_path_factory.mktemp("groups") / "file"
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1)
-    yield
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "target": engines.write_model(folder / "target", drafters.TARGET),
-        "drafter": drafters.write_drafter(folder / "drafter", "eagle", drafters.TARGET),
-    }
+def paths(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafter")
+    return {"target": target, "drafter": drafters.write_drafter(folder / "drafter", "eagle", drafters.TARGET)}
 
 
 @pytest.fixture
 def depot(start_depot: StartDepot) -> Depot:
     return start_depot(arena_mib=64, chunk_size=CHUNK)
-
-
-@pytest.fixture
-def start(
-    depot: Depot, paths: dict[str, Path], process_groups: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StartByHand]:
-    """Start an engine; the one before it ends."""
-    started: list[Engine] = []
-
-    def begin(**options: Any) -> Engine:
-        if started:
-            started.pop().close()
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
-        started.append(Engine(options.pop("url", depot.url), paths["target"], **options))
-        return started[-1]
-
-    yield begin
-    if started:
-        started.pop().close()
 
 
 in_turn = pytest.mark.parametrize("steps", [1, 2])
@@ -84,12 +37,12 @@ in_turn = pytest.mark.parametrize("steps", [1, 2])
 
 @in_turn
 def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
-    steps: int, depot: Depot, start: StartByHand
+    steps: int, depot: Depot, start_by_hand: StartByHand
 ) -> None:
     tokens = prompt(1, 5 * CHUNK + 9)
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     assert engine.run("first", tokens, says=40) == 0
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     assert not any(kv.any() for kv in engine.worker.kv.values())
     assert engine.run("second", tokens, says=40) == 5 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
@@ -129,7 +82,7 @@ def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
 
 @pytest.mark.faults
 def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
-    start_depot: StartDepot, start: StartByHand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start_depot: StartDepot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     need(commands=["redis-server"], modules=["redis"])
     monkeypatch.setattr("kvdepot.integrations.vllm.stats.PrefillSpeed.speed", 0.0)  # or computing would be faster
@@ -141,7 +94,7 @@ def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
         tier = f"redis://127.0.0.1:{store.port}/0?queue_mib=1024"
         for loaded in 0, 3 * CHUNK:  # the second server begins with nothing
             depot = start_depot("--tiers", tier, "--lookup-s", "8", arena_mib=1, chunk_size=CHUNK)
-            engine = start(url=depot.url)
+            engine = start_by_hand(url=depot.url)
             made = [engine.add(f"r{i}", tokens) for i, tokens in enumerate(prompts)]
             while engine.scheduler.has_requests():
                 store.cli("client", "pause", "20")
@@ -159,18 +112,18 @@ def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
 
 @in_turn
 def test_preempted_requests_store_no_wrong_byte_and_end_once(
-    steps: int, depot: Depot, start: StartByHand, monkeypatch: pytest.MonkeyPatch
+    steps: int, depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine, stores take longer than a step that preempts waits for them, and are void then.
     monkeypatch.setattr("kvdepot.integrations.vllm.worker._PREEMPTION_S", HANG_S)
-    engine = start(steps=steps, blocks=24, **{"kvdepot.save_decode": True})
+    engine = start_by_hand(steps=steps, blocks=24, **{"kvdepot.save_decode": True})
     prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
     made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
     engine.finish()
     assert sum(request.num_preemptions for request in made) > 0
     for request in made:
         check(request)
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     for name, tokens in prompts.items():
         assert engine.run(name, tokens) == 3 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
@@ -178,11 +131,11 @@ def test_preempted_requests_store_no_wrong_byte_and_end_once(
 
 @in_turn
 def test_a_load_that_fails_is_reported_once_and_computed(
-    steps: int, depot: Depot, start_depot: StartDepot, start: StartByHand
+    steps: int, depot: Depot, start_depot: StartDepot, start_by_hand: StartByHand
 ) -> None:
     tokens = prompt(2, 3 * CHUNK + 9)
-    start(steps=steps).run("first", tokens)
-    engine = start(steps=steps)
+    start_by_hand(steps=steps).run("first", tokens)
+    engine = start_by_hand(steps=steps)
     engine.add("decoding", prompt(3, 40), says=60)  # so that there is something to compute meanwhile
     engine.step()
     lost = engine.add("lost", tokens)
@@ -195,21 +148,21 @@ def test_a_load_that_fails_is_reported_once_and_computed(
     assert engine.worker.begun["lost"] == [0]
     again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
     eventually(lambda: again.status()["instances"] == 1)
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     assert engine.run("second", tokens) == 0
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     assert engine.run("third", tokens) == 3 * CHUNK
 
 
 @in_turn
 @pytest.mark.parametrize("pauses", [False, True])
 def test_caches_can_be_reset_while_a_prompt_is_computed_and_its_blocks_are_held(
-    steps: int, pauses: bool, start: StartByHand
+    steps: int, pauses: bool, start_by_hand: StartByHand
 ) -> None:
     """Paused as by vLLM's /pause?mode=keep, it resets the caches once there is nothing left to do."""
     from vllm.v1.core.sched.interface import PauseState
 
-    engine = start(steps=steps, window=100 if pauses else 0)
+    engine = start_by_hand(steps=steps, window=100 if pauses else 0)
     kept = engine.add("kept", prompt(5, 9 * CHUNK))
     while kept.num_computed_tokens < 3 * BATCH:
         engine.step()
@@ -225,13 +178,13 @@ def test_caches_can_be_reset_while_a_prompt_is_computed_and_its_blocks_are_held(
 
 @in_turn
 def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
-    steps: int, depot: Depot, start: StartByHand
+    steps: int, depot: Depot, start_by_hand: StartByHand
 ) -> None:
     """Runner V2 takes the connector away while it runs a dummy batch, and tells it once it has captured graphs."""
     from vllm.v1.request import RequestStatus
 
     tokens = prompt(7, 4 * CHUNK + 9)
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     engine.add("whole", tokens)
     engine.add("aborted", prompt(8, 4 * CHUNK + 9))
     while engine.scheduler.has_requests():
@@ -242,7 +195,7 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
         if "aborted" in engine.worker.rows:  # its first chunks are being stored
             engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
     engine.finish()
-    engine = start(steps=steps)
+    engine = start_by_hand(steps=steps)
     assert engine.run("whole", tokens) == 4 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
 

@@ -1,8 +1,6 @@
 """The releases of vLLM that are served: what the connector is of each, and that others are refused.
 
-The interface is compared by reading source files, so it can be that of a release that is not installed:
-KVDEPOT_VLLM_SOURCES names a folder that holds its `vllm` (`make test-versions` does this for a release without a wheel
-for processors).
+The interface is compared by reading source files, as names that only types need are imported nowhere.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +24,7 @@ VERSION_FILE = "_version.py"
 
 
 def sources() -> Path:
-    """The `vllm` package to compare with: the installed one, unless another is named."""
-    named = os.environ.get("KVDEPOT_VLLM_SOURCES")
-    if named:
-        return Path(named) / "vllm"
+    """The `vllm` package to compare with."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     return Path(next(iter(spec.submodule_search_locations)))

@@ -16,7 +16,7 @@ import msgspec
 
 from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import Operation, PromptChunks, ShardSpec
-from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
+from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import AnswersStatus
@@ -33,9 +33,11 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Cached(msgspec.Struct, frozen=True):
-    """The server has the first `tokens` of the prompt; 0 is a miss."""
+    """The server has the first `tokens` of the prompt, in whole chunks, and those up to tail number `tail` of the
+    lookup; 0 is a miss."""
 
     tokens: int
+    tail: int | None = None
 
 
 class Unanswered(msgspec.Struct, frozen=True):
@@ -84,8 +86,11 @@ class SchedulerClient:
         Matched chunks are pinned for the request until they are retrieved or its session ends. readers: how many ranks
         will retrieve each chunk; None: all. chained, salt: see wire.Lookup.
         """
+        self.submit(request_id, PromptChunks(self.spec, hashes, salt, chained), readers)
+
+    def submit(self, request_id: str, prompt: PromptChunks, readers: int | None = None) -> None:
+        """As `submit_lookup`, of a prompt that may have tails."""
         if request_id not in self._lookups:
-            prompt = PromptChunks(self.spec, hashes, salt, chained)
             message = prompt.lookup(request_id, readers or self.spec.world_size)
             message = msgspec.structs.replace(message, reports=self._reports, speed=self.speed, queued=self._reports)
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
@@ -93,7 +98,7 @@ class SchedulerClient:
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
         client = self.client
         self._lookups[request_id] = lookup
-        if not lookup.message.hashes:
+        if not (lookup.message.hashes or lookup.message.tails):
             lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
             return
 
@@ -114,8 +119,13 @@ class SchedulerClient:
             return _PENDING
         found, error = 0, None
         try:
-            found = lookup.future.result()
-            lookup.outcome = Cached(found * self.spec.chunk_tokens)
+            found, tail = lookup.future.result(), None
+            if found < 0:
+                tail = -1 - found
+                if tail >= len(lookup.message.tails):
+                    raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
+                found = lookup.message.tails[tail].chunks
+            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc
@@ -136,7 +146,8 @@ class SchedulerClient:
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
-        if outcome is not _PENDING and lookup.message.hashes and not (lookup.was_held and lookup.is_second):
+        was_sent = lookup.message.hashes or lookup.message.tails
+        if outcome is not _PENDING and was_sent and not (lookup.was_held and lookup.is_second):
             client.pump()
             is_outdated = lookup.incarnation not in (b"", client.incarnation)
             was_silent = isinstance(outcome, Unanswered) and isinstance(outcome.error, Unavailable | DeadlineExceeded)

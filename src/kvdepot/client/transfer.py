@@ -38,8 +38,8 @@ _MOST_TOKENS = 256
 class Transfer:
     """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
-    parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
-    group: the place of the blocks' KV cache group in `ShardSpec.groups`.
+    hashes: 32 bytes a chunk. block_ids: little-endian uint32. group: the place of the blocks' KV cache group in
+    `ShardSpec.groups`. The other fields: as in wire.Shards.
     """
 
     request_id: str
@@ -50,6 +50,8 @@ class Transfer:
     skip_blocks: int = 0
     salt: bytes = b""
     group: int = 0
+    tail_facts: tuple[bool, bytes] = (False, b"")
+    """`is_tail` and `continues`."""
 
     @property
     def chunks(self) -> int:
@@ -142,7 +144,9 @@ class ShardSpec:
                 )
         shape = self.model, self.world_size, self.rank
         return [
-            wire.Shards(t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
+            wire.Shards(
+                t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt, *t.tail_facts
+            )
             for t in transfers
         ]
 
@@ -161,13 +165,14 @@ class PromptChunks:
     """The chunks of one prompt, on all ranks.
 
     spec: its rank does not matter. hashes: 32 bytes a chunk. salt: as in wire.Shards. is_chained: whether the hashes
-    are a chain from the prompt's start.
+    are a chain from the prompt's start. tails: as in wire.Lookup.
     """
 
     spec: ShardSpec
     hashes: bytes
     salt: bytes = b""
     is_chained: bool = True
+    tails: tuple[wire.Tail, ...] = ()
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -176,7 +181,10 @@ class PromptChunks:
     def lookup(self, request_id: str, readers: int | None = None) -> wire.Lookup:
         """The message that looks the chunks up. readers: how many ranks will retrieve each; None: no engine asks."""
         spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
-        return wire.Lookup(*shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens)
+        return wire.Lookup(
+            *shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens,
+            tails=self.tails,
+        )  # fmt: skip
 
     def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
         """The message that begins a lease of the chunks."""

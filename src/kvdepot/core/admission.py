@@ -26,6 +26,7 @@ __all__ = [
     "check_shards",
     "check_source",
     "check_speed",
+    "check_tails",
     "check_targets",
     "check_topic",
     "chunks_named",
@@ -51,6 +52,15 @@ def chunks_named(request: wire.Request) -> int:
 def check_hashes(hashes: bytes) -> None:
     if not hashes or len(hashes) % HASH_BYTES:
         raise BadRequest(f"{len(hashes)} bytes are not a list of {HASH_BYTES}-byte hashes")
+
+
+def check_tails(request: wire.Lookup) -> None:
+    """Raise BadRequest unless the tails of a lookup follow its chunks."""
+    if len(request.tails) > wire.MAX_TAILS:
+        raise BadRequest(f"{len(request.tails)} tails are more than {wire.MAX_TAILS}")
+    chunks = len(request.hashes) // HASH_BYTES
+    if any(len(tail.key) != HASH_BYTES or not 0 <= tail.chunks <= chunks for tail in request.tails):
+        raise BadRequest(f"a tail has no hash of {HASH_BYTES} bytes, or does not follow one of {chunks} chunks")
 
 
 def check_names(request: str, model: str) -> None:

@@ -12,12 +12,19 @@ from collections.abc import Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, check_speed
+from kvdepot.core.admission import (
+    check_chunk_tokens,
+    check_hashes,
+    check_names,
+    check_salt,
+    check_speed,
+    check_tails,
+)
 from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
-from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
+from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, last_chained, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, coming_tail, last_chained, match_prompt
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -70,7 +77,9 @@ class Sessions:
 
     def _begin(self, pending: PendingLookup, now: float) -> list[Action]:
         client, request = pending.asker, pending.lookup
-        check_hashes(request.hashes)
+        if request.hashes or not request.tails:
+            check_hashes(request.hashes)
+        check_tails(request)
         check_names(request.request, request.model)
         check_salt(request.salt)
         check_chunk_tokens(request.chunk_tokens)
@@ -85,23 +94,27 @@ class Sessions:
         actions = self._give_up(before)  # a repeated lookup replaces it
         if pending.lease is None and not is_new:
             self._count_no_more(client.sessions[request.request])
-        namespaces, pins, pending.first = self._match(client, request)
+        match = self._match(client, request)
+        pending.first = match.chunks
         if not pending.by_hand:
             client.model, client.is_engine = request.model, True
         if not (pending.by_hand or request.hurries):
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
-            for namespace in namespaces:
+            for namespace in match.namespaces:
                 namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
-        return [*actions, *self._reply_or_wait(pending, namespaces, pins, now)]
+        return [*actions, *self._reply_or_wait(pending, match, now)]
 
-    def _reply_or_wait(
-        self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], now: float
-    ) -> list[Action]:
-        """pins: of what memory has."""
+    def _reply_or_wait(self, pending: PendingLookup, match: Match, now: float) -> list[Action]:
+        """match: what memory has."""
         client, request, chunks = pending.asker, pending.lookup, len(pending.lookup.hashes) // HASH_BYTES
-        may_grow = not request.hurries and len(namespaces) == 1 and pending.first < chunks
-        part = coming_part(namespaces[0], request.hashes, pending.first) if may_grow and self._index.reserved else None
+        namespaces, pins, *_ = match
+        may_wait = not request.hurries and len(namespaces) == 1
+        may_grow = may_wait and pending.first < chunks
+        part = None
+        if may_wait and self._index.reserved:
+            part = coming_part(namespaces[0], request.hashes, pending.first) if may_grow else None
+            part = part or coming_tail(namespaces[0], request.tails, match)
         awaits = part is not None and self._waiting.may_wait(pending, part, now)
         searches = may_grow and self._tiering.is_searchable
         if pending.lease is None and pending.share is None:
@@ -112,7 +125,7 @@ class Sessions:
             if share.marks and ((share.is_queued and is_early) or not self.budget.fits(share)):
                 return self._wait_for_room(pending, share, now)
             pending.share = self.budget.take(share)
-        if may_grow:
+        if may_wait:
             if part is not None and awaits:
                 self._waiting.wait(pending, part, now)
                 self._hold_prefix(pending, pins[0].chunks)
@@ -130,7 +143,7 @@ class Sessions:
                     pending.tier_lookup = tier_lookup
                     self._table(pending)[request.request] = pending
                     return [*tier_tasks]
-        reply = self._reply(pending, namespaces, pins, pending.first)
+        reply = self._reply(pending, match)
         self._stop_waiting(pending)  # after the pin, or the match could be evicted in between
         return [reply]
 
@@ -144,7 +157,7 @@ class Sessions:
         return request.chunk_tokens or self._chunk_tokens
 
     def _match(self, client: Client, request: wire.Lookup) -> Match:
-        return match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
+        return match_prompt(self._index.namespaces, client.tenant, request, request.hashes, request.tails)
 
     # -- lookups that wait for room
 
@@ -158,7 +171,7 @@ class Sessions:
         self._counters["shortened_lookups"] += 1
         most = min(pending.first, self.budget.affordable(share))
         found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes[: most * HASH_BYTES])
-        reply = self._reply(pending, *found)
+        reply = self._reply(pending, found)
         self._stop_waiting(pending)
         return [reply]
 
@@ -169,8 +182,9 @@ class Sessions:
         blocked: set[Client] = set()
         for pending in self._waiting.for_room():
             if pending.asker not in blocked:
-                namespaces, pins, pending.first = self._match(pending.asker, pending.lookup)
-                actions += self._reply_or_wait(pending, namespaces, pins, now)
+                match = self._match(pending.asker, pending.lookup)
+                pending.first = match.chunks
+                actions += self._reply_or_wait(pending, match, now)
                 if pending.share is None and pending.lookup.request in pending.asker.pending:
                     blocked.add(pending.asker)
         return actions
@@ -208,11 +222,11 @@ class Sessions:
         """Reply, or wait for the next store, or for tiers."""
         if pending.given_up or pending.asker.dead:
             return self._forgo(pending)
-        namespaces, pins, matched = self._match(pending.asker, pending.lookup)
+        match = self._match(pending.asker, pending.lookup)
         if not pending.by_hand:
-            self._counters["awaited_chunks"] += max(0, matched - pending.first)
-        pending.first = matched
-        return self._reply_or_wait(pending, namespaces, pins, now)
+            self._counters["awaited_chunks"] += max(0, match.chunks - pending.first)
+        pending.first = match.chunks
+        return self._reply_or_wait(pending, match, now)
 
     def _hold_prefix(self, pending: PendingLookup, chunks: list[Chunk]) -> None:
         self._index.hold(chunks)  # first, so that chunks of both stay held
@@ -247,18 +261,18 @@ class Sessions:
         if pending.given_up or pending.asker.dead:
             actions += self._forgo(pending)
         else:
-            namespaces, pins, matched = self._match(pending.asker, pending.lookup)
+            match = self._match(pending.asker, pending.lookup)
             if not pending.by_hand:
-                self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
-            actions.append(self._reply(pending, namespaces, pins, matched))
+                self._counters["tier_hit_chunks"] += max(0, match.chunks - pending.first)
+            actions.append(self._reply(pending, match))
         self._tiering.lookups.release(tier_lookup)  # after the pin, or the match could be evicted in between
         return actions
 
-    def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
+    def _reply(self, pending: PendingLookup, match: Match) -> Reply:
         value: object
-        lookup, found = pending.lookup, 0
+        lookup, found, (namespaces, pins, matched, _) = pending.lookup, 0, match
         try:
-            value = self._answer(pending, namespaces, pins, matched)
+            value = self._answer(pending, match)
             found = matched
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
@@ -297,7 +311,7 @@ class Sessions:
             return self._end_tier_lookup(pending.tier_lookup)
         if pending.given_up or pending.asker.dead:
             return self._forgo(pending)
-        reply = self._reply(pending, *self._match(pending.asker, pending.lookup))
+        reply = self._reply(pending, self._match(pending.asker, pending.lookup))
         self._stop_waiting(pending)
         return [reply]
 
@@ -305,21 +319,22 @@ class Sessions:
         self._tiering.lookups.end(tier_lookup)
         return self.answer(tier_lookup)
 
-    def _answer(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
-        """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
+    def _answer(self, pending: PendingLookup, match: Match) -> int:
+        """Hold the matched chunks for the lookup's request or lease, and return the answer. Raises Busy."""
         if pending.lease is not None:
-            return self._leases.begin(pending.lease, pins, matched)
-        return self._pin(pending, namespaces, pins, matched)
+            return self._leases.begin(pending.lease, match.pins, match.chunks)
+        self._pin(pending, match)
+        return match.answer
 
-    def _pin(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
-        """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
-        client, request = pending.asker, pending.lookup
+    def _pin(self, pending: PendingLookup, match: Match) -> None:
+        """Pin the matched chunks. Raises Busy if max_pins would be exceeded."""
+        client, request, pins = pending.asker, pending.lookup, match.pins if match.answer else []
         old = client.sessions.get(request.request)
-        parts = max((pin.parts for pin in pins), default=0) if matched else 0
+        parts = max((pin.parts for pin in pins), default=0)
         if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
             self._counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
-        chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
+        chunks = [chunk for pin in pins for chunk in pin.chunks]
         self._index.hold(chunks)  # before the old pin ends, so that shared chunks stay held
         if old is None:
             self._index.use(chunks)
@@ -327,17 +342,16 @@ class Sessions:
             self.end(client, request.request)
         if chunks:
             readers = max(1, request.readers)
-            tokens = matched * self._tokens(request)
+            tokens = match.chunks * self._tokens(request)
             session = Session(client, request.request, request.model, chunks, parts, tokens, parts * readers, readers)
             share, pending.share = pending.share, None
-            if share is None or share.chunks != matched:
+            if share is None or share.chunks != match.chunks:
                 self.budget.end(share)
-                share = self.budget.take(self.budget.weigh(client, namespaces, request, matched))
+                share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks))
             session.share = share
             client.pins += parts
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
-        return matched
 
     def end(self, client: Client, request: str) -> None:
         """Release a request's pins; does nothing if it has none."""

@@ -170,6 +170,20 @@ class ChunkChain:
                 digest = _derive(digest, extra)
             self.hashes += digest
 
+    def tail(self, token_ids: Sequence[int], end: int, extras: Sequence[tuple[int, bytes]] = ()) -> bytes:
+        """The key of the tokens after the last whole chunk, up to the first `end` tokens; it equals no whole chunk's.
+
+        token_ids, extras: as of `extend`, of the tokens that are hashed and perhaps more. Needs a chain without
+        lookahead whose hashes reach to the tail.
+        """
+        first = end // self.chunk_size
+        start = first * self.chunk_size
+        key: bytes = _derive(self.parent(first), b"tail" + pack_ids(token_ids[start:end], "token ids"))
+        for position, extra in extras:
+            if start <= position < end:
+                key = _derive(key, (position - start).to_bytes(4, "little") + extra)
+        return key
+
     def _by_chunk(self, extras: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
         """The extras hashed into each chunk besides tokens, each after its position from the chunk's start."""
         size, found = self.chunk_size, dict[int, list[bytes]]()

@@ -33,6 +33,8 @@ MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
+MAX_TAILS = 64
+"""Tails that one lookup may name."""
 MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
@@ -120,8 +122,17 @@ class Unregister(_Message, frozen=True):
     instance: int
 
 
+class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A chunk with fewer tokens than others: the end of a prompt, or of an answer. It has its blocks' bytes, but only
+    the first tokens count. chunks: whole chunks before it."""
+
+    chunks: int
+    key: bytes
+
+
 class Lookup(_Message, frozen=True):
-    """Find the longest cached prefix of `hashes`. Answer: its number of chunks, which are pinned for `request`.
+    """Find the longest cached prefix of `hashes`. Answer: its number of chunks, which are pinned for `request`; if it
+    ends with tail number n of `tails`, -1 - n.
 
     The prefix ends where every KV cache group of the model can be resumed, on every rank. The answer may take half a
     second while chunks of the prompt are being stored, and with tiers `Welcome.lookup_s` more.
@@ -134,7 +145,7 @@ class Lookup(_Message, frozen=True):
     engine computes, which need not be loaded from a slower tier; 0: unknown, so all are. hurries: repeats a lookup that
     has no answer yet, which is counted no more, and answered at once with what is in memory.
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
-    pins.
+    pins. tails: where the prefix may end within a chunk, the longest first.
     """
 
     model: str
@@ -150,6 +161,7 @@ class Lookup(_Message, frozen=True):
     speed: float = 0.0
     hurries: bool = False
     queued: bool = False
+    tails: tuple[Tail, ...] = ()
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -159,6 +171,8 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     depth: number of chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
     salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
+    is_tail: whether the last chunk is a `Tail`. continues: in a store, the key of a tail that it makes useless; empty:
+    none.
     """
 
     request: str
@@ -171,6 +185,8 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_ids: bytes
     skip_blocks: int = 0
     salt: bytes = b""
+    is_tail: bool = False
+    continues: bytes = b""
 
 
 class Store(_Message, frozen=True):

@@ -12,6 +12,7 @@ takes its shard out of the chunk. Every shard ends as FREED, every chunk as GONE
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -216,6 +217,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""
+    is_tail: bool = False
+    """It has fewer tokens than others, and is in memory alone. After a restart this is not known."""
 
     @property
     def depth(self) -> int:
@@ -234,13 +237,17 @@ def is_evictable(chunk: Victim) -> bool:
     return not chunk.holds and not chunk.children and not chunk.gone
 
 
+_MOST_OUTGROWN = 1 << 14
+"""Tails that an account remembers to evict first, the latest; others go when their turn comes."""
+
+
 class Account(FairShare):
     """The share of one tenant with a quota, of one cache salt with a quota, or of all others.
 
     tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored.
     """
 
-    __slots__ = ("capped", "chunks", "evicted", "quota", "salt", "tag", "tenant")
+    __slots__ = ("capped", "chunks", "evicted", "outgrown", "quota", "salt", "tag", "tenant")
 
     def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int) -> None:
         super().__init__(policy, is_evictable, capacity, ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
@@ -250,6 +257,7 @@ class Account(FairShare):
         self.chunks = 0
         self.evicted = 0  # chunks
         self.capped = 0  # shards not stored because of the cap
+        self.outgrown: deque[Chunk] = deque(maxlen=_MOST_OUTGROWN)  # tails that others continue
 
     @property
     def name(self) -> str:
@@ -266,6 +274,10 @@ class Account(FairShare):
         return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
 
     def victim(self) -> Chunk | None:
+        while self.outgrown:
+            tail = self.outgrown.popleft()
+            if is_evictable(tail) and tail.account is self:
+                return tail
         victim = super().victim()
         assert victim is None or isinstance(victim, Chunk)
         return victim

@@ -18,6 +18,7 @@ from kvdepot.protocol.keys import HASH_BYTES
 __all__ = [
     "Match",
     "coming_part",
+    "coming_tail",
     "deepest_boundary",
     "find",
     "for_lookup",
@@ -38,15 +39,25 @@ _SEALED, _CORRUPT, _CHAINED = State.SEALED, State.CORRUPT, State.CHAINED  # attr
 
 class Match(NamedTuple):
     """The longest prefix of a prompt. namespaces: of its model, the first group of each. pins: the prefix in each.
-    chunks: how many of them all have."""
+    chunks: how many whole ones all have. tail: the number of the lookup's tail behind them; None: none.
+    """
 
     namespaces: list[Namespace]
     pins: list[Pin]
     chunks: int
+    tail: int | None = None
+
+    @property
+    def answer(self) -> int:
+        """The answer to a lookup; see wire.Lookup."""
+        return self.chunks if self.tail is None else -1 - self.tail
 
 
-def match_prompt(known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes) -> Match:
-    """The longest prefix of `hashes` (32 bytes per chunk) that all of the model's namespaces have."""
+def match_prompt(
+    known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes, tails: Sequence[wire.Tail] = ()
+) -> Match:
+    """The longest prefix of `hashes` (32 bytes per chunk), or of these and one of `tails`, that all of the model's
+    namespaces have."""
     namespaces = for_lookup(
         known, (tenant, request.model, request.world_size), request.blocks_in_chunk, request.chunk_tokens
     )
@@ -56,6 +67,13 @@ def match_prompt(known: Namespaces, tenant: str, request: wire.Lookup | wire.Lea
         # Engines with one model name but different layouts: only what every namespace has is certainly a hit.
         pins = [match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
         matched = min(pin.matched for pin in pins)
+    for number, (chunks, key) in enumerate((tail.chunks, tail.key) for tail in tails):
+        if chunks < matched or not namespaces:
+            break
+        if all(key in namespace.chunks for namespace in namespaces):
+            longer = [match(namespace, hashes[: chunks * HASH_BYTES] + key) for namespace in namespaces]
+            if all(pin.matched > chunks for pin in longer):
+                return Match(namespaces, longer, chunks, number)
     return Match(namespaces, pins, matched)
 
 
@@ -250,6 +268,16 @@ def coming_part(namespace: Namespace, hashes: bytes, matched: int) -> Chunk | No
             chunk = _part(group, hashes, i)
             if chunk is not None and not is_there(chunk):
                 return chunk
+    return None
+
+
+def coming_tail(namespace: Namespace, tails: Sequence[wire.Tail], match: Match) -> Chunk | None:
+    """A part of a tail behind `match` that is being stored, or None."""
+    for tail in tails[: match.tail]:
+        parts = [group.chunks.get(tail.key) for group in namespace.groups if tail.chunks >= match.chunks]
+        coming = [part for part in parts if part is not None and not is_there(part) and _is_coming(part)]
+        if coming:
+            return coming[0]
     return None
 
 

@@ -196,7 +196,7 @@ class Tiering:
         shards: list[tuple[Chunk, int]] = []
         for event in events:
             match event:
-                case Stored(chunk, rank):
+                case Stored(chunk, rank) if not chunk.is_tail:
                     shards.append((chunk, rank))
                 case Removed(_, _, Reason.EVICTED, tiers):
                     self.saves.removed(tiers)

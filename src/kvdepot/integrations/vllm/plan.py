@@ -69,13 +69,15 @@ class PlanRules(NamedTuple):
 
     spacing: chunks between boundaries within a prompt; 0: the default. lookahead: as of `ChunkChain`. has_all_states:
     whether vLLM offers the states of all steps, not only of those that it expects to be needed. holds_all: whether
-    vLLM may write to any group's blocks before it says that their request was preempted.
+    vLLM may write to any group's blocks before it says that their request was preempted. has_drafts: whether steps
+    compute tokens that may be rejected.
     """
 
     spacing: int = 0
     lookahead: int = 0
     has_all_states: bool = False
     holds_all: bool = False
+    has_drafts: bool = False
 
 
 class GroupPlan:
@@ -87,6 +89,12 @@ class GroupPlan:
         self._rules = rules
         self._spacing = rules.spacing or max(_SPACING, -(-_SPACING_TOKENS // chunk_tokens))
         self.is_bounded = any(group.reach for group in groups)
+        self.has_tails = (
+            any(group.is_state for group in groups)
+            and all(group.span == 1 and (group.is_state or not group.reach) for group in groups)
+            and not (rules.lookahead or rules.has_drafts)
+        )
+        """Whether a request can end, and another resume, within a chunk: its end is in the last block of each group."""
 
     def __repr__(self) -> str:
         return f"<GroupPlan {self._groups}>"
@@ -128,6 +136,13 @@ class GroupPlan:
         return pieces
 
     # -- stores
+
+    def tail(self, tables: Sequence[Sequence[int]], chunks: int) -> list[Piece]:
+        """The pieces of a tail behind this many chunks; empty if vLLM has let its blocks go."""
+        blocks = [tables[group.table][chunks : chunks + 1] for group in self._groups]
+        if any(not block or block[0] == NULL_BLOCK for block in blocks):
+            return []
+        return [Piece(number, chunks, chunks + 1, [*block]) for number, block in enumerate(blocks)]
 
     def to_store(
         self,

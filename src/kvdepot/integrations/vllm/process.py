@@ -74,6 +74,7 @@ class EngineProcess:
             # Runner V2 zeroes and copies blocks of a step before it calls `handle_preemptions`. Blocks are copied only
             # of models with states, whose blocks are zeroed, too.
             holds_all=self._vllm_config.use_v2_model_runner and self._kv_cache_config.needs_kv_cache_zeroing,
+            has_drafts=self._vllm_config.speculative_config is not None,
         )
         spec = self._fit(client)
         depot = SchedulerClient(client, spec, reports=True)

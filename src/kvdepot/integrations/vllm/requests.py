@@ -7,7 +7,7 @@ identity.py.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["ChunkRules", "RequestChunks", "RequestLoad", "Tracked", "names_are_contents"]
+__all__ = ["ChunkRules", "PromptEnd", "RequestChunks", "RequestLoad", "Tracked", "names_are_contents"]
 
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:
@@ -59,8 +59,7 @@ class RequestChunks:
 
     def hash(self) -> ChunkChain:
         """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
-        tokens, chain = self._request.all_token_ids, self.chain
-        items = [(item.mm_position.offset, item.identifier.encode()) for item in self._request.mm_features]
+        tokens, chain, items = self._request.all_token_ids, self.chain, self._all_items()
         if items and not self._rules.names_contents:
             tokens = tokens[: min(position for position, _ in items)]
         if [item for item in items if item[0] < chain.covered] != self._items:
@@ -68,6 +67,33 @@ class RequestChunks:
         (chain.grow if self._request.streaming_queue is None else chain.extend)(tokens, items)
         self._items = [item for item in items if item[0] < chain.covered]
         return chain
+
+    def _all_items(self) -> list[tuple[int, bytes]]:
+        return [(item.mm_position.offset, item.identifier.encode()) for item in self._request.mm_features]
+
+    def tail(self, end: int) -> bytes:
+        """The key of the tokens between the last whole chunk and `end`, where the chain reaches that far."""
+        return self.chain.tail(self._request.all_token_ids, end, self._all_items())
+
+    def is_named(self, end: int) -> bool:
+        """Whether the first `end` tokens have hashes, as all of their items are named by their contents."""
+        return self._rules.names_contents or all(position >= end for position, _ in self._all_items())
+
+
+class PromptEnd(NamedTuple):
+    """The end of a prefix within a chunk. tokens: from the prompt's start. chunk: as it is looked up."""
+
+    tokens: int
+    chunk: wire.Tail
+
+    @property
+    def chunks(self) -> int:
+        """Whole chunks before it."""
+        return self.chunk.chunks
+
+    @property
+    def key(self) -> bytes:
+        return self.chunk.key
 
 
 @dataclass
@@ -97,6 +123,10 @@ class Tracked:
     """Tokens in the engine's own cache, when vLLM last asked for matched tokens."""
     saved_chunks: int = 0
     """Chunks from the start that are in the depot or being stored."""
+    tails: list[PromptEnd] = field(default_factory=list)
+    """The tails that were looked up."""
+    tail: PromptEnd | None = None
+    """The one that the lookup has found."""
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     may_load: bool = True
@@ -158,10 +188,12 @@ class Tracked:
             chain = self.prompt.hash()
         return chain.slice(first, end)
 
-    def transfer(self, piece: Piece) -> Transfer:
-        """Chunks of one KV cache group and their blocks."""
+    def transfer(self, piece: Piece, tail: bytes = b"", continues: bytes = b"") -> Transfer:
+        """Chunks of one KV cache group and their blocks. tail: the key of the last one, if it is a tail. continues: see
+        wire.Shards."""
         chain = self.prompt.chain
+        hashes = chain.slice(piece.first, piece.end - 1) + tail if tail else chain.slice(piece.first, piece.end)
         return Transfer(
-            self.request.request_id, chain.parent(piece.first), piece.first, chain.slice(piece.first, piece.end),
-            pack_block_ids(piece.blocks), piece.skip, self.salt, piece.group,
+            self.request.request_id, chain.parent(piece.first), piece.first, hashes, pack_block_ids(piece.blocks),
+            piece.skip, self.salt, piece.group, (bool(tail), continues),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,16 +19,25 @@ from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.client.transfer import PromptChunks
 from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupPlan, StateBlock
-from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, RequestLoad, Tracked, names_are_contents
+from kvdepot.integrations.vllm.requests import (
+    ChunkRules,
+    PromptEnd,
+    RequestChunks,
+    RequestLoad,
+    Tracked,
+    names_are_contents,
+)
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import OperationStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
+from kvdepot.integrations.vllm.tails import Tails
 from kvdepot.integrations.vllm.versions import lookahead_tokens
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -70,6 +79,7 @@ class SchedulerHalf:
     _chunk_tokens: int
     _rules: ChunkRules
     _leases: RequestLeases
+    _tails: Tails
 
     def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings) -> None:
         """model: the engine's namespace."""
@@ -113,6 +123,7 @@ class SchedulerHalf:
         self._chunk_tokens = self._depot.spec.chunk_tokens
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
         self._leases = RequestLeases(self._depot, self.stats)
+        self._tails = Tails(self._chunk_tokens)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -147,7 +158,7 @@ class SchedulerHalf:
             prompt = RequestChunks(request, parent, self._rules)
             tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._submit_lookup(tracked)
-            self._answers.prompt_came(bytes(prompt.chain.hashes))
+            self._answers.prompt_came(bytes(prompt.chain.hashes) + b"".join(tail.key for tail in tracked.tails))
             self._leases.request_arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
@@ -183,8 +194,18 @@ class SchedulerHalf:
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
+            if self._plan.has_tails and tracked.prompt.is_named(request.num_tokens):
+                tracked.tails = self._tails.candidates(request, tracked.prompt, self._most_tokens(tracked))
+            tails = tuple(tail.chunk for tail in tracked.tails)
             tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
-            self._depot.submit_lookup(request.request_id, hashes, self._ranks, salt=salt)
+            self._depot.submit(
+                request.request_id, PromptChunks(self._depot.spec, hashes, salt, True, tails), self._ranks
+            )
+
+    def _most_tokens(self, tracked: Tracked) -> int:
+        """The number of tokens of the request's prompt that may be loaded, with a tail."""
+        most: int = tracked.request.num_tokens - 1
+        return most if tracked.hints.most_loaded is None else min(most, tracked.hints.most_loaded)
 
     def _most_chunks(self, tracked: Tracked) -> int:
         """The number of chunks of the request's prompt that may be loaded."""
@@ -207,7 +228,8 @@ class SchedulerHalf:
         wanted = request.num_tokens if tracked.hints.most_loaded is None else most * self._chunk_tokens
         missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most * self._chunk_tokens)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.may_load else None
-        if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
+        reach = max(most * self._chunk_tokens, *(tail.tokens for tail in tracked.tails), 0)
+        if not tracked.may_load or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
         outcome = self._depot.wait_lookup(request.request_id, max(0.0, _ANSWER_S - self._waited_s))
@@ -217,6 +239,10 @@ class SchedulerHalf:
             return None, False
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
+        tracked.tail = None
+        if isinstance(outcome, Cached) and outcome.tail is not None:
+            tracked.tail = tracked.tails[outcome.tail]
+            cached = tracked.tail.tokens
         if self._events is not None:
             self._events.found(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
@@ -254,10 +280,12 @@ class SchedulerHalf:
         tracked.count_asked()
         if num_external_tokens == 0:
             return
-        end = (tracked.local_tokens + num_external_tokens) // self._chunk_tokens
+        tokens, tail = tracked.local_tokens + num_external_tokens, tracked.tail
+        is_tail = tail is not None and tail.tokens == tokens
+        end, key = tokens // self._chunk_tokens + is_tail, tail.key if tail is not None and is_tail else b""
         pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
-        transfers = [tracked.transfer(piece) for piece in pieces]
+        transfers = [tracked.transfer(piece, key) for piece in pieces]
         tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens)
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
@@ -433,7 +461,8 @@ class SchedulerHalf:
 
     # -- the end
 
-    def request_finished(self, request: Request) -> bool:
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
+        """tables: its blocks by KV cache group, without those that only tokens of later steps would need."""
         request_id = request.request_id
         self._uncached.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
@@ -444,14 +473,43 @@ class SchedulerHalf:
         self._depot.answers = self._answers.status
         self._depot.end_session(request_id, *tracked.take_report())
         self._leases.request_ended(tracked)
+        tail = self._end_in_tail(tracked, tables)
         if self._answers.learns:
-            self._answers.request_ended(tracked.decoded_hashes())
+            self._answers.request_ended(tracked.decoded_hashes() or (tail.key if tail is not None else b""))
         self._next.loads.pop(request_id, None)
         if not tracked.stores_open:
             return False
         self._closing.add(request_id)
         (self._ending if self._waiting.waits(request_id) else self._next.ended).add(request_id)
         return True
+
+    def _end_in_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> PromptEnd | None:
+        """Store the end of a request that a later prompt may continue. Returns the tail, stored or not, if it has one.
+
+        Steps under way compute no more tokens than vLLM counts as computed, and the store waits for them.
+        """
+        request, tokens = tracked.request, tracked.request.num_computed_tokens
+        is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
+        if not (self._plan.has_tails and self._may_store and tracked.is_cached and tracked.hints.stores and is_over):
+            return None
+        with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
+            tracked.prompt.hash()
+            tail = self._tails.end(tracked.prompt, tokens) if tracked.prompt.is_named(tokens) else None
+            if tail is None:
+                return None
+            is_stored = tokens == request.num_prompt_tokens or self._answers.are_stored
+            pieces = self._plan.tail(tables, tail.chunks) if is_stored and tracked.saved_chunks >= tail.chunks else []
+            block_ids, read = self._plan.split(tables, tracked.read_tokens or 0, tail.chunks + 1)
+            if self._waiting.has_suspects and not self._waiting.check(block_ids, read):
+                pieces = []
+            if pieces:
+                before = tracked.tail.key if tracked.tail is not None else b""
+                stores = [tracked.transfer(piece, tail.key, before) for piece in pieces]
+                blocks = block_ids[:read], block_ids[read:]
+                self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request))
+                tracked.stores_open = True
+            return tail if tokens > request.num_prompt_tokens else None
+        return None
 
     def reset_cache(self) -> bool:
         # The weights may differ from those on disk: from here on this engine's KV is its own.

@@ -1,0 +1,120 @@
+"""Chunks with fewer tokens than others, at ends of prompts: found, waited for, outgrown, in memory alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvdepot.errors import BadRequest
+from kvdepot.memory.allocator import PAGE
+from kvdepot.protocol import wire
+from kvdepot.tiers.worker import Save
+from tests.core.desk import Desk, group_stores, instance_of, lookup, prompt, shards, store
+from tests.core.host import new_host
+from tests.tiers.faulty import MemoryTier
+
+STATES = (0, 1)
+"""Full attention and a state."""
+CHAIN = prompt("a", 4)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.hello(b"one")
+    desk.register_groups(STATES)
+    for request in group_stores(STATES, CHAIN, [range(3), [2]]):
+        assert desk.ask(b"one", request) is True
+    return desk
+
+
+def tail(name: str, chunks: int = 3) -> wire.Tail:
+    return wire.Tail(chunks, name.encode().ljust(32, b"."))
+
+
+def stored(end: wire.Tail, continues: bytes = b"", groups: int = 2) -> list[wire.Store]:
+    """Stores of a tail's parts in the first groups."""
+    part = shards(CHAIN, first=end.chunks, end=end.chunks + 1)
+    part = msgspec.structs.replace(part, hashes=end.key, is_tail=True, continues=continues)
+    return [wire.Store(instance_of(STATES, group), 1, [part]) for group in range(groups)]
+
+
+def with_tails(*tails: wire.Tail) -> wire.Lookup:
+    return msgspec.structs.replace(lookup(CHAIN), tails=tails)
+
+
+def keep(desk: Desk, *tails: wire.Tail, **options: Any) -> None:
+    for request in [request for end in tails for request in stored(end, **options)]:
+        assert desk.ask(b"one", request) is True
+
+
+def test_the_longest_tail_behind_the_whole_chunks_is_found_and_pinned(desk: Desk) -> None:
+    keep(desk, tail("short"), tail("long"), tail("before", 2))
+    longest = with_tails(tail("unknown"), tail("long"), tail("short"), tail("before", 2))
+    assert desk.ask(b"one", longest) == -2
+    held = [chunk.key for each in desk.index.namespaces.all() for chunk in each.chunks.values() if chunk.holds]
+    assert held == [tail("long").key] * 2
+    assert desk.ask(b"one", with_tails(tail("before", 2))) == 3
+    assert desk.ask(b"one", with_tails()) == 3
+
+
+def test_a_tail_that_lacks_its_state_or_the_chunks_before_it_is_no_hit(desk: Desk) -> None:
+    keep(desk, tail("half"), groups=1)
+    keep(desk, tail("far", 4))
+    assert desk.ask(b"one", with_tails(tail("far", 4), tail("half"))) == 3
+
+
+def test_a_prompt_of_less_than_a_chunk_is_a_tail_alone(desk: Desk) -> None:
+    first = tail("first", 0)
+    keep(desk, first)
+    assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == -1
+
+
+def test_a_lookup_waits_for_a_tail_that_is_being_stored(desk: Desk) -> None:
+    keep(desk, tail("short"))
+    for request in stored(tail("long")):
+        desk.send(b"one", request)
+    asked = desk.send(b"one", with_tails(tail("long"), tail("short")))
+    assert asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] == -1
+    assert desk.ask(b"one", with_tails(tail("short"))) == -1
+
+
+def test_a_tail_that_another_continues_is_evicted_first() -> None:
+    desk = Desk(pages=12)
+    desk.hello(b"one")
+    desk.register_groups(STATES)
+    for request in group_stores(STATES, CHAIN, [range(3), [2]]):
+        desk.ask(b"one", request)
+    keep(desk, tail("first"))
+    keep(desk, tail("second"), continues=tail("first").key)
+    assert desk.ask(b"one", with_tails(tail("first"))) == -1  # which makes it the one that was used last
+    desk.ask(b"one", wire.EndSession("r"))
+    assert desk.index.allocator.free_bytes == 4 * PAGE
+    for request in group_stores(STATES, prompt("b", 6), [range(6), []]):
+        assert desk.ask(b"one", request) is True
+    assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == -1
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
+@pytest.mark.parametrize("write", ["through", "on_evict"])
+def test_tails_are_in_memory_alone(write: str) -> None:
+    host = new_host((f"disk:///d?write={write}", MemoryTier()), pages=8)
+    assert host.find(b"one", store(CHAIN, end=3)) is True
+    ends = [tail(f"{number}") for number in range(8)]
+    for end in ends:
+        assert host.find(b"one", stored(end, groups=1)[0]) is True
+    saved = {part.key for task in host.done if isinstance(task, Save) for part in task.parts}
+    assert saved == ({CHAIN.slice(i, i + 1) for i in range(3)} if write == "through" else set())
+    host.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "tails", [[wire.Tail(5, bytes(32))], [wire.Tail(-1, bytes(32))], [wire.Tail(0, b"")], [tail("a")] * 65]
+)
+def test_tails_that_follow_no_chunk_of_their_lookup_are_refused(desk: Desk, tails: list[wire.Tail]) -> None:
+    assert isinstance(desk.ask(b"one", with_tails(*tails)), BadRequest)
