@@ -302,10 +302,11 @@ class Lookups:
         """Leave to the engine what it computes faster than the slowest tier brings it, then the next slowest."""
         while tier_lookup.found and tier_lookup.speed and not tier_lookup.is_trial:
             found, end, sizes = tier_lookup.found, self._boundary(tier_lookup, tier_lookup.end), Counter[int]()
-            for (number, i, rank), tier in found.items():
-                group = tier_lookup.groups[number]
-                if i in needed_parts(group.reach, end):
-                    sizes[tier] += group.sizes[rank]
+            needed = [(needed_parts(group.reach, end), group.sizes) for group in tier_lookup.groups]
+            for (group, i, rank), tier in found.items():
+                parts, shards = needed[group]
+                if i in parts:
+                    sizes[tier] += shards[rank]
             times_s = sorted((self._tiers[tier].speed.load_s(size, now), tier) for tier, size in sizes.items())
             if not times_s:
                 return
