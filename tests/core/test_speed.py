@@ -127,6 +127,24 @@ def test_a_tier_that_becomes_slow_is_found_out_by_the_first_requests(tier: Memor
     assert sum(share > TWENTIETH for share in took) <= 2
 
 
+def test_a_tier_that_is_fast_for_each_of_many_waiting_requests_stays_in_use(tier: MemoryTier) -> None:
+    engine, prompts = (
+        Engine(new_host(("disk:///d?write=off", tier), lookup_s=8, pages=1024), chunk_s=0.02),
+        chains(tier),
+    )
+    host = engine.host
+    for _ in range(2):
+        begun, asked = host.now, []
+        for _ in range(40):
+            lookup = msgspec.structs.replace(look(next(prompts), f"q{next(NAMES)}"), speed=SPEED)
+            asked.append(host.send(b"one", lookup))
+            engine.pause(host.now + 0.03)
+        engine.pause(begun + 8.0)  # the last one waits eight times as long as computing takes
+        assert [host.answers[each] for each in asked] == [CHUNKS] * 40
+        host.ask(b"one", wire.Clear())
+    assert engine.run(next(prompts)) < 0.3
+
+
 def test_a_tier_that_was_slow_is_used_again_soon_after_it_is_fast(tier: MemoryTier) -> None:
     engine, prompts = new_engine(tier, chunk_s=0.5), chains(tier)
     for _ in range(30):
@@ -192,9 +210,9 @@ def test_a_slow_load_beside_another_counts_only_for_what_it_takes_longer(tier: M
             last = min(end, first + 32)
             here.find(b"one", wire.Store(1, 1, [shards(chain, first, last, blocks=list(range(2 * (last - first))))]))
     near_speed, far_speed = (state.speed for state in host.depot.tiering._tiers)
-    near_speed.loaded(7 * PAGE, 0.35, 0.0)
+    near_speed.loaded(7 * PAGE, -0.35, 0.0)
     far_speed.find_s = 0.36
-    far_speed.loaded(PAGE, 0.36 + 0.04, 0.0)  # the last chunk comes 0.05 s after the others; computing it takes 0.1
+    far_speed.loaded(PAGE, -0.36 - 0.04, 0.0)  # the last chunk comes 0.05 s after the others; computing it takes 0.1
     asked = host.send(b"one", msgspec.structs.replace(look(chain), speed=SPEED))
     far_speed.find_s = 0.72  # this Find takes no time
     host.rest()
@@ -209,7 +227,7 @@ def test_a_state_that_makes_a_whole_prefix_usable_is_loaded_however_slow(tier: M
         assert here.find(b"one", request) is True
     speed = there.depot.tiering._tiers[0].speed
     there.find(b"one", store(chain, instance_of(reaches, 0)))  # memory has the unbounded group
-    speed.loaded(PAGE, 3 * 16 / SPEED, 0.0)  # a part takes as long as computing three chunks
+    speed.loaded(PAGE, -3 * 16 / SPEED, 0.0)  # a part takes as long as computing three chunks
     fast = msgspec.structs.replace(look(chain), speed=SPEED)
     assert there.find(b"one", fast) == CHUNKS
 

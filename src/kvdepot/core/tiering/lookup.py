@@ -235,11 +235,11 @@ class Lookups:
     def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Find."""
         tier, tier_lookup = token.tier, token.tier_lookup
+        if isinstance(outcome, Located):
+            tier.speed.found(tier_lookup.begun, now)
+            tier.speed.counted(int(any(outcome.there)))
         if not isinstance(outcome, KVDepotError):
             tier.speed.reached_at = now
-        if isinstance(outcome, Located):
-            tier.speed.found(now - tier_lookup.begun, now)
-            tier.speed.counted(int(any(outcome.there)))
         tier.finding -= 1
         tier_lookup.owing.discard(tier.number)
         if isinstance(outcome, KVDepotError):
@@ -438,6 +438,7 @@ class Lookups:
             read = zip(arrivals, shards, strict=True)
             size = sum(arrival.shard.size for arrival, header in read if isinstance(header, Header))
             tier.load_times.record(size, outcome.took_s)
+            tier.speed.reached_at = now
         else:
             shards = [NotLoaded.ABSENT] * len(arrivals)
             for each in {id(each): each for arrival in arrivals for each in arrival.tier_lookups}.values():
@@ -454,7 +455,7 @@ class Lookups:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
                 if not tier_lookup.waiting[tier.number] and isinstance(outcome, Loaded):
-                    tier.speed.loaded(tier_lookup.sizes[tier.number], now - tier_lookup.load_begun, now)
+                    tier.speed.loaded(tier_lookup.sizes[tier.number], tier_lookup.load_begun, now)
                 if not tier_lookup.ended and not tier_lookup.waiting.total():
                     self.end(tier_lookup)
                     decisions.append(tier_lookup)
@@ -495,9 +496,9 @@ class Lookups:
         for number in late:
             tier = self._tiers[number]
             if number in loads:
-                tier.speed.load_late(tier_lookup.sizes[number], now - tier_lookup.load_begun, now)
+                tier.speed.load_late(tier_lookup.sizes[number], tier_lookup.load_begun, now)
             else:
-                tier.speed.find_late(now - tier_lookup.begun)
+                tier.speed.find_late(tier_lookup.begun, now)
             if tier_lookup.is_trial:
                 continue
             tier.counters["late"] += 1

@@ -1,13 +1,16 @@
 """Load or compute: how fast a tier has answered lookups lately, and whether it is faster than an engine. Pure.
 
 Used by lookup.py on the deciding thread. An engine says with each lookup how many tokens a second it computes; a tier's
-times are measured as lookups see them, from the request to the outcome, with whatever waits in between. What is not
-measured, or was too long ago, is taken to be fast: a lookup then waits for it, and measures it. Invariant: a tier that
-is slower than computing costs a lookup at most `SLACK` of the time in which the engine would compute the whole prompt,
-but for the lookups that were under way when it became slow.
+times are measured from the request, or from the tier's outcome before it if that came later, to its own: so lookups
+that wait for each other tell what the tier does for all of them, as an engine's speed is that for all its requests.
+What is not measured, or was too long ago, is taken to be fast: a lookup then waits for it, and measures it. Invariant:
+a tier that is slower than computing costs a lookup at most `SLACK` of the time in which the engine would compute the
+whole prompt, but for the lookups that were under way when it became slow.
 """
 
 from __future__ import annotations
+
+import math
 
 __all__ = ["RETRY_S", "SLACK", "TierSpeed"]
 
@@ -18,8 +21,8 @@ RETRY_S = 10.0
 _STALE_S = 6 * RETRY_S
 """A measurement of loads that is older than this is forgotten if a Find has got to the tier since: lookups that try
 a tier again do not come to a load if its Finds take longer than the slack."""
-_FADE = 0.5
-"""The weight of the past at each new measurement: a tier that has become slow is found out at once."""
+_HALF_S = 1.0
+"""The weight of a measurement halves in this time: a tier that has become slow is found out soon."""
 _FADE_HITS = 0.7
 _LATE = 2.0
 """A tier that has not answered yet is expected to take this many times as long as it has taken so far."""
@@ -35,43 +38,45 @@ class TierSpeed:
     def __init__(self) -> None:
         self.find_s = 0.0  # what a Find takes; 0.0: not measured
         self.hits = 1.0  # the share of lookups of which it had something
-        self.reached_at = 0.0  # when a Find has got to the tier, whether or not it was still wanted
+        self.reached_at = -math.inf  # when the tier got to a call, whether or not it was still wanted
         self.retry_at = 0.0  # from when on a lookup may try it although it is slow
         self._bytes = self._load_s = 0.0  # of loads, faded
-        self._found_at = self._loaded_at = self._tried_at = 0.0
+        self._found_at = self._loaded_at = self._tried_at = -math.inf
 
     def __repr__(self) -> str:
         rate = self._bytes / self._load_s if self._load_s else 0.0
         return f"<TierSpeed {self.find_s:.3g} s, {rate:.3g} bytes/s, {self.hits:.2f} hits>"
 
-    def found(self, took_s: float, now: float) -> None:
-        """Note what a Find took."""
-        keep = _FADE if self.find_s and now - self._found_at <= RETRY_S else 0.0
-        self.find_s = keep * self.find_s + (1 - keep) * took_s
+    def found(self, begun: float, now: float) -> None:
+        """Note that a Find was answered."""
+        keep = 0.5 ** (1 + (now - self._found_at) / _HALF_S)
+        self.find_s = keep * self.find_s + (1 - keep) * (now - max(begun, self.reached_at))
         self._found_at = now
 
     def counted(self, hits: int) -> None:
         """Note whether the tier had something (1) of what a lookup asked for, or nothing (0)."""
         self.hits = _FADE_HITS * self.hits + (1 - _FADE_HITS) * hits
 
-    def loaded(self, size: int, took_s: float, now: float) -> None:
-        """Note what the loads of one lookup took in all; size 0: others began them."""
+    def loaded(self, size: int, begun: float, now: float) -> None:
+        """Note that all loads of one lookup have ended; size 0: others began them."""
         if not size:
             return
-        keep = _FADE if now - self._loaded_at <= RETRY_S else 0.0
+        took_s = now - max(begun, self._loaded_at)
+        keep = 0.5 ** ((now - self._loaded_at) / _HALF_S)
         # What one call takes, however small, is not a matter of bytes: a Find tells it.
         self._load_s = keep * self._load_s + max(took_s - self.find_s, took_s / 10)
         self._bytes = keep * self._bytes + size
         self._loaded_at = self._tried_at = now
 
-    def find_late(self, waited_s: float) -> None:
-        """Note that a lookup has waited this long for a Find, and waits no more."""
-        self.find_s = max(self.find_s, _LATE * waited_s)
+    def find_late(self, begun: float, now: float) -> None:
+        """Note that a lookup waits no more for a Find."""
+        self.find_s = max(self.find_s, _LATE * (now - max(begun, self.reached_at)))
 
-    def load_late(self, size: int, waited_s: float, now: float) -> None:
-        """Note that a lookup has waited this long for loads, and waits no more."""
-        if _LATE * waited_s > self.load_s(size, now):
-            self.loaded(size, _LATE * waited_s, now)
+    def load_late(self, size: int, begun: float, now: float) -> None:
+        """Note that a lookup waits no more for its loads."""
+        expected_s = _LATE * (now - max(begun, self._loaded_at))
+        if expected_s > self.load_s(size, now):
+            self._load_s, self._bytes = expected_s, size
         self._tried_at = now
 
     def load_s(self, size: int, now: float) -> float:
