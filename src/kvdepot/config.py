@@ -135,9 +135,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
-    """The share of requests with one cache salt: a table `[salts.SALT]` of the file. With `ttl_s` alone it holds for
-    every tenant, without a quota.
-    """
+    """The share of requests with one cache salt, a table `[salts.SALT]`; with `ttl_s` alone, for every tenant, without
+    a quota."""
 
     tenant: Annotated[str | None, _share("whose requests; without it, clients without a tenant")] = None
 

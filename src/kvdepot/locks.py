@@ -2,12 +2,8 @@
 
 Invariant: the owner of a file holds `flock` on it as long as it lives. The kernel releases the lock only when the
 process and its mappings are gone, even after `kill -9`; so a lock that can be taken proves that its owner no longer
-touches memory.
-
-`flock` belongs to the open file, not to the process, so a forked child that does not exec inherits it, and the parent
-would count as alive until the child has ended. Therefore the files that `lock` has locked are closed in children that
-Python forks. Rejected: POSIX record locks (released as soon as the process closes any descriptor of the same file, and,
-when it dies, before drivers' descriptors are), process ids and start times (each container numbers its own processes).
+touches memory. `flock` belongs to the open file, not to the process: a forked child that does not exec would keep its
+parent alive, so the files that `lock` has locked are closed in children that Python forks.
 """
 
 from __future__ import annotations

@@ -135,14 +135,14 @@ class SchedulerClient:
         return lookup.outcome
 
     def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
-        """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups.
+        """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups. Use it if the
+        caller can still use a late answer.
 
-        Use it if the caller can still use a late answer. A lookup is repeated if no server answered it and one has
-        been heard since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is
-        under way; if it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again;
-        then it is Unanswered until the next call. A server that is gone or hangs is not heard, so its callers wait
-        LOOKUP_S and the tiers' deadline at most, and afterwards not at all; unless another is starting in the place of
-        one that was lost (`Client.is_returning`): then it is Pending, and repeated, until that one answers.
+        A lookup is repeated if no server answered it and one has been heard since, or if a server answered it that has
+        been replaced; once, then it is Unanswered until the next call. A server that is gone or hangs is not heard, so
+        its callers wait LOOKUP_S and the tiers' deadline at most, and afterwards not at all; unless another is starting
+        in its place (`Client.is_returning`): then the outcome is Pending, and the lookup repeated, until that one
+        answers.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]

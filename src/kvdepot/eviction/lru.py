@@ -14,10 +14,9 @@ _MOVED = 4
 class Lru:
     """Least recently used first.
 
-    A heap that is corrected lazily: using a chunk only changes its date, so a hit costs O(1), and each use causes at
-    most one later correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then is dropped,
-    and returns by `add`. When more than half of the entries are gone, the others move to a new heap, a few with each
-    removal, because moving hundreds of thousands at once would stop the server for a tenth of a second.
+    A heap that is corrected lazily: using a chunk only changes its date, and each use causes at most one later
+    correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then is dropped, and returns by
+    `add`. When more than half of the entries are gone, the others move to a new heap, a few with each removal.
     """
 
     def __init__(self) -> None:

@@ -1,18 +1,16 @@
 """Shares of a bounded space: how much of it each account has, and whose entry is evicted when space is needed. Pure.
 
 The arena (core/index/accounts.py) and each disk tier (tiers/disk/ledger.py) divide their bytes like this. Each tenant
-with a quota has a share, and so has each cache salt of a tenant with a quota; the salt's entries do not count for its
-tenant then. All others have one share together, "the rest". A share has a policy of its own, so that a victim is found
-among its entries alone.
+with a quota has a share, and so has each cache salt with one, which does not count for its tenant then; all others have
+one share together, "the rest". A share has a policy of its own, so that a victim is found among its entries alone.
 
 Invariants: a reservation for one share takes no other below its floor. No share is above its cap, except after its
 quota was lowered or a restart, until its owner has evicted the excess.
 
 **Who gives up space.** A share that would exceed its cap evicts its own entries. Otherwise the one with the highest
 level does: the bytes above its floor, divided by its weight, where the share that reserves counts the bytes that it
-asks for. So what is above the floors is divided in proportion to the weights among those that want it, and what some
-do not use (because they are idle, or at their caps) goes to the others in the same proportion. This is weighted max-min
-fairness (Bertsekas and Gallager, "Data Networks", 1992).
+asks for. This is weighted max-min fairness (Bertsekas and Gallager, "Data Networks", 1992): what some do not use goes
+to the others in the proportion of their weights.
 """
 
 from __future__ import annotations

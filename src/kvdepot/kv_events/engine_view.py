@@ -1,16 +1,13 @@
 """Events as engines send them: what each engine of this host can load, as if the engine itself published it.
 
-Used by publisher.py, on its thread. For routers that follow vLLM's events: each topic stands for an engine (or for all
-engines of a host, if they name the same), and gets events of all chunks in memory that this engine can load.
-Routers compute their own keys from token ids, so a chunk is **credited** to the engines only once one of them has
-described it (wire.Describe). Descriptions prove themselves: token ids are accepted only if they give the chunk's key,
-in a chain from the root of prompts that depend on tokens alone. Invariants: whatever is credited, its parent is, too,
-and was before it; each chunk is stored and removed in turn, because routers count.
+Used by publisher.py, on its thread. Each topic stands for an engine (or for all engines of a host, if they name the
+same). Routers compute their own keys from token ids, so a chunk is **credited** to the engines only once one of them
+has described it (wire.Describe). Descriptions prove themselves: token ids are accepted only if they give the chunk's
+key, in a chain from the root of prompts that depend on tokens alone. Invariants: whatever is credited, its parent is,
+too, and was before it; each chunk is stored and removed in turn, because routers count.
 
-A topic is also the engine's own, whose chunks on the GPU the depot does not know. So chunks are taken back one by
-one, with their medium, never by `AllBlocksCleared`, which routers apply to a whole engine or ignore. Only a listing for
-a subscriber that has lost messages begins with it.
-
+A topic is also the engine's own, whose chunks on the GPU the depot does not know. So chunks are taken back one by one,
+with their medium, never by `AllBlocksCleared`; only a listing for a subscriber that has lost messages begins with it.
 Events are arrays with their type first, as in vLLM before 0.32: routers read these in all versions.
 """
 

@@ -1,18 +1,17 @@
 """Publishes the contents of memory to routers: vLLM's KV events over ZeroMQ, for prefix-aware routing.
 
-A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own; engine_view.py decides
-which events go under which topics. Invariant: a subscriber that reads every message, or asks for what it missed,
-believes in a removed chunk only for as long as the messages take.
+A `Publisher` encodes and sends the changes of a feed on a thread of its own; engine_view.py decides which events go
+under which topics. Invariant: a subscriber that reads every message, or asks for what it missed, believes in a removed
+chunk only for as long as the messages take.
 
 A message is `[topic, seq, payload]` as in vLLM's own publisher (vllm/distributed/kv_events.py, 0.32): seq is 8 bytes,
-big-endian; payload is msgpack, `[seconds since 1970, [event ...], None]`; the last is a data-parallel rank in vLLM.
-All topics of one publisher share one sequence: a subscriber counts what comes over one socket, from whatever topics.
-Only the contents of memory are published, because tiers do not report what they remove.
+big-endian; payload is msgpack, `[seconds since 1970, [event ...], None]`. All topics share one sequence: a subscriber
+counts what comes over one socket, from whatever topics.
 
-Sequence numbers begin at the nanosecond of the server's start, so those of a restarted server are higher, and a
-subscriber sees a gap. After each second without an event an empty batch reveals a gap at the end. The replay socket
-takes 8 bytes, the first number wanted, as vLLM's subscribers send them. It replies with everything sent since, or, if
-that is no longer kept, with `AllBlocksCleared` and a listing of all chunks, under the latest numbers.
+Sequence numbers begin at the nanosecond of the server's start, so a subscriber of a restarted server sees a gap. After
+each second without an event an empty batch reveals a gap at the end. The replay socket takes 8 bytes, the first number
+wanted. It replies with everything sent since, or, if that is no longer kept, with `AllBlocksCleared` and a listing of
+all chunks, under the latest numbers.
 """
 
 from __future__ import annotations

@@ -221,11 +221,9 @@ def remove_left_tensors(name: str) -> bool:
 
 
 def _open_left(name: str) -> int | None:
-    """Open a file of this user's shared tensors if no process of any container has it open or mapped; else None.
-
-    The kernel grants a lease for writing only then, and holds back whoever opens the file until our descriptor is
-    closed. Process numbers would prove nothing: they are reused, and each container has its own.
-    """
+    """Open a file of this user's shared tensors if no process of any container has it open or mapped; else None. The
+    kernel grants a lease for writing only then, and holds back whoever opens the file until our descriptor is
+    closed."""
     if not is_tensors(name):
         return None
     try:

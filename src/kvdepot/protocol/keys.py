@@ -35,11 +35,9 @@ _SALTS = blake3(b"kvdepot salt 1").digest()
 
 
 def derive_root(*parts: tuple[str, str]) -> bytes:
-    """Parent of the first chunk of a prompt whose KV also depends on `parts`, e.g. ("salt", "tenant-7").
-
-    Lengths are hashed with the text, so no two lists of parts collide, and in BLAKE3's key derivation mode, so no
-    tokens reach such a root; no parts give `ROOT`.
-    """
+    """Parent of the first chunk of a prompt whose KV also depends on `parts`, e.g. ("salt", "tenant-7"); without
+    any, `ROOT`. Lengths are hashed with the text, in BLAKE3's key derivation mode, so no two lists, and no tokens,
+    collide."""
     root: bytes = ROOT
     for name, value in parts:
         for text in (name.encode(), value.encode()):

@@ -198,8 +198,7 @@ def _begin(traces: list[Trace]) -> None:
 
 
 def _replay_one(work: Work) -> Result:
-    number, policy, capacity = work
-    return replay(_traces[number], policy, capacity)
+    return replay(_traces[work[0]], *work[1:])
 
 
 def as_json(sweeps: list[Sweep], policies: list[str]) -> str:

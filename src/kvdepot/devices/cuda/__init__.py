@@ -1,6 +1,6 @@
 """GPUs: KV in device memory, copied to and from the arena. Imported only if a worker has tensors on a GPU.
 
-The server uses `gpus.py`, which describes the other files; workers use `sharing.py`.
+The server uses `gpus.py`, workers use `sharing.py`.
 """
 
 DMA_FROM_BYTES = 28 << 10

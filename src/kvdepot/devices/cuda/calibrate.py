@@ -1,18 +1,14 @@
 """Measures on a GPU which copy path is best for which copy size, and how much memory a context takes.
 
-Called once per GPU when its first worker registers, and by `kvdepot calibrate`. It copies between buffers of its own,
-and frees them.
+Called once per GPU when its first worker registers, and by `kvdepot calibrate`. It copies between buffers of its own.
+Copies are scattered on the GPU and adjacent in the host's memory, like those of a chunk.
 
-Copies are scattered on the GPU and adjacent in the host's memory, like those of a chunk. The best path is not simply
-the fastest: the copy engines do not disturb computation on the GPU, whereas the engine's kernels wait while kernels of
-this process run (two processes share a GPU by time slices). So a path is chosen if it is not much slower than the
-fastest, in this order: `overlap` and `dma`; `staged`, whose kernels copy within the GPU and end soon; `kernel`, whose
-thread blocks run for as long as the bus is busy.
-
-An idle GPU does not show what time slices cost. Its figures therefore decide only for small copies, which the copy
-engines move at a tenth of the bus's speed; from `gpu_dma_from_kib` on they decide only about the hint to the driver.
-Figures measured beside an occupant (occupant.py) decide for every size: `kvdepot calibrate --busy` derives
-`gpu_dma_from_kib` from them.
+The best path is not simply the fastest: the engine's kernels wait while kernels of this process run (two processes
+share a GPU by time slices). So a path is chosen if it is not much slower than the fastest, in this order: `overlap` and
+`dma`; `staged`, whose kernels copy within the GPU and end soon; `kernel`, whose thread blocks run for as long as the
+bus is busy. An idle GPU does not show what time slices cost: its figures decide only for small copies, which the copy
+engines move at a tenth of the bus's speed, and from `gpu_dma_from_kib` on only about the hint to the driver. Figures
+measured beside an occupant (occupant.py) decide for every size.
 """
 
 from __future__ import annotations
@@ -29,13 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from kvdepot.devices.cuda import DMA_FROM_BYTES
-from kvdepot.devices.cuda.copy_paths import Choice
+from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths
+from kvdepot.devices.cuda.driver import Driver
 from kvdepot.devices.cuda.plan import DIRECTIONS, CopyPlan, Direction
 from kvdepot.errors import DeviceError
 
 if TYPE_CHECKING:
-    from kvdepot.devices.cuda.copy_paths import CopyPaths
-    from kvdepot.devices.cuda.driver import Driver
     from kvdepot.devices.cuda.occupant import Occupant
 
 log = logging.getLogger(__name__)

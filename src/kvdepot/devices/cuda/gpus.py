@@ -1,12 +1,9 @@
 """The GPUs in use and their workers' tensors, in the server. Imported when the first worker registers from a GPU.
 
-Connects the files of this folder: `driver` (calls), `sharing` and `descriptors` (a worker's allocation, mapped here),
-`pins` (the arena, registered), `plan` (which bytes go where), `copy_paths` and `kernel` (how they move), `calibrate`.
-
 A GPU is in use from its first worker's registration until its last worker has left and none has come for `idle_s`
 seconds: an engine that restarts finds the context and the arena's registration as they were. Then everything is
-released: context, staging buffers, registrations of the arena. A GPU is released at once if only that can heal it, and
-nothing is used on a GPU that no worker registered from.
+released. A GPU is released at once if only that can heal it, and nothing is used on a GPU that no worker registered
+from.
 """
 
 from __future__ import annotations

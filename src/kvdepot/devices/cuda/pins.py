@@ -1,13 +1,11 @@
 """Registers the arena's memory with the driver, so that GPUs access it at the speed of the bus.
 
-Used by the copy threads of all GPUs. A thread of its own registers the memory piece by piece, in order, but first the
-pieces that copies needed. No copy waits for a registration: what is not registered yet is copied more slowly.
-Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is unregistered while a copy
-uses it.
+A thread of its own registers the memory piece by piece, first the pieces that copies needed; what is not registered yet
+is copied more slowly. Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is
+unregistered while a copy uses it.
 
 A registration belongs to the context in which it was made, but all contexts may use it. When that context's GPU is
-released while other GPUs are in use, its pieces are registered again through another context, one by one:
-a copy waits at most for the pieces that it touches, not for a terabyte.
+released while others are in use, its pieces are registered again through another context, one by one.
 """
 
 from __future__ import annotations

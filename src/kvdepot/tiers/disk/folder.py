@@ -193,8 +193,13 @@ class Folder:
                 return self._write(blob, size)
             except OSError as exc:
                 self.directory.failed("write", exc)
-                if is_last or exc.errno not in _NO_SPACE or not self._evict(size, owner_of(blob.name)):
-                    break
+                if is_last or exc.errno not in _NO_SPACE:
+                    return False
+                missing = size  # the file system is full below our capacity: evict that much
+                while missing > 0:
+                    if not (freed := self._drop(lambda: self._ledger.victim(owner_of(blob.name), 0))):
+                        return False
+                    missing -= freed
         return False
 
     def _write(self, blob: Blob, size: int) -> bool:
@@ -256,15 +261,6 @@ class Folder:
             if not self._drop(lambda: self._ledger.victim(owner, size)):
                 return False
         return False
-
-    def _evict(self, size: int, owner: str) -> bool:
-        """Evict at least `size` bytes for an owner; whether that many could be. For a file system that is full below
-        our capacity."""
-        while size > 0:
-            if not (freed := self._drop(lambda: self._ledger.victim(owner, 0))):
-                return False
-            size -= freed
-        return True
 
     def _trim(self, most: int, wall: float) -> bool:
         """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity. Returns whether
