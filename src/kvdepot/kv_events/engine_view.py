@@ -179,7 +179,12 @@ class EngineView:
             model.children[parent] -= 1
             if not model.children[parent]:
                 del model.children[parent]
-        self._note_removed(model, key)
+        last = model.events[-1] if model.events else None
+        if isinstance(last, _Removed):
+            last.block_hashes.append(key)
+        else:
+            model.events.append(_Removed([key], _MEDIUM))
+        self._count_pending(model)
 
     def _drop_unused(self, namespace: Namespace, model: _Model) -> None:
         if not (model.topics or model.credited or model.others or model.events):
@@ -246,14 +251,6 @@ class EngineView:
         self._models = {namespace: model for namespace, model in self._models.items() if model.topics}
 
     # -- events
-
-    def _note_removed(self, model: _Model, key: bytes) -> None:
-        last = model.events[-1] if model.events else None
-        if isinstance(last, _Removed):
-            last.block_hashes.append(key)
-        else:
-            model.events.append(_Removed([key], _MEDIUM))
-        self._count_pending(model)
 
     def _count_pending(self, model: _Model) -> None:
         model.pending += 1

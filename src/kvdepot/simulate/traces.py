@@ -59,16 +59,12 @@ class Trace:
         """int64[requests]: where each request ends in `blocks`."""
         self.times: npt.NDArray[np.float64] = np.array(times, np.float64)
         """float64[requests]: when each request arrived, in seconds."""
-        self._sort()
-
-    def _sort(self) -> None:
-        if (np.diff(self.times) >= 0).all():
-            return
-        requests = list(self)
-        order = np.argsort(self.times, kind="stable")
-        self.blocks = np.concatenate([requests[i] for i in order])
-        self.ends = np.cumsum([len(requests[i]) for i in order])
-        self.times = self.times[order]
+        if (np.diff(self.times) < 0).any():
+            found = list(self)
+            order = np.argsort(self.times, kind="stable")
+            self.blocks = np.concatenate([found[i] for i in order])
+            self.ends = np.cumsum([len(found[i]) for i in order])
+            self.times = self.times[order]
 
     def __len__(self) -> int:
         return len(self.ends)

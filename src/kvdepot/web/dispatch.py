@@ -19,7 +19,7 @@ import msgspec
 
 from kvdepot.errors import BadRequest, InternalError, KVDepotError
 from kvdepot.values import fault_of
-from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send
+from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send, head
 
 log = logging.getLogger(__name__)
 
@@ -159,10 +159,10 @@ class Dispatch:
             answer = Encoded(msgspec.json.encode(problem))
         if isinstance(answer, Encoded):
             headers = {"content-type": answer.media_type, "content-length": str(len(answer.body)), **headers}
-            await send(_head(status, headers))
+            await send(head(status, headers))
             await send({"type": "http.response.body", "body": answer.body})
         else:
-            await send(_head(status, {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
+            await send(head(status, {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
             await _send_events(scope, answer, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Any:
@@ -181,11 +181,6 @@ class Dispatch:
         if isinstance(found, Endpoint):
             return await found.run_on(self._state, scope, receive, self._threads)
         return found
-
-
-def _head(status: int, headers: Mapping[str, str]) -> dict[str, object]:
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": encoded}
 
 
 async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -> None:

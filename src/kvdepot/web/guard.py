@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -88,14 +88,8 @@ class Guard:
             return
         status, problem = refused
         answer = msgspec.json.encode(problem)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(answer)),
-            (b"connection", b"close"),
-        ]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send_guarded({"type": "http.response.start", "status": status, "headers": headers})
+        headers = {"content-type": "application/json", "content-length": str(len(answer)), "connection": "close"}
+        await send_guarded(head(status, headers | ({"www-authenticate": "Bearer"} if status == 401 else {})))
         await send_guarded({"type": "http.response.body", "body": answer})
 
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
@@ -141,6 +135,12 @@ class _RequestBody:
         discarded = 0
         while self.is_left and max(self._announced, discarded) <= _DISCARDED:
             discarded += len((await self.receive()).get("body", b""))
+
+
+def head(status: int, headers: Mapping[str, str]) -> Scope:
+    """The message that begins a response."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": encoded}
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
