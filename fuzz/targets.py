@@ -31,7 +31,7 @@ from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
-from kvdepot.memory.arena_header import CHUNKS_OFFSET, MAGIC, ArenaHeader
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, MAGIC, ArenaHeader
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
@@ -473,9 +473,9 @@ def arena(data: bytes) -> None:
             told = content[: len(ArenaHeader(0, 0, bytes(8)).pack())]
             summed = told[:12] + bytes(4) + told[16:]
             assert not any(told) or crc32(summed).to_bytes(4, "little") == told[12:16], "a damaged header was believed"
-            index = Index(
-                Allocator(taken.header.chunks_start, size), Lru, Records(taken.table(), taken.ensure_table)
-            )  # fmt: skip
+            ensure = taken.ensure
+            records = Records(taken.table(), lambda offset, length: ensure(HEADER_BYTES + offset, length))
+            index = Index(Allocator(taken.header.chunks_start, size), Lru, records)
             restore(index, taken.read_table(), taken.whole)
             _check_restored(index)
             taken.settle()

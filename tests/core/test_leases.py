@@ -132,6 +132,28 @@ def test_a_lease_of_a_prompt_that_nobody_has_stored_yet_waits_for_a_minute(desk:
 # -- the budget
 
 
+def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 20)
+    desk.ask(blue, store(chain, end=10))
+    assert desk.ask(blue, lease(chain)) == 10
+    desk.ask(blue, store(chain, first=10, end=20))
+    assert desk.depot.leases.totals("") == (1, 10 * PAGE)
+    assert desk.depot.counters["lease_growths_refused"] == 1 and desk.depot.counters["leases_refused"] == 0
+
+
+def test_a_lowered_quota_ends_leases_by_priority_and_endless_ones_last(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
+    for name, ttl_s, priority in (("forever", 0, 0), ("high", 60, 90), ("low", 60, 10)):
+        desk.ask(blue, store(prompt(name, 5)))
+        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s, priority=priority)) == 5
+    for cap, left in ((26, {"forever", "high"}), (14, {"forever"}), (8, set())):
+        desk.ask(b"admin", wire.SetQuota("blue", pages(0, cap)))
+        assert names(desk) == left
+    assert desk.index.held == 0
+
+
 def test_a_lease_of_a_model_with_windows_grows_when_the_prompts_last_chunk_is_stored() -> None:
     desk = Desk()
     desk.hello()
