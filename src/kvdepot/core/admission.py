@@ -19,14 +19,13 @@ __all__ = [
     "check_groups",
     "check_hashes",
     "check_hello",
+    "check_lookup",
     "check_names",
     "check_report",
     "check_salt",
     "check_shape",
     "check_shards",
     "check_source",
-    "check_speed",
-    "check_tails",
     "check_targets",
     "check_topic",
     "chunks_named",
@@ -54,8 +53,17 @@ def check_hashes(hashes: bytes) -> None:
         raise BadRequest(f"{len(hashes)} bytes are not a list of {HASH_BYTES}-byte hashes")
 
 
-def check_tails(request: wire.Lookup) -> None:
-    """Raise BadRequest unless the tails of a lookup follow its chunks."""
+def check_lookup(request: wire.Lookup) -> None:
+    """Raise BadRequest unless a lookup is within bounds, and its tails follow its chunks."""
+    if request.hashes or not request.tails:
+        check_hashes(request.hashes)
+    check_names(request.request, request.model)
+    check_salt(request.salt)
+    check_chunk_tokens(request.chunk_tokens)
+    if not 0.0 <= request.speed < float("inf"):
+        raise BadRequest(f"{request.speed} tokens per second")
+    if not request.tails:
+        return
     if len(request.tails) > wire.MAX_TAILS:
         raise BadRequest(f"{len(request.tails)} tails are more than {wire.MAX_TAILS}")
     chunks = len(request.hashes) // HASH_BYTES
@@ -64,8 +72,10 @@ def check_tails(request: wire.Lookup) -> None:
 
 
 def check_names(request: str, model: str) -> None:
-    for what, name in (("request id", request), ("model name", model)):
-        if len(name) > wire.MAX_REQUEST_ID:
+    if max(len(request), len(model)) > wire.MAX_REQUEST_ID:
+        for what, name in (("request id", request), ("model name", model)):
+            if len(name) <= wire.MAX_REQUEST_ID:
+                continue
             raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
 
 
@@ -106,11 +116,6 @@ def check_shape(world_size: int, rank: int) -> None:
 def check_chunk_tokens(chunk_tokens: int) -> None:
     if not 0 <= chunk_tokens <= wire.MAX_CHUNK_TOKENS:
         raise BadRequest(f"a chunk of {chunk_tokens} tokens; the limit is {wire.MAX_CHUNK_TOKENS}")
-
-
-def check_speed(speed: float) -> None:
-    if not 0.0 <= speed < float("inf"):
-        raise BadRequest(f"{speed} tokens per second")
 
 
 def check_topic(topic: str) -> None:

@@ -12,14 +12,7 @@ from collections.abc import Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import (
-    check_chunk_tokens,
-    check_hashes,
-    check_names,
-    check_salt,
-    check_speed,
-    check_tails,
-)
+from kvdepot.core.admission import check_lookup
 from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
@@ -77,13 +70,7 @@ class Sessions:
 
     def _begin(self, pending: PendingLookup, now: float) -> list[Action]:
         client, request = pending.asker, pending.lookup
-        if request.hashes or not request.tails:
-            check_hashes(request.hashes)
-        check_tails(request)
-        check_names(request.request, request.model)
-        check_salt(request.salt)
-        check_chunk_tokens(request.chunk_tokens)
-        check_speed(request.speed)
+        check_lookup(request)
         is_new = pending.lease is None and request.request not in client.sessions
         if is_new and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
@@ -119,12 +106,15 @@ class Sessions:
         searches = may_grow and self._tiering.is_searchable
         if pending.lease is None and pending.share is None:
             most = chunks if awaits or searches else pending.first
-            share = self.budget.weigh(client, namespaces, request, most)
-            # Queued ones begin in their order, so that tiers bring in what is needed soonest.
-            is_early = self._waiting.is_behind(pending) or (searches and self._tiering.lookups.is_full)
-            if share.marks and ((share.is_queued and is_early) or not self.budget.fits(share)):
-                return self._wait_for_room(pending, share, now)
-            pending.share = self.budget.take(share)
+            if most:
+                share = self.budget.weigh(client, namespaces, request, most)
+                # Queued ones begin in their order, so that tiers bring in what is needed soonest.
+                is_early = share.is_queued and (
+                    self._waiting.is_behind(pending) or (searches and self._tiering.lookups.is_full)
+                )
+                if is_early or not self.budget.fits(share):
+                    return self._wait_for_room(pending, share, now)
+                pending.share = self.budget.take(share)
         if may_wait:
             if part is not None and awaits:
                 self._waiting.wait(pending, part, now)

@@ -131,13 +131,15 @@ class Usages:
         """
         self.total.add(asked, found, reused)
         key: tuple[str | None, str | None] = tenant, model[:MOST_NAME]
-        if key not in self._sums:
+        entry = self._sums.get(key)
+        if entry is None:
             own = [name for _, name in filter(lambda key: key[0] == tenant, self._sums)]
             if not own and len({name for name, _ in self._sums} - {None}) >= self._most_tenants:
                 key = None, None
             elif not is_known or len(own) - (None in own) >= self._most_models - self._models():
                 key = tenant, None
-        self._sums.setdefault(key, _Sum()).add(asked, found, reused)
+            entry = self._sums.setdefault(key, _Sum())
+        entry.add(asked, found, reused)
 
     def _models(self) -> int:
         """The number of models with an entry."""

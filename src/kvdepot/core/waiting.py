@@ -54,15 +54,18 @@ class PinBudget:
     @staticmethod
     def weigh(client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int) -> PinShare:
         """The share of the first `chunks` of a prompt. namespaces: the first group of each model that it may mean."""
-        hashes = request.hashes
+        hashes, model = request.hashes, b""
         if not chunks:
             return PinShare(client, request.queued, 0, 0, {})
         chunk_bytes = windows = 0
-        for group in (group for first in namespaces for group in first.groups):
-            part = sum(group.sizes.values())
-            chunk_bytes += 0 if group.reach else part
-            windows += min(group.reach, chunks) * part
-        model = b"".join(b"%d." % first.number for first in namespaces)  # models may share hashes
+        for first in namespaces:
+            model += b"%d." % first.number  # models may share hashes
+            for group in first.groups:
+                part = sum(group.sizes.values())
+                if group.reach:
+                    windows += min(group.reach, chunks) * part
+                else:
+                    chunk_bytes += part
         marks, before = {}, 0
         for at in _MARKS[: bisect_left(_MARKS, chunks)]:
             marks[model + hashes[(at - 1) * HASH_BYTES : at * HASH_BYTES]] = (at - before) * chunk_bytes
@@ -178,6 +181,8 @@ class WaitingLookups:
 
     def remove(self, pending: PendingLookup) -> bool:
         """Let it wait no longer; returns whether it did."""
+        if not (self._parts or self._queued):
+            return False
         was_waiting = pending in self._parts
         self._parts.pop(pending, None)
         return self._leave_queue(pending) or was_waiting

@@ -45,6 +45,8 @@ _FEW = 48
 """With room for fewer runs than this, what is learned at first is chance: LRU is the first leader."""
 _PASSED_OVER = 64
 """Queued chunks that are passed over in the search for one victim, at most."""
+_MOST_USES = 64
+"""Uses that wait for the next other call."""
 _RUN_HASHES, _MOST_HASHES = 25, 40
 """Memory of a run, and of all runs per existing chunk, in hashes of 4 bytes."""
 _AT_ONCE = 16
@@ -69,6 +71,7 @@ class Learned:
         self._is_new = True  # nor in the current request
         self._born: Victim | None = None  # the last new chunk of the current request, if its key was not known
         self._within: Victim | None = None  # the last chunk of the current request, if it is within a run
+        self._uses: list[Victim] = []  # that the shadows have not seen yet
         self._chunks = 0
         self._known = 0  # chunks in `_runs`
         self._room: float = inf  # for chunks, as far as is known
@@ -92,6 +95,7 @@ class Learned:
         return self._known - self._chunks
 
     def insert(self, chunks: Sequence[Victim]) -> None:
+        self._settle()
         self._chunks += len(chunks)
         self._has_grown = True
         self._entered += len(chunks)
@@ -164,6 +168,18 @@ class Learned:
         return run
 
     def use(self, chunk: Victim) -> None:
+        self._uses.append(chunk)  # a lookup waits for this call: the next one has the time
+        if len(self._uses) == _MOST_USES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Have the shadows see the uses so far, in their order. Every other call begins with this."""
+        if self._uses:
+            uses, self._uses = self._uses, []
+            for chunk in uses:
+                self._use(chunk)
+
+    def _use(self, chunk: Victim) -> None:
         self._is_new = True
         self._born = None
         if self._within is not None:
@@ -180,6 +196,7 @@ class Learned:
             self._note_gone(run)
 
     def add(self, chunk: Victim) -> None:
+        self._settle()
         run = chunk.place
         if chunk.queued or chunk.number - self._runs.start[run] + 1 < self._runs.real[run]:
             return  # others of its run are behind it
@@ -193,6 +210,7 @@ class Learned:
             self._outside.move_to_end(run, last=False)
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        self._settle()
         if self._has_grown:  # the first eviction for a run: those after it make room for more of the same run
             self._room, self._has_grown = self._chunks, False
         if self._is_new:
@@ -232,6 +250,7 @@ class Learned:
         return next(iter(queued))  # all else is held, or chunks differ in size
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
+        self._settle()
         self._chunks -= 1
         if chunk.queued:
             self._leave(chunk)
