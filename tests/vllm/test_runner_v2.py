@@ -50,11 +50,11 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
 
 @in_turn
 def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
-    steps: int, start: StartByHand, monkeypatch: pytest.MonkeyPatch
+    steps: int, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(11, 3 * CHUNK + 9)
-    start(steps=steps).run("first", tokens)
-    engine = start(steps=steps)
+    start_by_hand(steps=steps).run("first", tokens)
+    engine = start_by_hand(steps=steps)
     half, loads = engine.scheduler.connector._scheduler, engine.worker.connector._worker
     forward = engine.worker._forward
 
