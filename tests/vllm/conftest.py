@@ -87,12 +87,12 @@ def start_by_hand(
     """Start an engine of by_hand.py; the one before it ends."""
     started: list[by_hand.Engine] = []
 
-    def begin(**options: Any) -> by_hand.Engine:
+    def begin(url: str = depot.url, **options: Any) -> by_hand.Engine:
         if started:
             started.pop().close()
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
-        started.append(by_hand.Engine(depot.url, target, **options))
+        started.append(by_hand.Engine(url, target, **options))
         return started[-1]
 
     yield begin
