@@ -32,11 +32,13 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kvdepot import locks
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
+
+if TYPE_CHECKING:
+    from kvdepot.memory.copier import Bytes
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
@@ -125,7 +127,9 @@ class SharedFiles:
         except KVDepotError:
             self.close()
             raise
-        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self._address))
+        import numpy as np  # commands that only ask for files start sooner without it
+
+        self.bytes: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self._address))
 
     def close(self) -> None:
         """Unmap and close them, after the last use of `bytes` and of all arrays made from it. Safe twice."""
