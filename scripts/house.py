@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 39_059,
+    "source lines": 38_853,
     "test lines": 45_578,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,

@@ -13,8 +13,6 @@ from kvdepot.memory.copier import Call, Copy
 from kvdepot.protocol.wire import Describe
 from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Reply", "Stop"]
-
 
 @dataclass(slots=True)
 class Reply:

@@ -13,25 +13,6 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
-__all__ = [
-    "check_chunk_tokens",
-    "check_description",
-    "check_groups",
-    "check_hashes",
-    "check_hello",
-    "check_lookup",
-    "check_names",
-    "check_report",
-    "check_salt",
-    "check_shape",
-    "check_shards",
-    "check_source",
-    "check_targets",
-    "check_topic",
-    "chunks_named",
-    "stored_salts",
-]
-
 _MOST_SAVED = 1 << 32
 """The most tokens, or seconds, that one request may report."""
 _MOST_MODE = 16

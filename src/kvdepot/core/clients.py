@@ -24,8 +24,6 @@ _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
 """Most characters of an engine's name."""
 
-__all__ = ["Client", "Idleness", "Instance", "Liveness", "PendingLookup", "PinShare", "Session"]
-
 
 class Liveness(Protocol):
     """The part of a client's liveness file (shm.LivenessView) that the core uses."""

@@ -21,8 +21,6 @@ from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolE
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Challenge, Seal, is_open_to_all, is_sealed
 
-__all__ = ["Connections", "OwnArena", "Rates"]
-
 log = logging.getLogger(__name__)
 
 _STATUS_COST = 4

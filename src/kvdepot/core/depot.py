@@ -47,8 +47,6 @@ from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
 from kvdepot.tiers.worker import TierOutcome
 
-__all__ = ["Depot"]
-
 log = logging.getLogger(__name__)
 
 _MOST_TOPICS = 256

@@ -16,8 +16,6 @@ from typing import TypedDict
 from kvdepot.core.clients import Client
 from kvdepot.protocol.status import Engine
 
-__all__ = ["ClientFigures", "Engines", "client_figures"]
-
 log = logging.getLogger(__name__)
 
 _SHOWN = 80

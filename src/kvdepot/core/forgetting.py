@@ -43,8 +43,6 @@ from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.values import plural
 
-__all__ = ["STEP_CHUNKS", "Removals", "Work", "clear", "forget"]
-
 STEP_CHUNKS = 256
 """Chunks that one step examines, in one or two milliseconds."""
 _MOST = 16

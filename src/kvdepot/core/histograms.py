@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from kvdepot.protocol.status import Histogram
 
-__all__ = ["AGES_S", "RATES", "SAVED_S", "TOKENS", "Buckets"]
-
 AGES_S = (
     1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 86400.0, 172800.0,
     604800.0,

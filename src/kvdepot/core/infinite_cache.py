@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["InfiniteCache", "Unreported", "Words", "words"]
-
 Words = npt.NDArray[np.int64]
 """Eight bytes of the hash of each chunk of a prompt. Hashes are uniform, so these suffice for a sketch."""
 

@@ -37,8 +37,6 @@ from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_LISTED, MOST_PRIORITY, LeaseStatus
 
-__all__ = ["GROW_S", "MOST_HASHES", "Lease", "Leases"]
-
 log = logging.getLogger(__name__)
 
 GROW_S = 60.0

@@ -26,8 +26,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.prefixes import MOST_CHUNKS, MOST_PREFIXES, SORTS, ChunkStatus, Prefix
 from kvdepot.protocol.status import MOST_NAME
 
-__all__ = ["MOST_LISTS", "MOST_OF_CLIENT", "Lists"]
-
 _STEP = 1024
 """Chunks that one step passes, in one or two milliseconds."""
 MOST_LISTS = 16

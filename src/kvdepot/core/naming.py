@@ -14,8 +14,6 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import key_of_model
 
-__all__ = ["Naming"]
-
 _MOST = 1 << 12
 """Most names of a tenant that are kept; engines that give further models a second name share no KV of them."""
 

@@ -24,8 +24,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Registrations", "Remapping"]
-
 
 @dataclass(slots=True, eq=False)
 class Remapping:

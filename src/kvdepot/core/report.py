@@ -27,8 +27,6 @@ from kvdepot.protocol.status import (
     Usage,
 )
 
-__all__ = ["SHOWN", "NamespaceFigures", "Report", "ServerFacts", "namespace_figures", "tenant_figures"]
-
 log = logging.getLogger(__name__)
 
 SHOWN = 80

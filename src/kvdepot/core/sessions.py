@@ -28,8 +28,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
-__all__ = ["Sessions"]
-
 log = logging.getLogger(__name__)
 
 

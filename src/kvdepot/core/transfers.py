@@ -28,8 +28,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
-__all__ = ["CopyToken", "Transfers"]
-
 log = logging.getLogger(__name__)
 
 _QUEUED_CHUNKS = 1 << 18

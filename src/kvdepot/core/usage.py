@@ -26,8 +26,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import MOST_NAME, OTHERS, AnswersStatus, Saved, TokenCounts, Usage
 
-__all__ = ["Usages"]
-
 _MODELS = 100
 """Most pairs of tenant and model with an entry of their own; a tenant alone gets half of them."""
 

@@ -18,8 +18,6 @@ from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["STORE_S", "PinBudget", "WaitingLookups"]
-
 STORE_S = 0.5
 """A lookup waits for stores, or for room, this long in all. A store takes milliseconds, and computing the chunks again
 longer; a client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""

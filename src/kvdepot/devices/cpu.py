@@ -32,8 +32,6 @@ from kvdepot.protocol.layout import Layout, Segment, TensorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostTensors", "enter_pages", "share", "zeros_in_shared_memory"]
-
 _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 

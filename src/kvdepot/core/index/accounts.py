@@ -14,8 +14,6 @@ from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
 
-__all__ = ["Accounts"]
-
 
 class Accounts:
     """The accounts of one index, and the ages of its chunks."""

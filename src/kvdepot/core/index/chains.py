@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, State
 
-__all__ = ["Chains", "link"]
-
 _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes of an enum are slow to get
 
 

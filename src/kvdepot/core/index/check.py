@@ -8,8 +8,6 @@ from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.memory.allocator import Allocator
 
-__all__ = ["check"]
-
 _OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
 _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
 

@@ -26,24 +26,6 @@ from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, name_of
 from kvdepot.tiers.format import Facts
 
-__all__ = [
-    "TRANSITIONS",
-    "Account",
-    "Chunk",
-    "Event",
-    "IllegalTransition",
-    "Namespace",
-    "Pin",
-    "Scope",
-    "Shard",
-    "State",
-    "is_evictable",
-    "is_forgotten",
-    "is_hidden",
-    "is_there",
-    "join_groups",
-]
-
 
 class State(IntEnum):
     """State of a shard or a chunk. (An IntEnum, because each step looks into the table and hashing an Enum is slow.)"""

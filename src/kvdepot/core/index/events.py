@@ -16,17 +16,6 @@ import msgspec
 from kvdepot.core.actions import Action
 from kvdepot.core.index.chunk import Chunk
 
-__all__ = [
-    "Failed",
-    "Hidden",
-    "IndexEvent",
-    "Listener",
-    "Reason",
-    "Removed",
-    "Stored",
-    "Used",
-]
-
 
 class Reason(Enum):
     """Why a chunk was removed."""

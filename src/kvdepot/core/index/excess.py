@@ -6,8 +6,6 @@ from kvdepot.core.index.chunk import State
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 
-__all__ = ["expire", "trim"]
-
 
 def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
     """Hide up to `most` chunks that are older at `wall` (seconds since 1970) than a limit; returns how many."""

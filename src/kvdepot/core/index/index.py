@@ -36,8 +36,6 @@ from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
 
-__all__ = ["Index"]
-
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
 _PENDING_REMOVAL = State.PENDING_REMOVAL

@@ -19,8 +19,6 @@ from kvdepot.core.histograms import AGES_S, Buckets
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Used
 
-__all__ = ["Lifetimes"]
-
 _SAMPLED = 16
 _RECENT = 256
 """Idle times that `holds_s` is the median of."""

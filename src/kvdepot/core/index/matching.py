@@ -15,23 +15,6 @@ from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = [
-    "Match",
-    "coming_part",
-    "coming_tail",
-    "deepest_boundary",
-    "find",
-    "for_lookup",
-    "is_free_to_write",
-    "is_missing",
-    "is_outdated",
-    "last_chained",
-    "match",
-    "match_prompt",
-    "may_need_space",
-    "needed_parts",
-]
-
 G = TypeVar("G")
 
 _SEALED, _CORRUPT, _CHAINED = State.SEALED, State.CORRUPT, State.CHAINED  # attributes of an enum are slow to get

@@ -13,8 +13,6 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Scope, join_groups
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.wire import Group
 
-__all__ = ["Namespaces"]
-
 
 class Namespaces:
     """The namespaces of one index, and their records and those of their shards."""

@@ -14,8 +14,6 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota
 
-__all__ = ["MOST_MOVED", "queue", "set_quota"]
-
 MOST_MOVED = 1 << 17
 """Chunks that change their account, or whose ages are recorded, in one step of some tenths of a second."""
 

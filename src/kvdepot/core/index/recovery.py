@@ -23,8 +23,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
 
-__all__ = ["Restored", "restore"]
-
 _FILLING, _WHOLE, _CHAINED = State.FILLING, State.WHOLE, State.CHAINED  # attributes of an enum are slow to get
 _SEALED, _COMPLETE, _CHAIN = State.SEALED, Event.COMPLETE, Event.CHAIN
 _MOST = 1 << 62

@@ -8,8 +8,6 @@ import msgspec
 
 from kvdepot.core.index.chunk import Chunk
 
-__all__ = ["Refusal", "Reservation", "Run"]
-
 
 class Run(msgspec.Struct, frozen=True, gc=False):
     """Consecutive chunks of one prompt, of which one rank's shards are to be reserved."""

@@ -20,11 +20,6 @@ from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
 from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten
 
-__all__ = [
-    "FORGET_S", "MOST_FORGETTINGS", "EraseToken", "Erasures", "ForgetToken", "Forgetting", "Forgettings",
-    "NotForgotten", "Unsaved",
-]  # fmt: skip
-
 MOST_FORGETTINGS = 16
 """Most forgettings in progress."""
 FORGET_S = 25.0

@@ -26,8 +26,6 @@ from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.tiers.format import Header
 from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, TierTask, Unwanted
 
-__all__ = ["FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
-
 log = logging.getLogger(__name__)
 
 _MOST_TIER_LOOKUPS = 1024

@@ -18,8 +18,6 @@ from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, Tier
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
-__all__ = ["SaveToken", "Saves"]
-
 
 @dataclass(slots=True, eq=False)
 class SaveToken(Token):

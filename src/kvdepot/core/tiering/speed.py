@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["RETRY_S", "SLACK", "TierSpeed"]
-
 SLACK = 0.05
 """The share of the time of computing a prompt that a lookup may lose to a tier that turns out to be of no use."""
 RETRY_S = 10.0

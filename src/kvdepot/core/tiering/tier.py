@@ -26,11 +26,6 @@ from kvdepot.tiers.format import Facts
 from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.worker import Enforce, Enforced, Part, Probe
 
-__all__ = [
-    "LOOKUPS", "READS", "TASK_BYTES", "WRITES", "Demotion", "EnforceToken", "ProbeToken", "Queued", "TierState",
-    "Token", "facts_of", "part_of",
-]  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 TASK_BYTES = 8 << 20

@@ -45,8 +45,6 @@ from kvdepot.tiers.worker import (
     Unwanted,
 )
 
-__all__ = ["Decision", "Tiering"]
-
 Decision: TypeAlias = LookupDecision | Forgetting
 """A tier task, or a tier lookup or forgetting whose reply is due."""
 

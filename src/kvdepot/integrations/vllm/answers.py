@@ -18,8 +18,6 @@ from vllm.logger import init_logger
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import AnswersStatus
 
-__all__ = ["Answers"]
-
 log = init_logger(__name__)
 
 _TRIAL = 32

@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["KVDepotConnector"]
-
 log = init_logger(__name__)
 
 

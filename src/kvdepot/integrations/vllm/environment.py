@@ -28,8 +28,6 @@ from kvdepot.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["HARMLESS_VARIABLES", "describe_code", "describe_environment", "platform_facts"]
-
 HARMLESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "how vLLM was built": (
         "CMAKE_BUILD_TYPE", "CUDA_HOME", "NVCC_THREADS", "VERBOSE", "VLLM_BUILD_COMMIT", "VLLM_BUILD_PIPELINE",

@@ -16,8 +16,6 @@ from kvdepot.protocol.keys import ROOT, ChunkChain, pack_ids
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Descriptions"]
-
 _MOST_DESCRIBED = 1 << 20
 _MOST_TOKENS = 1 << 16
 """Tokens in one message, which has 256 KiB then."""

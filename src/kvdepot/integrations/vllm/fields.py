@@ -22,8 +22,6 @@ from typing import Any
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["HARMLESS", "NEUTRAL", "describe_config", "harmless_fields"]
-
 _SCHEDULING = "when tokens are computed, not what"
 _FRONTEND = "text and requests before they are tokens"
 _SAMPLING = "what is chosen from the logits; chosen tokens are part of a chunk's hash"

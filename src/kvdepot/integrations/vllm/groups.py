@@ -43,16 +43,6 @@ from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan, PlanRules
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = [
-    "CacheGroup",
-    "describe_groups",
-    "find_groups",
-    "fit_groups",
-    "hit_alignment",
-    "holds_plain_numbers",
-    "make_plan",
-]
-
 _ALL = (FullAttentionSpec, MLAAttentionSpec)
 _WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec)
 """The classes themselves: what a class derived from one of them needs is not known."""

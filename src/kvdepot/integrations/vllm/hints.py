@@ -24,8 +24,6 @@ from kvdepot.values import fault_of
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["NO_HINTS", "Hint", "Hints", "Limits", "read_hints"]
-
 _KEY = "kvdepot"
 _VERSION = "1"
 """`action_version` of the actions that we know."""

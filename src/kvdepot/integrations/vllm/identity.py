@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["describe_engine", "namespace", "note_facts", "noted_token_bytes", "refuse_unserved"]
-
 log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}

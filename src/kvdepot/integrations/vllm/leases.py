@@ -26,8 +26,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["RequestLeases"]
-
 log = init_logger(__name__)
 
 _MOST_LOGGED = 16

@@ -24,8 +24,6 @@ from kvdepot.integrations.vllm.settings import PASSING, REQUIRED_S, ServerPlace
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import is_taken
 
-__all__ = ["ServerLink"]
-
 log = init_logger(__name__)
 
 _LOOK_S = 0.05

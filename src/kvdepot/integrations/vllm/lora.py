@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-__all__ = ["Adapters", "Roots"]
-
 log = logging.getLogger(__name__)
 
 _Parts: TypeAlias = "tuple[tuple[str, str], ...]"

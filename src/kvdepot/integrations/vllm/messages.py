@@ -12,8 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvdepot.client.transfer import Transfer
 
-__all__ = ["Orders", "WorkerReport"]
-
 
 @dataclass
 class Orders(KVConnectorMetadata):

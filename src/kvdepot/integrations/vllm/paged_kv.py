@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["check_room", "mem_pool_context", "share_kv"]
-
 log = init_logger(__name__)
 
 _SPARE_BLOCKS = 2

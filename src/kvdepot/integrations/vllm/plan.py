@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["NULL_BLOCK", "GroupBlocks", "GroupPlan", "Piece", "PlanRules", "StateBlock"]
-
 NULL_BLOCK = 0
 _SPACING, _SPACING_TOKENS = 16, 4096
 """Two boundaries within a prompt are at least this many chunks, and this many tokens, apart. A longer distance computes

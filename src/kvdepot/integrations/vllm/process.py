@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["EngineProcess"]
-
 log = init_logger(__name__)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["ChunkRules", "PromptEnd", "RequestChunks", "RequestLoad", "Tracked", "names_are_contents"]
-
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:
     """Whether vLLM names images and audio by a hash of their contents, or as the caller does (`multi_modal_uuids`).

@@ -18,8 +18,6 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-__all__ = ["hash_file"]
-
 _WHOLE_BYTES = 1 << 20
 """Files up to this size are hashed whole."""
 _SMALL_BYTES = 1 << 16

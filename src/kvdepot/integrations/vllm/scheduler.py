@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["ConnectedParts", "SchedulerHalf"]
-
 log = init_logger(__name__)
 
 _HELD_S = 0.5

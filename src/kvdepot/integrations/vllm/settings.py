@@ -37,8 +37,6 @@ from kvdepot.errors import (
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
 
-__all__ = ["PASSING", "REQUIRED_S", "ConnectorSettings", "ServerPlace", "find_place", "read_settings"]
-
 log = logging.getLogger(__name__)
 
 _PREFIX = "kvdepot."

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-__all__ = ["check_early", "log_with_vllm"]
-
 _LOOK_S = 1.0
 _found: set[str] = set()
 """URLs of servers that have answered this process."""

@@ -23,8 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvdepot.client.transfer import Operation
 from kvdepot.protocol.metrics import BOUNDS_S
 
-__all__ = ["KVDepotMetrics", "KVDepotStats", "OperationStats", "PrefillSpeed"]
-
 _COUNTED: Mapping[str, str] = {
     "lookup_chunks": "Chunks looked up in the depot.",
     "hit_chunks": "Chunks found in the depot.",

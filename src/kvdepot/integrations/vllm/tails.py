@@ -19,8 +19,6 @@ from kvdepot.protocol import wire
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Tails"]
-
 _MOST = 32
 """Candidates that are looked up for one prompt."""
 _SCANNED = 8192

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = [
-    "HOST_HITS",
-    "KV_FORMATS",
-    "METHODS_SINCE",
-    "alloc_conf",
-    "corrections",
-    "installed_release",
-    "lookahead_tokens",
-    "notifies_of_sleep",
-    "refuse_other_versions",
-    "tensor_replicas",
-]
-
 KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
 """The releases that are served, each with our number (the compatibility id) for what its code alone decides about the
 bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers

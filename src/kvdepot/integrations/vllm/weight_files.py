@@ -36,8 +36,6 @@ from kvdepot.integrations.vllm.samples import hash_file
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-__all__ = ["ALL_KINDS", "FolderState", "Kind", "Weights", "find_weights", "kinds_read", "read_state", "uses_modelscope"]
-
 _MAX_FILES = 20_000
 _MAX_LINKS = 40
 """Linux's limit: beyond it, a path counts as a loop."""

@@ -21,8 +21,6 @@ from kvdepot.protocol.layout import Layout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["WorkerHalf", "register"]
-
 log = init_logger(__name__)
 
 _PREEMPTION_S = 0.05
