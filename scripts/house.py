@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 38_853,
-    "test lines": 45_578,
+    "source lines": 38_860,
+    "test lines": 45_600,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 116,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvdepot.core.tiering.speed import TierSpeed
 from kvdepot.errors import BadRequest
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
@@ -200,6 +201,14 @@ def test_the_end_of_a_prefix_is_left_if_the_tier_that_has_it_takes_longer(tier: 
     engine.run(chain)
     near, slow = engine.host.depot.tiering.status(engine.host.now)
     assert (near.counters["loaded_chunks"], slow.counters["computed_tokens"]) == (7, 1)
+
+
+def test_a_lookup_that_waits_for_the_loads_of_another_says_nothing_of_a_slow_tier() -> None:
+    speed = TierSpeed()
+    speed.load_late(1 << 30, 0.0, 50.0)
+    expected_s = speed.load_s(1 << 30, 50.0)
+    speed.load_late(0, 0.0, 50.0)
+    assert expected_s > 0.0 and speed.load_s(1 << 30, 50.0) == expected_s
 
 
 def test_a_slow_load_beside_another_counts_only_for_what_it_takes_longer(tier: MemoryTier) -> None:

@@ -96,6 +96,7 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
     assert desk.index.allocator.free_bytes == 4 * PAGE
     for request in group_stores(STATES, prompt("b", 6), [range(6), []]):
         assert desk.ask(b"one", request) is True
+    assert not any(tail("first").key in namespace.chunks for namespace in desk.index.namespaces.all())
     assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == -1
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()

@@ -5,6 +5,7 @@ They need none of vLLM's compiled code: so also with releases that have no wheel
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_aborted_and_preempted_requests_leave_tails_of_known_tokens_alone(
         assert engine.worker.begun[f"{request.request_id} again"][-1] in (len(known) - 1, len(known))
         assert engine.scheduler.reset_prefix_cache()
     eventually(lambda: nothing_is_held(depot.status()))
+
+
+def test_a_streaming_session_leaves_no_tail(start_by_hand: StartByHand) -> None:
+    """Its state may be one token ahead of what vLLM counts when it ends."""
+    engine = start_by_hand(states=(LONG, LONG))
+    made = engine.add("session", prompt(1, LONG + 100), 20)
+    made.streaming_queue = deque()
+    engine.finish()
+    assert engine.scheduler.reset_prefix_cache()
+    turn(engine, 1, list(made.all_token_ids))
+    assert engine.worker.begun["1"] == [LONG]
 
 
 def test_a_tail_that_is_lost_is_computed(depot: Depot, start_by_hand: StartByHand) -> None:

@@ -132,7 +132,7 @@ def test_states_are_stored_at_the_ends_of_prompts_and_every_so_many_chunks(
     tokens = prompt(620, 5 * STATE_CHUNK + 17)
     engine.run(tokens)
     (model,) = depot.status()["namespaces"]
-    assert [group["chunks"] for group in model["groups"]] == [5, 3, 3, 3]
+    assert [group["chunks"] for group in model["groups"]] == [6, 4, 4, 4]  # with the tail of its end
     assert [group["reach"] for group in model["groups"]] == [0, 1, 1, 1]
     same_as_own(engine, [*tokens[: 4 * STATE_CHUNK], 5, 6, 7], 4 * STATE_CHUNK)
     assert engine.run_fresh([*tokens[: 3 * STATE_CHUNK], 5, 6, 7])["cached"] == 2 * STATE_CHUNK

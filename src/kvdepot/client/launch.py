@@ -71,7 +71,7 @@ class Shared:
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 self._is_engines = not locks.lock(fd)
-                if self._is_engines or holder(self.url):
+                if self._is_engines or holder(self.url) or self._was_started_for(engine):
                     return False
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, engine.encode(), 0)
@@ -120,6 +120,10 @@ class Shared:
 
     def has_failed_for(self, engine: str) -> bool:
         """Whether a process of this engine has started a server that has ended before it served."""
+        return self._was_started_for(engine) and not is_coming(self.url)
+
+    def _was_started_for(self, engine: str) -> bool:
+        """Whether a process of this engine has started the last server, which has not served yet."""
         try:
             starter = self._lock.read_text(errors="replace")
             age_s = time.time() - self._lock.stat().st_mtime
@@ -128,7 +132,7 @@ class Shared:
         # vLLM appends the rank of a data-parallel replica to the engine's id. An id that a user has chosen is that of
         # the engine's next start, too.
         is_ours = bool(starter) and re.fullmatch(re.escape(starter) + r"(_dp\d+)*", engine) is not None
-        return is_ours and age_s < _ONE_START_S and not is_coming(self.url)
+        return is_ours and age_s < _ONE_START_S
 
     def failure(self) -> str:
         """Why it is not running: the last line of its log, and where that is."""

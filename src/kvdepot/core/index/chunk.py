@@ -219,8 +219,9 @@ def is_evictable(chunk: Victim) -> bool:
     return not chunk.holds and not chunk.children and not chunk.gone
 
 
-_MOST_OUTGROWN = 1 << 14
-"""Tails that an account remembers to evict first, the latest; others go when their turn comes."""
+_MOST_OUTGROWN, _OUTGROWN_TRIES = 1 << 14, 8
+"""Tails that an account remembers to evict first, the latest, and how many are tried for one eviction; others go when
+their turn comes."""
 
 
 class Account(FairShare):
@@ -256,10 +257,12 @@ class Account(FairShare):
         return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
 
     def victim(self) -> Chunk | None:
-        while self.outgrown:
+        for _ in range(min(_OUTGROWN_TRIES, len(self.outgrown))):
             tail = self.outgrown.popleft()
-            if is_evictable(tail) and tail.account is self:
+            if is_evictable(tail):
                 return tail
+            if not tail.gone:
+                self.outgrown.append(tail)  # its parts of other groups, or requests that have it, go first
         victim = super().victim()
         assert victim is None or isinstance(victim, Chunk)
         return victim

@@ -71,7 +71,9 @@ class TierSpeed:
         self.find_s = max(self.find_s, _LATE * (now - max(begun, self.reached_at)))
 
     def load_late(self, size: int, begun: float, now: float) -> None:
-        """Note that a lookup waits no more for its loads."""
+        """Note that a lookup waits no more for its loads; size 0: others began them."""
+        if not size:
+            return
         expected_s = _LATE * (now - max(begun, self._loaded_at))
         if expected_s > self.load_s(size, now):
             self._load_s, self._bytes = expected_s, size

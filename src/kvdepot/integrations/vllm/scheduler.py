@@ -484,10 +484,12 @@ class SchedulerHalf:
     def _end_in_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> PromptEnd | None:
         """Store the end of a request that a later prompt may continue. Returns the tail, stored or not, if it has one.
 
-        Steps under way compute no more tokens than vLLM counts as computed, and the store waits for them.
+        Steps under way compute no more tokens than vLLM counts as computed, and the store waits for them; but vLLM
+        counts those of a load before they are there, and of a streaming session it counts one of the state too few.
         """
         request, tokens = tracked.request, tracked.request.num_computed_tokens
         is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
+        is_over &= tracked.load is None and request.streaming_queue is None
         if not (self._plan.has_tails and self._may_store and tracked.is_cached and tracked.hints.stores and is_over):
             return None
         with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
