@@ -34,8 +34,11 @@ ENGINES = [
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
-BY_HAND = ["-n", "2", "tests/vllm/test_runner_v2.py", "tests/vllm/test_tails.py", "-k", "not real_engine"]
-"""Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
+BY_HAND = [
+    "-n", "2", "tests/vllm/test_runner_v2.py", "tests/vllm/test_tails.py", "-k", "not real_engine and not deep_queue",
+]  # fmt: skip
+"""Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code. A deep queue
+needs a client of Redis, which the main environment has."""
 NO_KERNELS = [
     "-n", "2", "tests/vllm/test_versions.py", "tests/vllm/test_identity.py", "tests/vllm/test_groups.py",
     "tests/vllm/test_layouts.py", "-k", "not engines_with",
