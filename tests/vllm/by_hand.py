@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, Depot, eventually
 
 BLOCK, CHUNK, BATCH = 32, 64, 160
 """Tokens of a block, of a chunk, and of a step."""
@@ -302,3 +302,11 @@ class Engine:
 
         self.scheduler.shutdown()
         ensure_kv_transfer_shutdown()
+
+
+def lose_server(engine: Engine, depot: Depot, request_id: str) -> None:
+    """Kill a server that has answered the lookup of a request, before that is scheduled."""
+    half = engine.scheduler.connector._scheduler
+    eventually(lambda: half._depot.client.pump() or half._depot._lookups[request_id].future.query())
+    depot.process.kill()
+    depot.process.wait(HANG_S)

@@ -120,6 +120,9 @@ def test_the_ranks_of_an_engine_agree_with_its_scheduler(
     engine = start_engine(model, vllm_depot.url, **options).wait_started()
     assert engine.run(tokens)["cached"] == 0
     same_as_own(engine, tokens, cached, exact=False)
+    if kind == "states":  # and on the end of an answer, within a block
+        answer = engine.run_fresh(tokens, max_tokens=9)["tokens"]
+        assert engine.run_fresh([*tokens, *answer, 5])["cached"] == len(tokens) + 8
     engine.stop()
     eventually(lambda: nothing_is_held(vllm_depot.status()))
 

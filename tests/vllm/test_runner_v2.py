@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.tiers.servers import RedisServer, need
 from tests.vllm import drafters
-from tests.vllm.by_hand import BATCH, CHUNK, check, prompt
+from tests.vllm.by_hand import BATCH, CHUNK, check, lose_server, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held, output, run_preempted
 
@@ -139,10 +139,7 @@ def test_a_load_that_fails_is_reported_once_and_computed(
     engine.add("decoding", prompt(3, 40), says=60)  # so that there is something to compute meanwhile
     engine.step()
     lost = engine.add("lost", tokens)
-    half = engine.scheduler.connector._scheduler
-    eventually(lambda: half._depot.client.pump() or half._depot._lookups["lost"].future.query())
-    depot.process.kill()
-    depot.process.wait(HANG_S)
+    lose_server(engine, depot, "lost")
     engine.finish()
     check(lost)
     assert engine.worker.begun["lost"] == [0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.vllm.by_hand import Engine, Text, check, prompt
+from tests.vllm.by_hand import Engine, Text, check, lose_server, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held
 
@@ -136,10 +136,7 @@ def test_a_tail_that_is_lost_is_computed(depot: Depot, start_by_hand: StartByHan
     history = turn(engine, 0, prompt(1, LONG + 100))
     assert engine.scheduler.reset_prefix_cache()
     lost = engine.add("lost", [*history, *prompt(2, 9)])
-    half = engine.scheduler.connector._scheduler
-    eventually(lambda: half._depot.client.pump() or half._depot._lookups["lost"].future.query())
-    depot.process.kill()
-    depot.process.wait(HANG_S)
+    lose_server(engine, depot, "lost")
     engine.finish()
     check(lost)
     assert engine.worker.begun["lost"] == [0]

@@ -10,7 +10,7 @@ the places of tokens at which requests stop: so a chat's next turn also finds th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvdepot.integrations.vllm.requests import PromptEnd, RequestChunks
@@ -67,10 +67,10 @@ class Tails:
         return PromptEnd(tokens, wire.Tail(chunks, prompt.tail(tokens)))
 
 
-def _stops(tokens: Collection[int], stops: Collection[int]) -> set[int]:
+def _stops(tokens: Sequence[int], stops: Collection[int]) -> set[int]:
     """The ends before and after the last of these tokens in a prompt: a step may have computed one before it ended."""
     if not stops:
         return set()
     first = max(0, len(tokens) - _SCANNED)
-    places = [place for place, token in enumerate(list(tokens)[first:], first) if token in stops]
+    places = [place for place, token in enumerate(tokens[first:], first) if token in stops]
     return {end for place in places for end in (place, place + 1)}
