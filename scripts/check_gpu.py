@@ -24,7 +24,7 @@ PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec", "blake3": "blake3", "numpy": "
 """Modules without which nothing runs, and their packages; the driver's module says what it needs itself."""
 OPTIONAL = {
     "torch": "what needs its tensors or matrix products is skipped",
-    "triton": "the copy paths kernel and staged are skipped",
+    "triton": "the copy path staged is skipped",
     "xxhash": "checksums are skipped",
     "pynvml": "the size of contexts is unknown (nvidia-ml-py)",
 }

@@ -78,11 +78,6 @@ class TestDmaOfAnOldDriver(OnFakeDriver):
     version = 12040
 
 
-@pytest.mark.faults
-class TestKernel(OnFakeDriver):
-    paths = ("kernel", "kernel")
-
-
 class TestStaged(OnFakeDriver):
     paths = ("staged", "staged")
 
@@ -102,7 +97,7 @@ class TestVirtualMemory(OnFakeDriver):
 @pytest.mark.faults
 class TestAllocationsApart(OnFakeDriver):
     how = "each"
-    paths = ("staged", "kernel")
+    paths = ("staged", "dma")
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +240,12 @@ def test_a_gpu_is_entered_while_another_one_is(
     hung._turning.add(layout.device)  # as the thread would have it that does not come back from the driver
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(devices.map, layout)
-        with suite.case(worker, devices, arena, small()) as case:
-            assert len(devices.status()) == 1
-            case.there_and_back([[1]], [[5]], [((arena.header.chunks_start, 4 * PAGE),)], 0)
-        assert not waits.done()
-        hung._turned(layout.device)
+        try:
+            with suite.case(worker, devices, arena, small()) as case:
+                assert len(devices.status()) == 1
+                case.there_and_back([[1]], [[5]], [((arena.header.chunks_start, 4 * PAGE),)], 0)
+            assert not waits.done()
+        finally:  # or a failure would hang
+            hung._turned(layout.device)
         waits.result(TIMEOUT_S).close()
     other.close()

@@ -224,7 +224,7 @@ def test_after_a_failure_only_memory_that_copies_want_is_registered(
 
 
 @pytest.mark.parametrize("has_buffers", [True, False])
-@pytest.mark.parametrize("path", ["dma", "kernel", "staged"])
+@pytest.mark.parametrize("path", ["dma", "staged"])
 def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
     machine: Machine, workers: list[WorkerProcess], arena: Arena, monkeypatch: pytest.MonkeyPatch, has_buffers: bool,
     path: str,

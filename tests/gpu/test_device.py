@@ -50,11 +50,6 @@ class OnGpu(CopyPathsConformance):
 class TestDma(OnGpu): ...
 
 
-@runs_elsewhere
-class TestKernel(OnGpu):
-    paths = ("kernel", "kernel")
-
-
 class TestStaged(OnGpu):
     paths = ("staged", "staged")
 
@@ -74,7 +69,7 @@ class TestVirtualMemory(OnGpu):
 @runs_elsewhere
 class TestAllocationsApart(OnGpu):
     how = "each"
-    paths = ("staged", "kernel")
+    paths = ("staged", "dma")
 
 
 class TestAsItIs(DeviceConformance):

@@ -8,7 +8,9 @@ import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,23 @@ def layouts(draw: st.DrawFn, name: str) -> Layout:
     layout = Layout([Mapping(name, TENSOR_BYTES)], draw(st.permutations(segments)), num_blocks, bytes(32))
     layout.check()
     return layout
+
+
+def test_a_devices_lane_copies_on_while_the_cpu_computes_checksums(bench: Bench) -> None:
+    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    copier = Copier(bench.arena, 1, lambda token, outcome: outcomes.put((token, outcome)))
+    go_on = Event()
+    copier.submit(Call("occupies the CPU's lane", partial(go_on.wait, TIMEOUT_S)))
+    mapped = HostTensors.open(Layout([Mapping(bench.name, TENSOR_BYTES)], [Segment(0, 0, PAGE, PAGE)], 9, bytes(32)))
+    mapped.lane = lambda is_store: "device"  # type: ignore[method-assign]  # with threads of its own, as a GPU has
+    (extent,) = bench.room().allocate_run(PAGE, 1)
+    for number in range(4):
+        copier.submit(Copy(number, True, mapped, [CopyPiece(extent, np.array([number]), summed=number < 3)]))
+    assert outcomes.get(timeout=TIMEOUT_S) == (3, [0]), "the only one without a checksum"
+    go_on.set()
+    assert copier.stop(TIMEOUT_S), "queued tasks are finished, checksums included"
+    assert all(outcome[0] for token, outcome in (outcomes.get_nowait() for _ in range(4)) if token in range(3))
+    mapped.close()
 
 
 @given(st.data())

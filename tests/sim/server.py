@@ -543,14 +543,13 @@ class Server(Checks, Harness):
                 return
             outcome = None
         else:
-            outcome = copy(self, Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
+            is_whole = copy(self, Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
             if running.voided:
                 self.world.counters["store_of_reused_blocks"] += 1
-                assert outcome is None, "a store that read blocks which had been given back was not made void"
-            elif outcome is None:
+                assert not is_whole, "a store that read blocks which had been given back was not made void"
+            elif not is_whole:
                 self.world.counters["store_fenced"] += 1
-            else:
-                outcome = running.sums
+            outcome = running.sums if is_whole else None
         self._running.remove(running)
         self._idle += 1
         self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
@@ -574,7 +573,7 @@ class Server(Checks, Harness):
             running.cut = self.world.random.randrange(len(target))
         later = target[running.cut :] if first else target[: running.cut]  # not in this half
         before = later.copy()
-        if copy(self, Copy(None, task.is_store, mapped, [piece])) is None:
+        if not copy(self, Copy(None, task.is_store, mapped, [piece])):
             return False
         later[:] = before
         if not first:

@@ -194,7 +194,7 @@ class Transfers:
         self.operations += 1
         size = len(pieces[0].block_ids) * instance.layout.block_bytes
         step = max(1, -(-instance.mapped.task_bytes // size))
-        tasks: list[Action] = []
+        tasks: list[Copy] = []
         whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):
             token = CopyToken(operation, first, min(first + step, len(pieces)))
@@ -203,7 +203,8 @@ class Transfers:
                 Copy(token, operation.is_store, instance.mapped, pieces[first : token.end], fence, ticket, whole)
             )
         operation.tasks = len(tasks)
-        return tasks
+        tasks.sort(key=lambda task: not any(piece.summed for piece in task.pieces))  # summing takes longer than copying
+        return [*tasks]
 
     def _sums(self, key: bytes) -> bool:
         """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""

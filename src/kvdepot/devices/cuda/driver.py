@@ -145,11 +145,6 @@ class Driver:
         finally:
             self.call("cuCtxPopCurrent")
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether `copy_batch` is one call, which has flags."""
-        return self._batch is not None
-
     def _find_batch(self) -> Any:
         if self.version < _BATCH_SINCE:
             return None

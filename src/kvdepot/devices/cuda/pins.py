@@ -138,7 +138,7 @@ class Pins:
             if self._wanted:
                 self._change.notify_all()
         try:
-            yield np.isin(where, missing, invert=True)
+            yield np.isin(where, missing, invert=True) if missing else np.ones(len(where), np.bool_)
         finally:
             with self._change:
                 self._users.subtract(pieces)
