@@ -19,8 +19,7 @@ import pytest
 from kvdepot.devices import Devices
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.copier import Copier, Copy, CopyPiece, Mapped, checksums
-from kvdepot.memory.copier import copy as run_copy
+from kvdepot.memory.copier import Copier, Copy, CopyPiece, Mapped, checksums, copy
 from kvdepot.protocol.layout import Layout, build_layout
 from tests.devices.footprints import assert_settles, descriptors_and_maps
 from tests.devices.tensors import DTYPES, KINDS, Bytes, Model, Worker
@@ -133,7 +132,7 @@ class Case:
 
     def move(self, pieces: list[CopyPiece], is_store: bool) -> None:
         """As a copy thread does it."""
-        assert run_copy(self.arena, Copy(None, is_store, self.mapped, pieces))
+        assert copy(self.arena, Copy(None, is_store, self.mapped, pieces))
 
     def chunk(self, ids: list[int]) -> Bytes:
         """The bytes of a chunk of these blocks, by the truth."""
@@ -306,7 +305,7 @@ class DeviceConformance:
             sums = []
             for is_store, ids in ((True, [1, 3]), (False, [0, 2]), (True, [0, 2])):
                 task = Copy(None, is_store, case.mapped, [CopyPiece(extents, np.array(ids), summed=True)])
-                assert run_copy(arena, task)
+                assert copy(arena, task)
                 sums.append(checksums(arena, task))
             assert sums[0] == sums[1] == sums[2] != [0]
 

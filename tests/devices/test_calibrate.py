@@ -60,8 +60,7 @@ def test_the_advice_is_the_size_from_which_both_directions_use_the_copy_engines(
     from kvdepot.devices.cuda.calibrate import SIZES, dma_from
 
     assert dma_from({"store": [(0, "dma")], "retrieve": [(0, "staged"), (28 * KIB, "dma")]}) == 28 * KIB
-    mixed = [(0, "staged"), (8 * KIB, "dma"), (16 * KIB, "staged")]
-    assert dma_from({"store": mixed, "retrieve": [(0, "dma")]}) == 8 * KIB
+    assert dma_from({"store": [(0, "staged"), (8 * KIB, "dma"), (MIB, "staged")], "retrieve": [(0, "dma")]}) == 8 * KIB
     assert dma_from({"store": [(0, "staged")], "retrieve": [(0, "dma")]}) > SIZES[-1]
 
 

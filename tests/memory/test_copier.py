@@ -24,6 +24,7 @@ from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
 from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.conftest import eventually
 from tests.devices.conformance import fragmented
 
 TIMEOUT_S = 20.0
@@ -86,8 +87,7 @@ def layouts(draw: st.DrawFn, name: str) -> Layout:
 
 
 def test_a_devices_lane_copies_on_while_the_cpu_computes_checksums(bench: Bench) -> None:
-    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    copier = Copier(bench.arena, 1, lambda token, outcome: outcomes.put((token, outcome)))
+    copier = Copier(bench.arena, 1, lambda token, outcome: bench.outcomes.put((token, outcome)))
     go_on = Event()
     copier.submit(Call("occupies the CPU's lane", partial(go_on.wait, TIMEOUT_S)))
     mapped = HostTensors.open(Layout([Mapping(bench.name, TENSOR_BYTES)], [Segment(0, 0, PAGE, PAGE)], 9, bytes(32)))
@@ -95,10 +95,12 @@ def test_a_devices_lane_copies_on_while_the_cpu_computes_checksums(bench: Bench)
     (extent,) = bench.room().allocate_run(PAGE, 1)
     for number in range(4):
         copier.submit(Copy(number, True, mapped, [CopyPiece(extent, np.array([number]), summed=number < 3)]))
-    assert outcomes.get(timeout=TIMEOUT_S) == (3, [0]), "the only one without a checksum"
+    assert bench.outcomes.get(timeout=TIMEOUT_S) == (3, [0]), "the only one without a checksum"
     go_on.set()
+    until_stop = partial(eventually, lambda: not copier.lanes["device"]._tasks.empty())  # one of its threads is idle
+    copier.submit(Copy(4, True, mapped, [CopyPiece(extent, np.array([4]), summed=True)], whole=until_stop))
     assert copier.stop(TIMEOUT_S), "queued tasks are finished, checksums included"
-    assert all(outcome[0] for token, outcome in (outcomes.get_nowait() for _ in range(4)) if token in range(3))
+    assert all(outcome[0] for token, outcome in (bench.outcomes.get_nowait() for _ in range(5)) if token in range(5))
     mapped.close()
 
 
