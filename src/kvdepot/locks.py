@@ -74,7 +74,7 @@ def unlock(fd: int) -> None:
 
 
 def use(fd: int) -> None:
-    """Record in the kernel that this open file is in use, until `end_use` or the end of its last process; blocks for the
+    """Record in the kernel that this open file is in use, until `end_use` or its last process ends; blocks for the
     moment in which another process `refuse_use`s it. Threads with one open file share one use."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
 
