@@ -165,7 +165,7 @@ class Namespace:
 
         tokens: a list of ids, or a one-dimensional array of integers. kv: of these tokens, from the first on, as the
         namespace's shape describes it; with several shapes, a list of one each. A window's KV may be that of the last
-        tokens alone. A state is that after the last token, which must end a chunk. Raises BadRequest.
+        tokens alone, from the start of the first chunk that has some of the window. A state is that after the last token, which must end a chunk. Raises BadRequest.
         """
         chain = self._chain(tokens)
         count = len(chain)
@@ -300,10 +300,10 @@ class Namespace:
                 raise BadRequest(f"a state is that after a whole chunk: {tokens} tokens are not a multiple of {size}")
             return count - 1, _StateMoves(kv, shape.size)
         arrays, held = layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])
-        needed = min(shape.window, tokens) if shape.window else tokens
+        first = self._first(group, count)
+        needed = tokens - first * size
         if not needed <= held <= tokens:
-            raise BadRequest(f"KV of {held} tokens for {tokens} tokens; {needed} are needed")
-        first = max(self._first(group, count), -(-(tokens - held) // size))
+            raise BadRequest(f"KV of {held} tokens for {tokens} tokens, of which the last {needed} are needed")
         return first, _TokenMoves(arrays, shape, size, tokens - held)
 
     def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
