@@ -165,7 +165,8 @@ class Namespace:
 
         tokens: a list of ids, or a one-dimensional array of integers. kv: of these tokens, from the first on, as the
         namespace's shape describes it; with several shapes, a list of one each. A window's KV may be that of the last
-        tokens alone, from the start of the first chunk that has some of the window. A state is that after the last token, which must end a chunk. Raises BadRequest.
+        tokens alone, from the start of the first chunk that has some of the window. A state is that after the last
+        token, which must end a chunk. Raises BadRequest.
         """
         chain = self._chain(tokens)
         count = len(chain)
