@@ -22,6 +22,7 @@ LAYERS = """
     config
     devices
     core client
+    library
     kv_events simulate
     adapters contract keys metrics status
     web

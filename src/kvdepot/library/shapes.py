@@ -74,10 +74,6 @@ class Shape:
         inner = (tokens, self.heads) if self.order == "tokens" else (self.heads, tokens)
         return (self.layers, self.parts, *inner, self.head_dim)
 
-    def chunk_values(self, chunk_tokens: int) -> int:
-        """Number of values of a chunk."""
-        return self.values * chunk_tokens
-
     def reach(self, chunk_tokens: int) -> int:
         """As wire.Group.reach."""
         return math.ceil(self.window / chunk_tokens)
@@ -85,7 +81,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class State:
-    """What layers keep after a chunk instead of KV of each token (Mamba, linear attention): `size` bytes."""
+    """Layers that keep `size` bytes of state after a chunk instead of KV of each token (Mamba, linear attention)."""
 
     size: int
 
