@@ -118,7 +118,7 @@ class Requests:
 
     def lose(self, error: KVDepotError, waits: Callable[[PendingRequest, bool], bool]) -> None:
         """The server is lost, but may still touch blocks or come back: fail the requests that cannot wait. Sent copies
-        wait until no server can carry them out. What releases something is parked: servers hold it. Others are parked if
+        wait until no server can carry them out. What releases something is parked (servers hold it), others if
         `waits` returns True for the request, and whether it was never sent."""
         unsent, self.parked = self.parked, set()
         for number, item in list(self.pending.items()):
