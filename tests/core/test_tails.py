@@ -102,6 +102,27 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
     desk.assert_empty()
 
 
+def test_a_tail_whose_successor_found_no_room_is_not_evicted_first() -> None:
+    desk, other = Desk(pages=12), prompt("b", 6)
+    desk.hello(b"one")
+    desk.register_groups(STATES)
+    for request in [*group_stores(STATES, other, [range(6), []]), *group_stores(STATES, CHAIN, [range(3), [2]])]:
+        assert desk.ask(b"one", request) is True
+    keep(desk, tail("first"))
+    everything = [chunk for namespace in desk.index.namespaces.all() for chunk in namespace.chunks.values()]
+    desk.index.hold(everything)
+    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    for request in stored(tail("second"), continues=tail("first").key):
+        assert desk.ask(b"one", request) is False
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.index.release(everything)
+    for request in group_stores(STATES, prompt("c", 6), [range(6), []]):
+        assert desk.ask(b"one", request) is True
+    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
 @pytest.mark.parametrize("write", ["through", "on_evict"])
 def test_tails_are_in_memory_alone(write: str) -> None:
     host = new_host((f"disk:///d?write={write}", MemoryTier()), pages=8)
