@@ -72,6 +72,24 @@ def test_a_prompt_of_less_than_a_chunk_is_a_tail_alone(desk: Desk) -> None:
     assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == -1
 
 
+def test_what_a_tail_pins_counts_in_the_pin_budget(desk: Desk) -> None:
+    alone = msgspec.structs.replace(with_tails(tail("long", 0), tail("short", 0)), hashes=b"")
+    keep(desk, tail("short", 0))
+    for request in stored(tail("long", 0)):
+        desk.send(b"one", request)
+    desk.send(b"one", alone)  # waits, and holds the short one
+    desk.check_budget()
+    desk.settle()
+    assert desk.depot.sessions.budget.bytes == 2 * PAGE
+    desk.ask(b"one", with_tails(tail("short", 0), tail("long", 0)))
+    desk.ask(b"one", msgspec.structs.replace(lookup(CHAIN, "other"), tails=(tail("long", 0),)))
+    desk.check_budget()
+    assert desk.depot.sessions.budget.bytes == 4 * PAGE  # of whole chunks, which both have in common
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.ask(b"one", wire.EndSession("other"))
+    assert desk.depot.sessions.budget.bytes == 0
+
+
 def test_a_lookup_waits_for_a_tail_that_is_being_stored(desk: Desk) -> None:
     keep(desk, tail("short"))
     for request in stored(tail("long")):
