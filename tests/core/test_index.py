@@ -192,8 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
         for group, key in self.model.needed(chain, len(chain)):
             for rank in range(self.model.world_size):
                 is_tail = key == chain[-1]
-                facts = (True, before) if is_tail else (False, b"")
-                if not self.reserve(group, chain, chain.index(key), rank, tail=facts):
+                if not self.reserve(group, chain, chain.index(key), rank, continues=before if is_tail else b""):
                     return
                 part = self.model.parts[group, key]
                 if part.ranks.get(rank) == "open" and (seals or not is_tail):

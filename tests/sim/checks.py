@@ -195,6 +195,7 @@ class Checks:
         late = waited_s >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
         counters["lookup_cut_short"] += late and len(near) < len(found) < len(request.hashes) // 32
+        counters["tail_hit_from_tiers"] += value < 0 and found != near and bool(self.host.stores)
         if any(group.reach for group in groups):
             self._count_boundary(request, groups, len(near), len(found))
         now = self._prefix(request, groups)

@@ -227,6 +227,12 @@ class Engine:
                         part = store.put(memory, key, salt_tag(stream.salt), _seeds_of_chunk(memory.model, stream, i))
                         self.host.forgettings.saved(part, elsewhere=True)
                         world.counters["stored_elsewhere"] += 1
+            if self.has_tails and world.chance(0.7):
+                end = len(keys) * self.model.chunk_tokens + world.random.randint(1, self.model.chunk_tokens - 1)
+                key = self._name_tail(stream, end)
+                for memory in self.memories:
+                    part = store.put(memory, key, salt_tag(stream.salt), [end_seed(memory.model, stream, end)])
+                    self.host.forgettings.saved(part, elsewhere=True)
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
@@ -706,6 +712,16 @@ class Engine:
                 self._store(worker, request, batch)
             self._breathe()
 
+    def _name_tail(self, stream: Stream, end: int) -> bytes:
+        """Tell the oracle what a tail's key stands for, and engines that prompts end there."""
+        size = self.model.chunk_tokens
+        key = tail_of(stream, end, size).key
+        for memory in self.memories:
+            truth = memory.model, (end_seed(memory.model, stream, end),)
+            assert self.host.truth.setdefault((memory.layout.fingerprint, key), truth) == truth
+        self.host.ends.setdefault(chain_of(stream, size).parent(end // size), set()).add(end)
+        return key
+
     def _store_tail(self, request: Request) -> None:
         """Store the end of a request, behind chunks that are stored or on their way."""
         done, size, world = request.done, self.model.chunk_tokens, self.world
@@ -713,21 +729,14 @@ class Engine:
         is_over = request.state is State.RUNNING and request.prompt <= done and done % size and request.saved >= number
         if not (self.has_tails and is_over and world.chance(0.9)):
             return
-        key, before = tail_of(request.stream, done, size).key, self._loaded_keys(request)[-1:] if request.tail else []
-        for group in self.groups:
-            truth = group, (end_seed(group, request.stream, done),)
-            for memory in self.memories[group.group :: len(self.groups)]:
-                self.host.truth[memory.layout.fingerprint, key] = truth
-        self.host.ends.setdefault(chain_of(request.stream, size).parent(number), set()).add(done)
+        key, before = self._name_tail(request.stream, done), self._loaded_keys(request)[-1] if request.tail else b""
         world.counters["tail_stored"] += 1
         world.counters["tail_continued"] += bool(before)
         world.note(f"{self.name} stores the tail of {request.id} at {done}")
         keys = [*self._keys(request.stream)[:number], key]
         for rank, worker in enumerate(self.workers):
             request.storing.add(rank)
-            parts = [
-                self._transfer(request, keys, each, number, number + 1, 0, b"".join(before)) for each in self.groups
-            ]
+            parts = [self._transfer(request, keys, each, number, number + 1, 0, before) for each in self.groups]
             worker.submit_store([request.id], parts, None)
             self._breathe()
 

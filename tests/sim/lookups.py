@@ -15,7 +15,7 @@ from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
-from tests.sim.groups import deepest, needed
+from tests.sim.groups import deepest, longest, needed
 
 if TYPE_CHECKING:
     from tests.sim.server import Server
@@ -44,7 +44,7 @@ def length_of(request: wire.Lookup, found: list[bytes]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    boundary: int
+    found: list[bytes]
     request: wire.Lookup
     groups: list[Namespace]
     parts: list[tuple[Namespace, bytes]]
@@ -82,11 +82,13 @@ class Behind:
         if not (server.host.stores and is_known and is_one and is_calm and are_well):
             return
         keys = keys_in(request)
-        boundary = deepest(groups, len(keys), lambda group, i: self._is_somewhere(group, keys[i], request.salt))
-        parts = [(group, keys[i]) for group in groups for i in needed(group.reach, boundary)]
+        near = server._prefix(request, groups)
+        tails = () if length_of(request, near)[0] % 2 else request.tails  # with a tail in memory, tiers need no other
+        found = longest(groups, keys, tails, lambda group, key: self._is_somewhere(group, key, request.salt))
+        parts = [(group, found[i]) for group in groups for i in needed(group.reach, len(found))]
         if not self._waiting:
             self._peak = 0
-        self._waiting[asked] = _Waiting(boundary, request, groups, parts, self._obstacles())
+        self._waiting[asked] = _Waiting(found, request, groups, parts, self._obstacles())
         self.look()
 
     def _is_somewhere(self, group: Namespace, key: bytes, salt: bytes) -> bool:
@@ -141,10 +143,11 @@ class Behind:
             self._is_somewhere(group, key, waiting.request.salt) for group, key in waiting.parts
         ):
             return
-        server.world.counters["groups_found_behind_memory"] += waiting.boundary > 0
-        chunks = value if value >= 0 else waiting.request.tails[-1 - value].chunks
-        assert chunks >= waiting.boundary, (
-            f"memory and tiers had all parts of {waiting.boundary} chunks, and the answer is {value}"
+        request, found = waiting.request, waiting.found
+        server.world.counters["groups_found_behind_memory"] += len(found) > 0
+        server.world.counters["tail_found_behind_memory"] += length_of(request, found)[0] % 2
+        assert length_of(request, found_by(request, value)) >= length_of(request, found), (
+            f"memory and tiers had all parts of {len(found)} chunks, and the answer is {value}"
         )
 
 

@@ -462,7 +462,7 @@ EXPECTED = frozenset(
     bounded_parts_recovered groups_hit groups_hit_before_the_last_chunk groups_hit_from_tiers groups_hit_of_two_models
     groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
     groups_stored_without_state
-    lookup_awaited_tail tail_continued tail_hit tail_stored
+    lookup_awaited_tail tail_continued tail_found_behind_memory tail_hit tail_hit_from_tiers tail_stored
     engine_connected_late server_idle_exit
     clear_while_removing forget_while_removing lookup_while_removing lease_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing

@@ -62,6 +62,21 @@ def test_another_engine_finds_answers_by_their_stop_tokens(steps: int, unit: int
         assert history[-1] == STOP and engine.worker.begun[f"{number}"][0] >= known - 1
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_server_finds_answers_in_a_tier(
+    steps: int, start_depot: StartDepot, start_by_hand: StartByHand, tmp_path: Path
+) -> None:
+    history = list[int]()
+    for number in range(3):
+        depot = start_depot("--tiers", f"disk://{tmp_path}?capacity_gib=1", "--lookup-s", "8", arena_mib=8)
+        engine = start_by_hand(url=depot.url, steps=steps, states=(LONG, LONG))
+        known, history = len(history), turn(engine, number, history or prompt(1, LONG), 200, (STOP,))
+        assert engine.worker.begun[f"{number}"][0] >= known - 1
+        engine.close()
+        eventually(lambda depot=depot: nothing_is_held(depot.status()))
+        assert depot.stop() == 0  # once the tier has what it was to save
+
+
 @variants
 def test_a_tail_goes_on_from_whole_blocks_in_the_engines_own_cache(
     steps: int, unit: int, start_by_hand: StartByHand

@@ -101,7 +101,8 @@ class Sessions:
             part = coming_part(namespaces[0], request.hashes, pending.first) if may_grow else None
             part = part or coming_tail(namespaces[0], request.tails, match)
         awaits = part is not None and self._waiting.may_wait(pending, part, now)
-        searches = may_grow and self._tiering.is_searchable
+        has_end = match.tail is not None or not request.tails or request.tails[0].chunks < pending.first
+        searches = may_wait and (may_grow or not has_end) and self._tiering.is_searchable
         if pending.lease is None and pending.share is None:
             most, tail = pending.first, match.tail_key(request.tails)
             if awaits or searches:
