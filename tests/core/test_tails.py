@@ -120,7 +120,9 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
     desk.assert_empty()
 
 
-def test_a_tail_whose_successor_found_no_room_is_not_evicted_first() -> None:
+@pytest.mark.parametrize("successor", ["second", "first"], ids=["another", "itself"])
+def test_a_tail_whose_successor_is_not_stored_is_not_evicted_first(successor: str) -> None:
+    """The other one finds no room; a request that stops where its load has ended names itself."""
     desk, other = Desk(pages=12), prompt("b", 6)
     desk.hello(b"one")
     desk.register_groups(STATES)
@@ -130,8 +132,8 @@ def test_a_tail_whose_successor_found_no_room_is_not_evicted_first() -> None:
     everything = [chunk for namespace in desk.index.namespaces.all() for chunk in namespace.chunks.values()]
     desk.index.hold(everything)
     assert desk.ask(b"one", with_tails(tail("first"))) == -1
-    for request in stored(tail("second"), continues=tail("first").key):
-        assert desk.ask(b"one", request) is False
+    for request in stored(tail(successor), continues=tail("first").key):
+        assert desk.ask(b"one", request) is (successor == "first")
     desk.ask(b"one", wire.EndSession("r"))
     desk.index.release(everything)
     for request in group_stores(STATES, prompt("c", 6), [range(6), []]):

@@ -178,7 +178,8 @@ class Index:
             self.allocator.free(unused)
         if new:
             account.policy.insert(new)
-        if run.continues and result.refusal is None and (outgrown := chunks.get(run.continues)) is not None:
+        outgrown = None if run.continues in keys or result.refusal is not None else chunks.get(run.continues)
+        if outgrown is not None:
             outgrown.account.outgrown.append(outgrown)
         return result
 
