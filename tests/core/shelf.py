@@ -41,9 +41,10 @@ def reserve_one(
     size: int = PAGE,
     salt: bytes = b"",
     wall: int | None = 0,
+    continues: bytes = b"",
 ) -> Reservation:
     """Reserve one shard. wall: None if it is to be loaded."""
-    return index.reserve(namespace, rank, Run(key, size, parent, position, salt), wall)
+    return index.reserve(namespace, rank, Run(key, size, parent, position, salt, continues), wall)
 
 
 def reserve(index: Index, namespace: Namespace, rank: int, *chunk: Any, **more: Any) -> Chunk | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot.core.actions import Reply
 from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace, is_hidden
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.events import Stored as StoredEvent
 from kvdepot.core.index.excess import expire
@@ -33,7 +34,7 @@ from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
 from tests.core.heard import Heard
-from tests.core.shelf import Path, Shelf, Steps, keys, prompt, reserve_one
+from tests.core.shelf import Path, Shelf, Steps, key_of, keys, prompt, reserve_one
 from tests.harness import PlainLiveness
 
 # -- the model
@@ -113,6 +114,11 @@ class Model:
         return line
 
 
+def tail_key(path: Path, name: int) -> bytes:
+    """The key of one of two tails behind the chunks of a path."""
+    return key_of((*path, 10 + name))
+
+
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 GROUPS = st.integers(0, 2)
 RANKS = st.integers(0, 1)
@@ -134,6 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.model = Model(reaches, world_size)
         self.removals = Steps(self.index, 2)
         self.pinned: list[tuple[list[Part], list[Chunk]]] = []
+        self.tailed: list[Path] = []
 
     def drop_gone(self, protected: set[Part]) -> list[Part]:
         """Parts that the index has removed: none of them was protected, nor has one that it must outlive stayed."""
@@ -178,15 +185,28 @@ class IndexMachine(RuleBasedStateMachine):
                 if part.ranks.get(rank) == "open":
                     self.end(part, rank, fails=False)
 
-    def reserve(self, group: int, chain: list[bytes], number: int, rank: int, loose: bool = False) -> bool:
-        """Reserve one shard if it is missing; returns whether there was room."""
+    @rule(path=PATHS, name=st.integers(0, 1), continues=st.booleans(), seals=st.booleans())
+    def store_up_to_a_tail(self, path: Path, name: int, continues: bool, seals: bool) -> None:
+        self.tailed.append(path)
+        chain, before = [*prompt(path), tail_key(path, name)], tail_key(path, 1 - name) if continues else b""
+        for group, key in self.model.needed(chain, len(chain)):
+            for rank in range(self.model.world_size):
+                is_tail = key == chain[-1]
+                if not self.reserve(group, chain, chain.index(key), rank, continues=before if is_tail else b""):
+                    return
+                part = self.model.parts[group, key]
+                if part.ranks.get(rank) == "open" and (seals or not is_tail):
+                    self.end(part, rank, fails=False)
+
+    def reserve(self, group: int, chain: list[bytes], number: int, rank: int, loose: bool = False, **more: Any) -> bool:
+        """Reserve one shard if it is missing; returns whether there was room. more: of `reserve_one`."""
         model, key = self.model, chain[number]
         spared = [model.parts.get((group, key)), model.before(group, chain, number, loose)]
         protected = model.protected(*(part for part in spared if part is not None and not part.hidden))
         need = Allocator.rounded(self.size)
         free = self.index.allocator.free_bytes
         place = (b"", 0) if loose else (chain[number - 1] if number else b"root", number + 1)
-        made = reserve_one(self.index, self.rack.namespaces[group], rank, key, *place, size=self.size)
+        made = reserve_one(self.index, self.rack.namespaces[group], rank, key, *place, size=self.size, **more)
         gone = self.drop_gone(protected)
         sizes = [need * len(part.ranks) for part in gone]
         assert free < need or all(part.hidden for part in gone), "evicted without need"
@@ -244,7 +264,27 @@ class IndexMachine(RuleBasedStateMachine):
         chain, model = prompt(path), self.model
         for end in range(len(chain)):
             assert self.rack.boundary(chain[:end]) == model.boundary(chain[:end])
-        pin = self.rack.match(chain)
+        self.pin(chain, self.rack.match(chain))
+
+    @precondition(lambda self: self.tailed)
+    @rule(number=st.integers(0, 100))
+    def look_up_and_pin_with_tails(self, number: int) -> None:
+        path, model, namespaces = self.tailed[-1 - number % len(self.tailed)], self.model, self.index.namespaces
+        chain = prompt(path)
+        tails = [wire.Tail(end, tail_key(path[:end], name)) for end in range(len(path), 0, -1) for name in range(2)]
+        request = wire.Lookup("m", model.world_size, 0, "r", 1, b"".join(chain))
+        found, expected = matching.match_prompt(namespaces, "", request, request.hashes, tails), chain
+        for tail in tails:
+            longer = [*chain[: tail.chunks], tail.key]
+            if tail.chunks >= model.boundary(chain) and model.boundary(longer) == len(longer):
+                expected = longer
+                break
+        assert found.tail == (None if expected is chain else tails.index(tail))
+        assert found.chunks == (model.boundary(chain) if expected is chain else tail.chunks)
+        self.pin(expected, found.pins[0])
+
+    def pin(self, chain: list[bytes], pin: Pin) -> None:
+        model = self.model
         assert pin.matched == model.boundary(chain)
         needed = [model.parts[each] for each in model.needed(chain, pin.matched)]
         assert pin.parts == len(needed)

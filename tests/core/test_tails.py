@@ -1,4 +1,4 @@
-"""Chunks with fewer tokens than others, at ends of prompts: found, waited for, outgrown, in memory alone."""
+"""Chunks with fewer tokens than others, at ends of prompts: found, waited for, outgrown, in tiers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from kvdepot.errors import BadRequest
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
-from kvdepot.tiers.worker import Save
-from tests.core.desk import Desk, group_stores, instance_of, lookup, prompt, shards, store
-from tests.core.host import new_host
+from kvdepot.tiers.worker import Load
+from tests.core.desk import Desk, group_stores, instance_of, lookup, prompt, shards
+from tests.core.host import Host
 from tests.tiers.faulty import MemoryTier
 
 STATES = (0, 1)
@@ -72,6 +72,24 @@ def test_a_prompt_of_less_than_a_chunk_is_a_tail_alone(desk: Desk) -> None:
     assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == -1
 
 
+def test_what_a_tail_pins_counts_in_the_pin_budget(desk: Desk) -> None:
+    alone = msgspec.structs.replace(with_tails(tail("long", 0), tail("short", 0)), hashes=b"")
+    keep(desk, tail("short", 0))
+    for request in stored(tail("long", 0)):
+        desk.send(b"one", request)
+    desk.send(b"one", alone)  # waits, and holds the short one
+    desk.check_budget()
+    desk.settle()
+    assert desk.depot.sessions.budget.bytes == 2 * PAGE
+    desk.ask(b"one", with_tails(tail("short", 0), tail("long", 0)))
+    desk.ask(b"one", msgspec.structs.replace(lookup(CHAIN, "other"), tails=(tail("long", 0),)))
+    desk.check_budget()
+    assert desk.depot.sessions.budget.bytes == 4 * PAGE  # of whole chunks, which both have in common
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.ask(b"one", wire.EndSession("other"))
+    assert desk.depot.sessions.budget.bytes == 0
+
+
 def test_a_lookup_waits_for_a_tail_that_is_being_stored(desk: Desk) -> None:
     keep(desk, tail("short"))
     for request in stored(tail("long")):
@@ -102,15 +120,111 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
     desk.assert_empty()
 
 
-@pytest.mark.parametrize("write", ["through", "on_evict"])
-def test_tails_are_in_memory_alone(write: str) -> None:
-    host = new_host((f"disk:///d?write={write}", MemoryTier()), pages=8)
-    assert host.find(b"one", store(CHAIN, end=3)) is True
-    ends = [tail(f"{number}") for number in range(8)]
+@pytest.mark.parametrize("successor", ["second", "first"], ids=["another", "itself"])
+def test_a_tail_whose_successor_is_not_stored_is_not_evicted_first(successor: str) -> None:
+    """The other one finds no room; a request that stops where its load has ended names itself."""
+    desk, other = Desk(pages=12), prompt("b", 6)
+    desk.hello(b"one")
+    desk.register_groups(STATES)
+    for request in [*group_stores(STATES, other, [range(6), []]), *group_stores(STATES, CHAIN, [range(3), [2]])]:
+        assert desk.ask(b"one", request) is True
+    keep(desk, tail("first"))
+    everything = [chunk for namespace in desk.index.namespaces.all() for chunk in namespace.chunks.values()]
+    desk.index.hold(everything)
+    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    for request in stored(tail(successor), continues=tail("first").key):
+        assert desk.ask(b"one", request) is (successor == "first")
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.index.release(everything)
+    for request in group_stores(STATES, prompt("c", 6), [range(6), []]):
+        assert desk.ask(b"one", request) is True
+    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
+# -- in tiers
+
+
+def server(tier: MemoryTier, write: str = "through", pages: int = 64) -> Host:
+    """A server, with an engine, in front of a tier that others may have written to."""
+    host = Host(pages=pages, tiers=[(f"disk:///d?write={write}", tier)])
+    host.tick(0.0, 1000.0)
+    host.rest()
+    host.hello()
+    host.register_groups(STATES)
+    return host
+
+
+def put(host: Host, *tails: wire.Tail) -> None:
+    """Store the chunks before tails, and the tails."""
+    for request in [*group_stores(STATES, CHAIN, [range(3), [2]]), *(each for end in tails for each in stored(end))]:
+        assert host.find(b"one", request) is True
+
+
+def asks(*tails: wire.Tail) -> wire.Lookup:
+    return msgspec.structs.replace(with_tails(*tails), chained=True)
+
+
+def loaded(host: Host) -> list[bytes]:
+    return [part.key for task in host.done if isinstance(task, Load) for part in task.parts]
+
+
+def test_a_tier_brings_the_longest_tail_and_the_chunks_before_it_alone() -> None:
+    tier = MemoryTier()
+    put(server(tier), tail("short"), tail("long"))
+    host = server(tier)
+    assert host.find(b"one", asks(tail("unknown"), tail("long"), tail("short"))) == -2
+    whole = [CHAIN.slice(i, i + 1) for i in range(3)]
+    assert sorted(loaded(host)) == sorted([*whole, tail("long").key, tail("long").key])  # not the state before it
+    ids = msgspec.structs.replace(shards(CHAIN, first=3, end=4), hashes=tail("long").key)
+    assert [host.find(b"one", wire.Retrieve(instance_of(STATES, group), [ids])) for group in range(2)] == [[True]] * 2
+    host.find(b"one", wire.EndSession("r"))
+    host.done.clear()
+    known = msgspec.structs.replace(asks(tail("unknown"), tail("long")), hashes=CHAIN.slice(0, 3))
+    assert host.find(b"one", known) == -2 and not host.done  # memory has one
+    host.find(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+
+
+def test_a_tail_is_loaded_behind_chunks_in_memory() -> None:
+    tier = MemoryTier()
+    put(server(tier), tail("end"), tail("first", 0))
+    host = server(tier, "off")
+    put(host)
+    assert host.find(b"one", asks(tail("end"))) == -1 and loaded(host) == [tail("end").key] * 2
+    host.find(b"one", wire.EndSession("r"))
+    assert host.find(b"one", msgspec.structs.replace(asks(tail("first", 0)), hashes=b"")) == -1
+    host.find(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["corrupt", "absent"])
+def test_a_tier_with_half_a_tail_brings_the_whole_chunks(is_there: bool) -> None:
+    tier = MemoryTier()
+    put(server(tier))
+    names = {*tier.objects}
+    put(server(tier), tail("end"))
+    broken = sorted({*tier.objects} - names)[0]
+    if is_there:
+        tier.objects[broken] = bytes(len(tier.objects[broken]))
+    else:
+        del tier.objects[broken]
+    host = server(tier)
+    assert host.find(b"one", asks(tail("end"))) in ((0, 3) if is_there else (3,))
+    host.find(b"one", wire.EndSession("r"))
+    assert host.find(b"one", asks(tail("end"))) == 3
+    host.find(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+
+
+def test_tails_that_are_evicted_go_to_a_tier_first() -> None:
+    host = server(MemoryTier(), "on_evict", pages=16)
+    ends = [tail(f"{number}") for number in range(12)]
+    put(host, *ends)
     for end in ends:
-        assert host.find(b"one", stored(end, groups=1)[0]) is True
-    saved = {part.key for task in host.done if isinstance(task, Save) for part in task.parts}
-    assert saved == ({CHAIN.slice(i, i + 1) for i in range(3)} if write == "through" else set())
+        assert host.find(b"one", asks(end)) == -1
+        host.find(b"one", wire.EndSession("r"))
     host.assert_quiet()
 
 

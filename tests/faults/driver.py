@@ -1,7 +1,7 @@
-"""Toy engines in processes of their own, to be killed, stopped and started by the hundred.
+"""Toy engines and tail engines in processes of their own, to be killed, stopped and started by the hundred.
 
 Run as `python driver.py FD PARENT`: torch is imported once, then every message on the socket FD, which brings an end of
-a socket pair, forks a process that serves one engine there: one JSON line in (`{"do": method of ToyEngine, ...}`), one
+a socket pair, forks a process that serves one engine there: one JSON line in (`{"do": method of the engine, ...}`), one
 out. `start` begins traffic, which goes on between commands until `stop`. All of them die with the process PARENT.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from tools.toy_engine import ToyEngine
 
+from tests.faults.tail_engine import TailEngine
 from tests.programs import die_with_parent
 
 _PACE_S = 0.002
@@ -28,13 +29,13 @@ class Child:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.lines = channel.makefile("r")
-        self.engine: ToyEngine | None = None
+        self.engine: ToyEngine | TailEngine | None = None
         self.traffic: dict[str, Any] | None = None
 
     def serve(self) -> None:
         while True:
             if self.traffic is not None:
-                assert self.engine is not None
+                assert isinstance(self.engine, ToyEngine)
                 self.engine.step(**self.traffic)
                 if not select.select([self.channel], [], [], _PACE_S)[0]:
                     continue
@@ -47,14 +48,14 @@ class Child:
     def handle(self, do: str, **arguments: Any) -> Any:
         match do:
             case "open":
-                self.engine = ToyEngine(**arguments)
+                self.engine = (TailEngine if "widths" in arguments else ToyEngine)(**arguments)
                 return os.getpid()
             case "start":
                 self.traffic = arguments
                 return None
             case "stop":
                 self.traffic = None
-                assert self.engine is not None
+                assert isinstance(self.engine, ToyEngine)
                 self.engine.drain(**arguments)
                 return self.engine.stats()
         assert self.engine is not None

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvdepot.cli.check import Report, audit
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Driver, StartDriver, Watcher, settled
+from tests.faults.tail_engine import CHUNKS, TOKENS
 from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
@@ -119,6 +121,51 @@ def test_what_was_being_written_when_the_server_was_killed_is_gone_after_its_res
     assert driver.tell("store", family=cut_off, chunks=8) is True
     assert driver.tell("hits", families=[cut_off], chunks=8) == 8
     assert not driver.tell("stats")["wrong"]
+
+
+@pytest.mark.parametrize("widths", [(8 << 20, 4096), (4096, 8 << 20)], ids=["attention", "state"])
+def test_a_tail_that_was_being_written_at_a_kill_of_both_sides_is_gone(
+    widths: tuple[int, int], start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+) -> None:
+    """The large part of a tail is the one that is cut off: its first one, or the second while the first is sealed."""
+    options: dict[str, Any] = {"arena_mib": 512, "chunk_size": TOKENS}
+    flags = "--copy-threads", "1", "--verify", "always"
+    depot = start_depot(*flags, **options)
+    driver = start_driver(depot.url, widths=widths)
+    driver.tell("store_whole")
+    tails: list[int] = []
+
+    def begin(attempt: int) -> dict[str, Any]:
+        tails.append(1 + attempt)
+        return {"do": "begin_store", "tokens": tails[-1], "continues": attempt}
+
+    watch(depot).stop_in_copy(depot, driver, begin)
+    *stored, cut_off = tails
+    kill(depot)
+    driver.kill()
+    sound(depot, stored, widths, has_half=True)
+    depot = again(start_depot, depot, *flags, **options)
+    driver = start_driver(depot.url, widths=widths)
+    assert driver.tell("found", tails=[cut_off]) == CHUNKS * TOKENS
+    assert driver.tell("found", tails=[cut_off, *reversed(stored)]) == CHUNKS * TOKENS + (stored or [0])[-1]
+    assert driver.tell("store", tokens=cut_off) is True
+    assert driver.tell("found", tails=[cut_off]) == CHUNKS * TOKENS + cut_off
+    assert driver.tell("store", tokens=60, continues=cut_off) is True
+    assert driver.tell("found", tails=[60, cut_off]) == CHUNKS * TOKENS + 60
+    status = settled(depot)
+    kill(depot)
+    report = sound(depot, [*stored, cut_off, 60], widths)
+    assert (report.used_bytes, report.chunks) == (status["used_bytes"], status["chunks"])
+
+
+def sound(depot: Depot, tails: list[int], widths: tuple[int, int], has_half: bool = False) -> Report:
+    """The audit of a killed server's arena: it has these tails, each record its bytes, and memory is accounted."""
+    report = audit(depot.name, fix=False)
+    whole, first = CHUNKS + len(tails), has_half and report.chunks % 2 == 0
+    assert not report.problems and report.summed_shards == report.shards == report.chunks
+    assert report.chunks == whole + 1 + len(tails) + first
+    assert report.used_bytes == (whole + first) * widths[0] + (1 + len(tails)) * widths[1]
+    return report
 
 
 def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwise(

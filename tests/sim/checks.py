@@ -15,8 +15,8 @@ from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load, Part
 from tests.sim.content import Memory, chunk_image
-from tests.sim.groups import deepest, needed
-from tests.sim.lookups import Behind, Waits, keys_in
+from tests.sim.groups import longest, needed
+from tests.sim.lookups import Behind, Waits, found_by, keys_in, length_of
 from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
 from tests.sim.world import Link, World
@@ -134,13 +134,12 @@ class Checks:
 
     def _prefix(self, request: wire.Lookup, groups: list[Namespace]) -> list[bytes]:
         """What memory can restore of what a lookup asks for."""
-        keys = keys_in(request)
 
-        def is_there(group: Namespace, i: int) -> bool:
-            chunk = group.chunks.get(keys[i])
+        def is_there(group: Namespace, key: bytes) -> bool:
+            chunk = group.chunks.get(key)
             return chunk is not None and chunk.state in (State.WHOLE, State.CHAINED) and self._may_be_given(chunk)
 
-        return keys[: deepest(groups, len(keys), is_there)]
+        return longest(groups, keys_in(request), request.tails, is_there)
 
     def _may_be_given(self, chunk: Chunk) -> bool:
         forgettings = self.host.forgettings
@@ -188,24 +187,27 @@ class Checks:
             return
         if is_awaited:
             self._waits.answered(request, waited_s, value, roomless)
-        groups = self._asked_groups(request)
-        self._check_found(groups, keys_in(request)[:value])
+        groups, found = self._asked_groups(request), found_by(request, value)
+        self._check_found(groups, found)
         if value:
-            self._check_pinned(asked[0], request, groups, keys_in(request)[:value])
+            self._check_pinned(asked[0], request, groups, found)
         counters = self.world.counters
         late = waited_s >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
-        counters["lookup_cut_short"] += late and len(near) < value < len(request.hashes) // 32
+        counters["lookup_cut_short"] += late and len(near) < len(found) < len(request.hashes) // 32
+        counters["tail_hit_from_tiers"] += value < 0 and found != near and bool(self.host.stores)
         if any(group.reach for group in groups):
-            self._count_boundary(request, groups, len(near), value)
+            self._count_boundary(request, groups, len(near), len(found))
         now = self._prefix(request, groups)
-        assert value == len(now) or given_up or (roomless and value < len(now)), (
+        is_shorter = length_of(request, found) < length_of(request, now)
+        assert found == now or given_up or (roomless and is_shorter), (
             f"memory has {len(now)} chunks of a prefix, and the answer is {value}"
         )
         lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
         # An engine of the same name and another layout may have come meanwhile: then both must have it.
         alone = len({id(group.groups) for group in groups}) == 1
-        assert value >= len(near) or lost or not alone or given_up or roomless, (
+        is_shorter = length_of(request, found) < length_of(request, near)
+        assert not is_shorter or lost or not alone or given_up or roomless, (
             f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
         )
 

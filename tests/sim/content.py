@@ -14,6 +14,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvdepot.keys import ROOT, ChunkChain, derive_root, engine_hash
+from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, TensorView, build_layout
 
 CHUNK_TOKENS = 12
@@ -64,13 +65,25 @@ def tokens_of(stream: Stream) -> list[int]:
 def seeds_of(model: Model, stream: Stream) -> list[bytes]:
     """One seed a block: the hash of all that decides its bytes."""
     tokens = tokens_of(stream)
-    whose = repr((model, stream.salt)) + (f" group {model.group}" if model.group else "")
-    seed = blake3(whose.encode()).digest()
+    seed = _origin(model, stream)
     seeds = []
     for start in range(0, MAX_TOKENS, model.block_tokens):
         seed = blake3(seed + repr(tokens[start : start + model.block_tokens]).encode()).digest()
         seeds.append(seed)
     return seeds
+
+
+def _origin(model: Model, stream: Stream) -> bytes:
+    whose = repr((model, stream.salt)) + (f" group {model.group}" if model.group else "")
+    return blake3(whose.encode()).digest()
+
+
+@cache
+def end_seed(model: Model, stream: Stream, end: int) -> bytes:
+    """The seed of the block that a stream's first `end` tokens leave in part empty."""
+    number = end // model.block_tokens
+    before = seeds_of(model, stream)[number - 1] if number else _origin(model, stream)
+    return blake3(before + repr(tokens_of(stream)[number * model.block_tokens : end]).encode()).digest()
 
 
 @cache
@@ -88,6 +101,12 @@ def chain_of(stream: Stream, chunk_tokens: int = CHUNK_TOKENS) -> ChunkChain:
     chain = ChunkChain(chunk_tokens, derive_root(("salt", stream.salt)) if stream.salt else ROOT)
     chain.extend(tokens_of(stream))
     return chain
+
+
+@cache
+def tail_of(stream: Stream, end: int, chunk_tokens: int) -> wire.Tail:
+    """The tail with which a stream's first `end` tokens end."""
+    return wire.Tail(end // chunk_tokens, chain_of(stream, chunk_tokens).tail(tokens_of(stream), end))
 
 
 @lru_cache(maxsize=16384)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import CONNECT_S
-from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.transfer import GroupSpec, PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
-from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of
+from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, end_seed, keys_of, seeds_of, tail_of
 from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned
 from tests.sim.world import Process
@@ -56,6 +56,8 @@ class Request:
     state: State = State.ASKED
     done: int = 0  # tokens computed or loaded
     matched: int = 0  # chunks
+    tails: list[int] = field(default_factory=list)  # ends of the tails that were looked up
+    tail: int = 0  # tokens up to the end of the tail that was found behind them; 0: none
     saved: int = 0  # chunks from the start, in the depot or on their way
     tables: list[dict[int, int]] = field(default_factory=list)  # by group: number of a block in the prompt -> block
     sent: list[set[int]] = field(default_factory=list)  # by group: chunks whose parts are stored or on their way
@@ -85,6 +87,7 @@ class Engine:
         self.groups = model.groups
         self.lead = model.lead
         self.mode = mode
+        self.has_tails = model.has_tails and mode == "shards"
         self.alive = True
         self.leaving = False  # no new requests
         self.may_go = False
@@ -224,6 +227,12 @@ class Engine:
                         part = store.put(memory, key, salt_tag(stream.salt), _seeds_of_chunk(memory.model, stream, i))
                         self.host.forgettings.saved(part, elsewhere=True)
                         world.counters["stored_elsewhere"] += 1
+            if self.has_tails and world.chance(0.7):
+                end = len(keys) * self.model.chunk_tokens + world.random.randint(1, self.model.chunk_tokens - 1)
+                key = self._name_tail(stream, end)
+                for memory in self.memories:
+                    part = store.put(memory, key, salt_tag(stream.salt), [end_seed(memory.model, stream, end)])
+                    self.host.forgettings.saved(part, elsewhere=True)
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
@@ -313,6 +322,9 @@ class Engine:
         self._arrived += 1
         stream = self._draw_stream()
         prompt = random.randint(1, 80)
+        if self.has_tails and self.world.chance(0.8):  # a chat goes on
+            stream = max((self._draw_stream() for _ in range(4)), key=lambda each: len(self._ends(each, 60)))
+            prompt = random.choice(self._ends(stream, 60) or [prompt]) + random.randint(0, 5)
         # Bare callers need ids of their own; the connector's need not be.
         name = f"r{self._arrived}" if self.mode == "shards" else f"{self.name}-{self._arrived}"
         request = Request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
@@ -340,6 +352,16 @@ class Engine:
         """Of the stream's chunks."""
         return keys_of(self.lead, stream, self.mode == "hashes")
 
+    def _loaded_keys(self, request: Request) -> list[bytes]:
+        """The keys of what a request loads: its last one may be a tail's."""
+        keys = self._keys(request.stream)[: request.matched]
+        return [*keys, tail_of(request.stream, request.tail, self.model.chunk_tokens).key] if request.tail else keys
+
+    def _seed(self, group: Model, request: Request, number: int) -> bytes:
+        """The seed of a block that a request loads."""
+        is_end = request.tail and number == request.tail // group.block_tokens
+        return end_seed(group, request.stream, request.tail) if is_end else seeds_of(group, request.stream)[number]
+
     def _parts(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
         """What of a prompt with these keys resuming at its end needs: groups and keys."""
         return [(group.group, keys[i]) for group in self.groups for i in needed(group.reach, len(keys))]
@@ -353,12 +375,29 @@ class Engine:
     def _submit_lookup(self, request: Request) -> None:
         keys = self._keys(request.stream)[: request.prompt // self.model.chunk_tokens]
         is_chained, salt = self.mode != "hashes", salt_tag(request.stream.salt)
-        self.scheduler.submit_lookup(request.id, b"".join(keys), chained=is_chained, salt=salt)
+        request.tails = self._draw_tails(request) if self.has_tails else []
+        tails = tuple(tail_of(request.stream, end, self.model.chunk_tokens) for end in request.tails)
+        prompt = PromptChunks(self.scheduler.spec, b"".join(keys), salt, is_chained, tails)
+        self.scheduler.submit(request.id, prompt)
+
+    def _draw_tails(self, request: Request) -> list[int]:
+        """Where earlier prompts may have ended, the longest first; some more than did."""
+        ends = {*self._ends(request.stream, request.prompt), self.world.random.randint(1, request.prompt)}
+        return sorted((end for end in ends if end % self.model.chunk_tokens), reverse=True)[:8]
+
+    def _ends(self, stream: Stream, most: int) -> list[int]:
+        """Tokens, `most` of them, at which requests of such streams have ended."""
+        chain = chain_of(stream, self.model.chunk_tokens)
+        parents = [chain.parent(chunk) for chunk in range(most // self.model.chunk_tokens + 1)]
+        return sorted(end for parent in parents for end in self.host.ends.get(parent, ()) if end <= most)
 
     def _answer(self, request: Request, wait_s: float = 0.0) -> int | None:
         scheduler = self.scheduler
         outcome = scheduler.wait_lookup(request.id, wait_s) if wait_s else scheduler.check_lookup(request.id)
+        request.tail = 0
         if isinstance(outcome, Cached):
+            request.tail = 0 if outcome.tail is None else request.tails[outcome.tail]
+            self.world.counters["tail_hit"] += request.tail > 0
             return outcome.tokens
         return None if isinstance(outcome, Pending) else 0
 
@@ -380,20 +419,20 @@ class Engine:
             if request.waits < 3 or self.world.chance(0.7):
                 return
             self.world.counters["lookup_not_awaited"] += 1
-            tokens = 0
+            tokens = request.tail = 0
         request.matched = tokens // self.lead.chunk_tokens
         request.saved = request.matched
         request.state = State.MATCHED
         full = request.prompt // self.lead.chunk_tokens
         self.world.counters["hit" if 0 < request.matched == full else "partial_hit" if request.matched else "miss"] += 1
-        if request.matched:
-            parts = self._parts(self._keys(request.stream)[: request.matched])
+        if request.matched or request.tail:
+            parts = self._parts(self._loaded_keys(request))
             boot = self.scheduler.client.lookup_boots[request.id]
             request.pinned = Pinned(boot, self.model, parts, request.asked)
             self.host.pins.append(request.pinned)
             if self.host.server is not None and self.host.server.serving:
                 self.host.check_pins(self.host.server)
-        if request.matched and self.host.pause_with_pins(self):
+        if (request.matched or request.tail) and self.host.pause_with_pins(self):
             self.world.counters["pause_between_lookup_and_retrieve"] += 1
 
     def _unpin(self, request: Request) -> None:
@@ -442,8 +481,9 @@ class Engine:
     def _check_block(self, request: Request, memory: Memory, number: int, block: int) -> None:
         group = memory.model
         is_full = not group.reach and number < request.done // group.block_tokens
-        seed = seeds_of(group, request.stream)[number]
-        assert (memory.tags[block] is None and not is_full) or memory.is_whole(block, seed), (
+        tag = memory.tags[block]  # of a block that is not full, its tokens so far, if those can be a tail
+        seed = seeds_of(group, request.stream)[number] if is_full or tag is None else tag
+        assert (tag is None and not is_full) or memory.is_whole(block, seed), (
             f"{memory.name}: block {number} of {request.id} was changed behind its engine's back"
         )
 
@@ -474,7 +514,7 @@ class Engine:
         # Sometimes the engine has the head in its own cache; of an unbounded group, some blocks of the next chunk too.
         is_local = world.chance(0.2)
         local = world.random.randint(0, request.prompt // size) if is_local else 0
-        end = max(local, request.matched)
+        end = max(local, len(self._loaded_keys(request)))
         wanted = [self._blocks_of(group, needed(group.reach, end)) for group in self.groups]
         prompt = [set() if group.reach else self._wanted(group, request.prompt, []) for group in self.groups]
         if not self._take(request, [one | other for one, other in zip(wanted, prompt, strict=True)], 0.1):
@@ -488,8 +528,9 @@ class Engine:
             self._write(request, group, [number for number in numbers if number < first])
         request.done = local * size
         request.saved = request.matched
-        request.sent = [set(needed(group.reach, request.matched)) for group in self.groups]
-        if request.matched <= local:
+        request.sent = [set() if request.tail else set(needed(each.reach, request.matched)) for each in self.groups]
+        if end <= local:
+            request.tail = 0
             request.state = State.RUNNING
         else:
             self._load_parts(request, local)
@@ -497,15 +538,16 @@ class Engine:
     def _load_parts(self, request: Request, local: int) -> None:
         request.state, request.failed = State.LOADING, MAX_TOKENS
         world = self.world
-        world.note(f"{self.name} loads {request.id} [{local}, {request.matched}) {request.bringing}")
+        end = len(self._loaded_keys(request))
+        world.note(f"{self.name} loads {request.id} [{local}, {end}) {request.bringing} tail {request.tail}")
         for rank, worker in enumerate(self.workers):
             parts: list[Part] = []
             for memory, numbers in zip(self._memories_of(rank), request.bringing, strict=True):
-                group, seeds = memory.model, seeds_of(memory.model, request.stream)
+                group = memory.model
                 for number in numbers:
-                    memory.lent[request.tables[group.group][number]] = seeds[number]
+                    memory.lent[request.tables[group.group][number]] = self._seed(group, request, number)
                 first, skip = divmod(numbers.start, group.blocks_in_chunk)
-                parts.append((group, first, request.matched, skip))
+                parts.append((group, first, end, skip))
             request.loading.add(rank)
             self._retrieve(worker, request, parts)
             self._breathe()
@@ -513,19 +555,25 @@ class Engine:
             self._unpin(request)  # pins end with the retrieve, by count
 
     def _retrieve(self, worker: Any, request: Request, parts: list[Part]) -> None:
-        worker.submit_retrieve([request.id], [self._transfer(request, *part) for part in parts], None)
+        keys = self._loaded_keys(request)
+        worker.submit_retrieve([request.id], [self._transfer(request, keys, *part) for part in parts], None)
 
     def _store(self, worker: Any, request: Request, parts: list[Part]) -> None:
-        worker.submit_store([request.id], [self._transfer(request, *part) for part in parts], None)
+        keys = self._keys(request.stream)
+        worker.submit_store([request.id], [self._transfer(request, keys, *part) for part in parts], None)
 
-    def _transfer(self, request: Request, group: Model, first: int, end: int, skip: int) -> Transfer:
+    def _transfer(
+        self, request: Request, keys: list[bytes], group: Model, first: int, end: int, skip: int, continues: bytes = b""
+    ) -> Transfer:
+        """keys: of the prompt's chunks; the last may be a tail's."""
         table, size = request.tables[group.group], group.blocks_in_chunk
         blocks = pack_block_ids([table[number] for number in range(first * size, end * size)])
-        hashes, salt = b"".join(self._keys(request.stream)[first:end]), salt_tag(request.stream.salt)
+        hashes, salt = b"".join(keys[first:end]), salt_tag(request.stream.salt)
         parent, depth = b"", 0
         if self.mode != "hashes":
             parent, depth = chain_of(request.stream, self.model.chunk_tokens).parent(first), first
-        return Transfer(request.id, parent, depth, hashes, blocks, skip, salt, group=group.group)
+        is_tail = keys[end - 1] not in self._keys(request.stream)
+        return Transfer(request.id, parent, depth, hashes, blocks, skip, salt, group.group, (is_tail, continues))
 
     def _poll(self, worker: Any, finished: set[str]) -> tuple[set[str], set[str], set[Any]]:
         """Requests whose stores and loads have ended, and what could not be loaded: requests, or blocks."""
@@ -536,17 +584,16 @@ class Engine:
         assert rank in request.loading, f"{request.id} was reported as loaded twice by rank {rank}"
         request.loading.discard(rank)
         for memory, numbers in zip(self._memories_of(rank), request.bringing, strict=True):
-            seeds = seeds_of(memory.model, request.stream)
             for number in numbers:
-                block = request.tables[memory.model.group][number]
+                block, seed = request.tables[memory.model.group][number], self._seed(memory.model, request, number)
                 del memory.lent[block]
                 if request.id in failed or block in failed:
                     request.failed = min(request.failed, number)
                     continue
-                assert memory.is_whole(block, seeds[number]), (
+                assert memory.is_whole(block, seed), (
                     f"{memory.name}: block {number} of {request.id} was retrieved with wrong bytes"
                 )
-                memory.tags[block] = seeds[number]
+                memory.tags[block] = seed
         if request.loading:
             return
         is_whole = request.failed == MAX_TOKENS
@@ -555,7 +602,7 @@ class Engine:
             self._end_session(request)
         request.state = State.RUNNING
         if is_whole:
-            request.done = request.matched * self.model.chunk_tokens
+            request.done = request.tail or request.matched * self.model.chunk_tokens
         else:
             self._load_failed(request)
         if request.aborted:
@@ -565,7 +612,7 @@ class Engine:
         """Whole, or nothing: it begins again, without the depot."""
         self._give_back(request)
         request.state = State.MATCHED
-        request.done = request.saved = request.matched = 0
+        request.done = request.saved = request.matched = request.tail = 0
 
     # -- computing and storing
 
@@ -587,7 +634,11 @@ class Engine:
             self._write(request, group, numbers)
             if target % group.block_tokens:
                 for memory in self.memories[group.group :: len(self.groups)]:
-                    memory.fill(request.tables[group.group][end], 0xEE)  # a block that is not full yet
+                    block = request.tables[group.group][end]
+                    if self.has_tails:
+                        memory.write(block, end_seed(group, request.stream, target))
+                    else:
+                        memory.fill(block, 0xEE)  # a block that is not full yet
         request.done = target
         self._store_parts(request, stops)
         self._pass_by(request)
@@ -661,6 +712,34 @@ class Engine:
                 self._store(worker, request, batch)
             self._breathe()
 
+    def _name_tail(self, stream: Stream, end: int) -> bytes:
+        """Tell the oracle what a tail's key stands for, and engines that prompts end there."""
+        size = self.model.chunk_tokens
+        key = tail_of(stream, end, size).key
+        for memory in self.memories:
+            truth = memory.model, (end_seed(memory.model, stream, end),)
+            assert self.host.truth.setdefault((memory.layout.fingerprint, key), truth) == truth
+        self.host.ends.setdefault(chain_of(stream, size).parent(end // size), set()).add(end)
+        return key
+
+    def _store_tail(self, request: Request) -> None:
+        """Store the end of a request, behind chunks that are stored or on their way."""
+        done, size, world = request.done, self.model.chunk_tokens, self.world
+        number = done // size
+        is_over = request.state is State.RUNNING and request.prompt <= done and done % size and request.saved >= number
+        if not (self.has_tails and is_over and world.chance(0.9)):
+            return
+        key, before = self._name_tail(request.stream, done), self._loaded_keys(request)[-1] if request.tail else b""
+        world.counters["tail_stored"] += 1
+        world.counters["tail_continued"] += bool(before)
+        world.note(f"{self.name} stores the tail of {request.id} at {done}")
+        keys = [*self._keys(request.stream)[:number], key]
+        for rank, worker in enumerate(self.workers):
+            request.storing.add(rank)
+            parts = [self._transfer(request, keys, each, number, number + 1, 0, before) for each in self.groups]
+            worker.submit_store([request.id], parts, None)
+            self._breathe()
+
     def _is_there(self, request: Request, group: Model, chunk: int) -> bool:
         """Whether the engine has what a chunk's part must contain."""
         table, seeds = request.tables[group.group], seeds_of(group, request.stream)
@@ -677,7 +756,7 @@ class Engine:
         self._give_up_stores(request)
         self._give_back(request)
         request.storing.clear()
-        request.done = request.saved = request.matched = 0
+        request.done = request.saved = request.matched = request.tail = 0
         self._unpin(request)
         self._forget_lookup(request)
         self._look_up(request)
@@ -696,6 +775,7 @@ class Engine:
         if request.state is State.LOADING:
             return  # its blocks are being written: it ends when the load has ended
         self._end_session(request)
+        self._store_tail(request)
         self._finished.add(request.id)
         if request.storing:
             request.state = State.ENDING

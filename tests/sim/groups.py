@@ -7,10 +7,12 @@ it checks, and tries every boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
+from kvdepot.protocol import wire
 from tests.sim.content import CHUNK_TOKENS, Model
 
 
@@ -44,6 +46,11 @@ class Hybrid:
     def has_state(self) -> bool:
         return any(group.reach == 1 for group in self.groups)
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether a request's end is in the last block of each group."""
+        return self.has_state and all(group.blocks_in_chunk == 1 and group.reach <= 1 for group in self.groups)
+
 
 def needed(reach: int, boundary: int) -> range:
     """The chunks of a group that resuming at a boundary needs; a boundary is the number of chunks before it."""
@@ -66,6 +73,23 @@ def deepest(groups: Iterable[Group], chunks: int, is_there: Callable[[Group, int
         ):
             return boundary
     return 0
+
+
+def longest(
+    groups: Iterable[Group], keys: list[bytes], tails: Sequence[wire.Tail], is_there: Callable[[Group, bytes], bool]
+) -> list[bytes]:
+    """The keys of the longest prefix that can be resumed: at the deepest boundary, or in the first tail behind it."""
+    groups = list(groups)
+    end = deepest(groups, len(keys), lambda group, i: is_there(group, keys[i]))
+    for tail in tails:
+        longer = [*keys[: tail.chunks], tail.key]
+        if tail.chunks >= end and deepest(groups, len(longer), partial(_at, is_there, longer)) == len(longer):
+            return longer
+    return keys[:end]
+
+
+def _at(is_there: Callable[[Group, bytes], bool], keys: list[bytes], group: Group, i: int) -> bool:
+    return is_there(group, keys[i])
 
 
 Shape = tuple[int, int, int, bool, int]
@@ -98,4 +122,7 @@ HYBRIDS = (
     _hybrid("lone", 1, (2, 6, 1, True, 100)),
     _hybrid("double", 1, (2, 6, 1, False, 72), (0, 4, 1, True, 64), (0, 12, 1, False, 100)),
     _hybrid("long", 1, (0, 12, 1, False, 64), (2, 6, 1, True, 40), (1, 24, 1, False, 40), chunk_tokens=24),
+    _hybrid("tails", 2, (0, 12, 1, True, 40), (1, 12, 1, False, 56)),
+    _hybrid("ends", 1, (1, 24, 1, False, 36), (0, 24, 1, True, 40), chunk_tokens=24),
 )
+TAILED = tuple(model for model in HYBRIDS if model.has_tails)

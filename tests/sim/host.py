@@ -267,6 +267,8 @@ class Host:
     pins: list[Pinned] = field(default_factory=list)
     named: dict[str, Pinned] = field(default_factory=dict)
     """What is known to be pinned by name."""
+    ends: dict[bytes, set[int]] = field(default_factory=dict)
+    """Tokens at which requests have ended, by the key of the chunk before."""
     stores: list[Store] = field(default_factory=list)
     forgettings: Forgettings = field(default_factory=Forgettings)
     server: Server | None = None

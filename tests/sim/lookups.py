@@ -15,7 +15,7 @@ from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
 from kvdepot.core.waiting import STORE_S
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
-from tests.sim.groups import deepest, needed
+from tests.sim.groups import deepest, longest, needed
 
 if TYPE_CHECKING:
     from tests.sim.server import Server
@@ -28,9 +28,23 @@ def keys_in(request: wire.Lookup) -> list[bytes]:
     return [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
 
 
+def found_by(request: wire.Lookup, answer: int) -> list[bytes]:
+    """The keys of the prefix that an answer means."""
+    keys = keys_in(request)
+    return (
+        keys[:answer] if answer >= 0 else [*keys[: request.tails[-1 - answer].chunks], request.tails[-1 - answer].key]
+    )
+
+
+def length_of(request: wire.Lookup, found: list[bytes]) -> tuple[int, int]:
+    """A measure of a prefix, for comparisons: a chunk is longer than a tail in its place."""
+    tails = [tail.key for tail in request.tails]
+    return (2 * len(found) - 1, -tails.index(found[-1])) if found and found[-1] in tails else (2 * len(found), 0)
+
+
 @dataclass(frozen=True)
 class _Waiting:
-    boundary: int
+    found: list[bytes]
     request: wire.Lookup
     groups: list[Namespace]
     parts: list[tuple[Namespace, bytes]]
@@ -68,11 +82,13 @@ class Behind:
         if not (server.host.stores and is_known and is_one and is_calm and are_well):
             return
         keys = keys_in(request)
-        boundary = deepest(groups, len(keys), lambda group, i: self._is_somewhere(group, keys[i], request.salt))
-        parts = [(group, keys[i]) for group in groups for i in needed(group.reach, boundary)]
+        near = server._prefix(request, groups)
+        tails = () if length_of(request, near)[0] % 2 else request.tails  # with a tail in memory, tiers need no other
+        found = longest(groups, keys, tails, lambda group, key: self._is_somewhere(group, key, request.salt))
+        parts = [(group, found[i]) for group in groups for i in needed(group.reach, len(found))]
         if not self._waiting:
             self._peak = 0
-        self._waiting[asked] = _Waiting(boundary, request, groups, parts, self._obstacles())
+        self._waiting[asked] = _Waiting(found, request, groups, parts, self._obstacles())
         self.look()
 
     def _is_somewhere(self, group: Namespace, key: bytes, salt: bytes) -> bool:
@@ -127,9 +143,11 @@ class Behind:
             self._is_somewhere(group, key, waiting.request.salt) for group, key in waiting.parts
         ):
             return
-        server.world.counters["groups_found_behind_memory"] += waiting.boundary > 0
-        assert value >= waiting.boundary, (
-            f"memory and tiers had all parts of {waiting.boundary} chunks, and the answer is {value}"
+        request, found = waiting.request, waiting.found
+        server.world.counters["groups_found_behind_memory"] += len(found) > 0
+        server.world.counters["tail_found_behind_memory"] += length_of(request, found)[0] % 2
+        assert length_of(request, found_by(request, value)) >= length_of(request, found), (
+            f"memory and tiers had all parts of {len(found)} chunks, and the answer is {value}"
         )
 
 
@@ -150,7 +168,7 @@ class Waits:
         for asked, (_, request, _) in server._lookups.items():
             if asked in server.roomless:
                 continue
-            groups, keys = server._asked_groups(request), keys_in(request)
+            groups, keys = server._asked_groups(request), keys_in(request) + [tail.key for tail in request.tails]
             written = any(self._is_written(group, key) for group in groups for key in keys)
             assert written, f"the lookup of {request.request} waits for nothing"
 
@@ -165,6 +183,7 @@ class Waits:
         if server.depot.removals or roomless:
             return
         server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
+        server.world.counters["lookup_awaited_tail"] += waited_s > 0 and value < 0
         server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and not value
         assert not coming or coming & self._late, (
             f"a lookup was answered with {value} chunks after {waited_s:.3f} s, while more was being stored"
@@ -195,7 +214,8 @@ class Waits:
 
     def _coming(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
         """Parts being written that would make a lookup's answer larger."""
-        groups = self._server._asked_groups(request)
+        server = self._server
+        groups = server._asked_groups(request)
         if len({id(group.groups) for group in groups}) != 1:
             return set()
         keys = keys_in(request)
@@ -207,9 +227,20 @@ class Waits:
         def coming(group: Namespace, i: int) -> bool:
             return there(group, i) or self._is_written(group, keys[i])
 
-        if deepest(groups, len(keys), coming) <= deepest(groups, len(keys), there):
-            return set()
-        return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
+        end = deepest(groups, len(keys), there)
+        if 2 * deepest(groups, len(keys), coming) > max(
+            2 * end, length_of(request, server._prefix(request, groups))[0]
+        ):
+            return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
+        for tail in request.tails:
+            needs = [(group, i) for group in groups for i in needed(group.reach, tail.chunks + 1) if i < tail.chunks]
+            if tail.chunks < end or not all(there(*part) for part in needs):
+                continue
+            written = {(group.number, tail.key) for group in groups if self._is_written(group, tail.key)}
+            parts = [group.chunks.get(tail.key) for group in groups]
+            if len(written) + sum(part is not None and is_there(part) for part in parts) == len(groups):
+                return written  # none if it is there already
+        return set()
 
     def _is_written(self, group: Namespace, key: bytes) -> bool:
         chunk = group.chunks.get(key)

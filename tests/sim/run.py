@@ -13,7 +13,7 @@ from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.contract import CONTRACT_MODES, ContractEngine
 from tests.sim.engine import MODES, Engine
-from tests.sim.groups import HYBRIDS, MODELS, Hybrid
+from tests.sim.groups import HYBRIDS, MODELS, TAILED, Hybrid
 from tests.sim.host import ARENA, Host, new_config
 from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
@@ -160,11 +160,12 @@ class Run(Host):
         self._steps = self._steps * 4 // 5
         if len(kinds) > 1 and draw.random() < 0.15:
             return [(model, MODES[0]) for model in HYBRIDS[:2]]  # of one name
-        return [(draw.choice(HYBRIDS), draw.choice(MODES)) if draw.random() < 0.8 else kind for kind in kinds]
+        models = TAILED if draw.random() < 0.5 else HYBRIDS
+        return [(draw.choice(models), draw.choice(MODES)) if draw.random() < 0.8 else kind for kind in kinds]
 
     def _start_engine(self, model: Hybrid, mode: str) -> None:
         self._lives += 1
-        num_blocks = self.world.random.choice([10, 20, 30])
+        num_blocks = self.world.random.choice([10, 20, 30]) * (3 if model.has_tails else 1)
         kind = ContractEngine if model in MODELS else Engine
         engine = kind(self, f"e{self._lives}", model, mode, num_blocks)
         self.world.note(f"{engine!r} starts")
@@ -461,6 +462,7 @@ EXPECTED = frozenset(
     bounded_parts_recovered groups_hit groups_hit_before_the_last_chunk groups_hit_from_tiers groups_hit_of_two_models
     groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
     groups_stored_without_state
+    lookup_awaited_tail tail_continued tail_found_behind_memory tail_hit tail_hit_from_tiers tail_stored
     engine_connected_late server_idle_exit
     clear_while_removing forget_while_removing lookup_while_removing lease_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing

@@ -32,7 +32,8 @@ from kvdepot.protocol.status import Status
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
 from tests.harness import Harness
 from tests.sim.checks import LATE_S, Checks
-from tests.sim.lookups import Behind, Waits
+from tests.sim.groups import longest
+from tests.sim.lookups import Behind, Waits, keys_in
 from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 from tests.sim.world import Link
@@ -368,7 +369,7 @@ class Server(Checks, Harness):
             groups = self._asked_groups(request)
             near = self._prefix(request, groups)
             self._lookups[asked] = self.world.now, request, near
-            at_once = 32 * len(near) == len(request.hashes)
+            at_once = near == longest(groups, keys_in(request), request.tails, lambda group, key: True)
             if any(group.reach for group in groups) and not request.hurries:
                 self._behind.begin(asked, request, groups)
         elif isinstance(request, wire.Store):
@@ -659,7 +660,7 @@ def _short(number: bytes, request: wire.Request) -> str:
     text = f"{int.from_bytes(number, 'little')} {type(request).__name__}"
     match request:
         case wire.Lookup():
-            return f"{text} {request.request} {len(request.hashes) // 32} chunks"
+            return f"{text} {request.request} {len(request.hashes) // 32} chunks {len(request.tails)} tails"
         case wire.Store() | wire.Retrieve():
             parts = [f"{p.request}@{p.depth}+{len(p.hashes) // 32}" for p in request.shards]
             return f"{text} {' '.join(parts)}"

@@ -77,9 +77,28 @@ def looks_for_the_parts_of_all_groups_but_one(patch: Patch) -> None:
     patch.setattr(matching, "match", careless)
 
 
+def writes_a_tail_over_the_one_that_it_continues(patch: Patch) -> None:
+    reserve = index.Index.reserve
+
+    def over(self: Any, namespace: Any, rank: int, run: Any, wall: Any) -> Any:
+        made, old = reserve(self, namespace, rank, run, wall), namespace.chunks.get(run.continues)
+        if old is not None and made.chunks and rank in old.shards and old.shards[rank].sealed:
+            one, other = old.shards[rank], made.chunks[-1].shards[rank]
+            one.extents, other.extents = other.extents, one.extents
+        return made
+
+    patch.setattr(index.Index, "reserve", over)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "plant", [seals_before_the_copy_has_ended, evicts_what_is_held, looks_for_the_parts_of_all_groups_but_one]
+    "plant",
+    [
+        seals_before_the_copy_has_ended,
+        evicts_what_is_held,
+        looks_for_the_parts_of_all_groups_but_one,
+        writes_a_tail_over_the_one_that_it_continues,
+    ],
 )
 def test_a_planted_bug_is_noticed(plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -5,12 +5,15 @@ They need none of vLLM's compiled code: so also with releases that have no wheel
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from kvdepot.memory.arena_header import ArenaHeader
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.vllm.by_hand import Engine, Text, check, lose_server, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held
@@ -57,6 +60,21 @@ def test_another_engine_finds_answers_by_their_stop_tokens(steps: int, unit: int
         engine = start_by_hand(steps=steps, states=(LONG, unit))
         known, history = len(history), turn(engine, number, history, 200, (STOP,))
         assert history[-1] == STOP and engine.worker.begun[f"{number}"][0] >= known - 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_server_finds_answers_in_a_tier(
+    steps: int, start_depot: StartDepot, start_by_hand: StartByHand, tmp_path: Path
+) -> None:
+    history = list[int]()
+    for number in range(3):
+        depot = start_depot("--tiers", f"disk://{tmp_path}?capacity_gib=1", "--lookup-s", "8", arena_mib=8)
+        engine = start_by_hand(url=depot.url, steps=steps, states=(LONG, LONG))
+        known, history = len(history), turn(engine, number, history or prompt(1, LONG), 200, (STOP,))
+        assert engine.worker.begun[f"{number}"][0] >= known - 1
+        engine.close()
+        eventually(lambda depot=depot: nothing_is_held(depot.status()))
+        assert depot.stop() == 0  # once the tier has what it was to save
 
 
 @variants
@@ -118,6 +136,42 @@ def test_aborted_and_preempted_requests_leave_tails_of_known_tokens_alone(
         assert engine.worker.begun[f"{request.request_id} again"][-1] in (len(known) - 1, len(known))
         assert engine.scheduler.reset_prefix_cache()
     eventually(lambda: nothing_is_held(depot.status()))
+
+
+def test_a_request_aborted_in_a_load_after_its_preemption_leaves_no_tail(
+    start_depot: StartDepot, start_by_hand: StartByHand
+) -> None:
+    """vLLM counts the tokens of the load, more than those of the prompt, before they are there."""
+    from vllm.v1.request import RequestStatus
+
+    depot = start_depot("--verify", "always", arena_mib=8)
+    engine = start_by_hand(url=depot.url, steps=2, states=(LONG, LONG))
+    known = turn(engine, 0, prompt(1, 50))
+    eventually(lambda: nothing_is_held(depot.status()))
+    damage(depot)
+    engine.add("other", prompt(2, 50), 100)  # so that each step computes something
+    aborted = engine.add("aborted", known[: 50 + MESSAGE], 100)
+    while aborted.num_output_tokens < 2 * ANSWER:
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    tracked = engine.scheduler.connector._scheduler._tracked["aborted"]
+    while tracked.load is None:
+        engine.step()
+    assert aborted.num_computed_tokens == len(known) - 1 and aborted.num_preemptions == 1
+    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.finish()
+    assert depot.status()["counters"]["corrupt_chunks"] > 0
+    turn(engine, 1, known)
+    assert engine.worker.begun["1"] == [0]
+
+
+def damage(depot: Depot) -> None:
+    """Flip bits of all chunks in a server's arena."""
+    with (SHM / depot.name).open("r+b") as file:
+        header = ArenaHeader.read(file.fileno(), SHM / depot.name)
+        assert header is not None
+        area = np.frombuffer(mmap.mmap(file.fileno(), header.size), np.uint8)[header.chunks_start :]
+        area ^= 0x55
 
 
 def test_a_streaming_session_leaves_no_tail(start_by_hand: StartByHand) -> None:

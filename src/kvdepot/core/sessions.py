@@ -101,11 +101,14 @@ class Sessions:
             part = coming_part(namespaces[0], request.hashes, pending.first) if may_grow else None
             part = part or coming_tail(namespaces[0], request.tails, match)
         awaits = part is not None and self._waiting.may_wait(pending, part, now)
-        searches = may_grow and self._tiering.is_searchable
+        has_end = match.tail is not None or not request.tails or request.tails[0].chunks < pending.first
+        searches = may_wait and (may_grow or not has_end) and self._tiering.is_searchable
         if pending.lease is None and pending.share is None:
-            most = chunks if awaits or searches else pending.first
-            if most:
-                share = self.budget.weigh(client, namespaces, request, most)
+            most, tail = pending.first, match.tail_key(request.tails)
+            if awaits or searches:
+                most, tail = chunks, request.tails[0].key if request.tails else b""
+            if most or tail:
+                share = self.budget.weigh(client, namespaces, request, most, tail)
                 # Queued ones begin in their order, so that tiers bring in what is needed soonest.
                 is_early = share.is_queued and (
                     self._waiting.is_behind(pending) or (searches and self._tiering.lookups.is_full)
@@ -333,9 +336,10 @@ class Sessions:
             tokens = match.chunks * self._tokens(request)
             session = Session(client, request.request, request.model, chunks, parts, tokens, parts * readers, readers)
             share, pending.share = pending.share, None
-            if share is None or share.chunks != match.chunks:
+            if share is None or share.chunks != match.chunks + (match.tail is not None) or match.tail:
                 self.budget.end(share)
-                share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks))
+                tail = match.tail_key(request.tails)
+                share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks, tail))
             session.share = share
             client.pins += parts
             client.sessions[request.request] = session

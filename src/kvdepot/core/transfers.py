@@ -99,7 +99,7 @@ class Transfers:
             size = instance.layout.block_bytes * blocks
             salt = tenant_salt(client.tenant, part.salt)
             operation.requests.append((part.request, part.model, count))
-            run = Run(part.hashes, size, part.parent, part.depth + 1, salt, part.is_tail, part.continues)
+            run = Run(part.hashes, size, part.parent, part.depth + 1, salt, part.continues)
             made = self._index.reserve(namespace, part.rank, run, wall)
             first = sum(keys for _, _, keys in operation.requests[:-1])
             for place, chunk in zip(made.places, made.chunks, strict=True):

@@ -50,9 +50,12 @@ class PinBudget:
         return f"<PinBudget {self.bytes} of {self.most_bytes} bytes, {len(self._clients)} clients>"
 
     @staticmethod
-    def weigh(client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int) -> PinShare:
-        """The share of the first `chunks` of a prompt. namespaces: the first group of each model that it may mean."""
-        hashes, model = request.hashes, b""
+    def weigh(
+        client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int, tail: bytes = b""
+    ) -> PinShare:
+        """The share of the first `chunks` of a prompt, and of the tail with this key. namespaces: the first group of
+        each model that it may mean."""
+        hashes, model, chunks = request.hashes[: chunks * HASH_BYTES] + tail, b"", chunks + bool(tail)
         if not chunks:
             return PinShare(client, request.queued, 0, 0, {})
         chunk_bytes = windows = 0

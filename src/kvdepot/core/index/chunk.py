@@ -199,8 +199,6 @@ class Chunk(Victim, gc=False, kw_only=True):
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""
-    is_tail: bool = False
-    """It has fewer tokens than others, and is in memory alone. After a restart this is not known."""
 
     @property
     def depth(self) -> int:

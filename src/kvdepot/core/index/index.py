@@ -177,9 +177,9 @@ class Index:
         for unused in extents:
             self.allocator.free(unused)
         if new:
-            new[-1].is_tail = run.is_tail and new[-1].key == keys[-1]
             account.policy.insert(new)
-        if run.continues and result.refusal is None and (outgrown := chunks.get(run.continues)) is not None:
+        outgrown = None if run.continues in keys or result.refusal is not None else chunks.get(run.continues)
+        if outgrown is not None:
             outgrown.account.outgrown.append(outgrown)
         return result
 

@@ -35,6 +35,10 @@ class Match(NamedTuple):
         """The answer to a lookup; see wire.Lookup."""
         return self.chunks if self.tail is None else -1 - self.tail
 
+    def tail_key(self, tails: Sequence[wire.Tail]) -> bytes:
+        """The key of the tail, which is one of these; empty: none."""
+        return b"" if self.tail is None else tails[self.tail].key
+
 
 def match_prompt(
     known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes, tails: Sequence[wire.Tail] = ()

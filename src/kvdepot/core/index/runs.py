@@ -22,8 +22,6 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     """The number of the first chunk in its prompt, counted from 1."""
     salt: bytes = b""
     """The salt that the chunks are stored under."""
-    is_tail: bool = False
-    """Whether the last chunk is a tail."""
     continues: bytes = b""
     """The key of a tail that these chunks make useless: it is evicted first."""
 

@@ -23,6 +23,7 @@ from kvdepot.core.tiering.speed import RETRY_S, SLACK
 from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from kvdepot.protocol.wire import Tail
 from kvdepot.tiers.format import Header
 from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, TierTask, Unwanted
 
@@ -32,6 +33,8 @@ _MOST_TIER_LOOKUPS = 1024
 _MOST_WANTED = 1 << 16
 """Most shards that one tier lookup asks for; the prefix ends there."""
 _MOST_WANTED_IN_ALL = 1 << 20
+MOST_TAILS = 8
+"""Most tails that one tier lookup asks for, the longest."""
 _MOST_FINDS = 64
 """Most Finds in progress in one tier; beyond that it is not asked."""
 
@@ -42,10 +45,11 @@ Place: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True, eq=False)
 class TierLookup:
-    """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`.
+    """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`, or a tail there.
 
     namespace: the model's first KV cache group. first: the boundary that memory can restore. held: by number of the
-    namespace and key. speed: tokens that the engine computes per second; 0: unknown.
+    namespace and key. speed: tokens that the engine computes per second; 0: unknown. tails: the longest first; number n
+    stands for chunk -1 - n, until one becomes the last chunk (`end_in`).
     """
 
     namespace: Namespace
@@ -57,6 +61,7 @@ class TierLookup:
     begun: float
     held: dict[tuple[int, bytes], Chunk]
     speed: float = 0.0
+    tails: tuple[Tail, ...] = ()
     queued: bool = False  # its engine does not need the answer yet
     extended: float = 0.0  # when its deadline was last put off, because its tiers answer
     end: int = 0
@@ -87,7 +92,17 @@ class TierLookup:
         """The seconds that it may wait in vain."""
         return SLACK * self.compute_s(len(self.hashes) // HASH_BYTES)
 
+    def end_in(self, tail: int) -> None:
+        """Make this tail the last chunk."""
+        end = self.tails[tail].chunks
+        self.hashes, self.end = self.hashes[: end * HASH_BYTES] + self.tails[tail].key, end + 1
+        tier_of = {place: tier for place, tier in self.found.items() if 0 <= place[1] < end}
+        tails = {(group, end, rank): tier for (group, i, rank), tier in self.found.items() if i == -1 - tail}
+        self.found = tier_of | tails
+
     def key(self, chunk: int) -> bytes:
+        if chunk < 0:
+            return self.tails[-1 - chunk].key
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
 
 
@@ -170,7 +185,7 @@ class Lookups:
         asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
         shards = namespace.world_size * len(namespace.groups)  # of a chunk, at most
         tier_lookup.end = min(len(tier_lookup.hashes) // HASH_BYTES, first + _MOST_WANTED // shards)
-        room = self._wanted + (tier_lookup.end - first) * shards <= _MOST_WANTED_IN_ALL
+        room = self._wanted + (tier_lookup.end - first + len(tier_lookup.tails)) * shards <= _MOST_WANTED_IN_ALL
         for tier in usable:
             tier.counters["searches_refused"] += not room or tier not in asked
         if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
@@ -197,7 +212,7 @@ class Lookups:
 
     def _worth_asking(self, tier_lookup: TierLookup, tiers: list[TierState]) -> list[TierState]:
         """The tiers that may be faster than computing; if there are none, one that is due to be tried again."""
-        chunks, now = tier_lookup.end - tier_lookup.first, tier_lookup.begun
+        chunks, now = tier_lookup.end - tier_lookup.first + bool(tier_lookup.tails), tier_lookup.begun
         compute_s, slack_s = tier_lookup.compute_s(chunks), tier_lookup.slack_s
         size = sum(
             sum(group.sizes.values()) * (min(group.reach, chunks) if group.reach else chunks)
@@ -228,6 +243,12 @@ class Lookups:
                 for rank in range(group.world_size)
                 if near[rank][i - first] is None and self._arrival(group, rank, tier_lookup.key(i)) is None
             ]
+            missing += [
+                (group.group, tail, rank)
+                for tail in range(-len(tier_lookup.tails), 0)
+                for rank in range(group.world_size)
+                if not self._is_near(tier_lookup, group, tail, rank)
+            ]
         return missing
 
     def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
@@ -256,7 +277,7 @@ class Lookups:
         """Half of the time is over: if some tiers have not answered, load what the others have."""
         if not tier_lookup.is_awaited():
             return []
-        begins = self._boundary(tier_lookup, tier_lookup.end) > tier_lookup.first
+        begins = self._boundary(tier_lookup, tier_lookup.end) > tier_lookup.first or self._tail(tier_lookup) is not None
         return self._load_or_end(tier_lookup, now) if begins else []
 
     def _boundary(self, tier_lookup: TierLookup, most: int) -> int:
@@ -269,6 +290,18 @@ class Lookups:
         if bounded:
             end = deepest_boundary(bounded, end, lambda group, i: self._can_have(tier_lookup, group, i))
         return end
+
+    def _tail(self, tier_lookup: TierLookup) -> int | None:
+        """The longest tail behind the deepest boundary that memory and these tiers can restore together, or None."""
+        end = self._boundary(tier_lookup, tier_lookup.end) if tier_lookup.tails else 0
+        for number, tail in enumerate(tier_lookup.tails):
+            parts = [(group, -1 - number) for group in tier_lookup.groups]
+            for group in tier_lookup.groups:
+                first = needed_parts(group.reach, tail.chunks + 1).start if group.reach else tier_lookup.first
+                parts += [(group, i) for i in range(first, tail.chunks)]
+            if end <= tail.chunks <= tier_lookup.end and all(self._can_have(tier_lookup, *part) for part in parts):
+                return number
+        return None
 
     def _can_have(self, tier_lookup: TierLookup, group: Namespace, i: int) -> bool:
         """Whether every shard of a part is in memory, being loaded, or in a tier."""
@@ -319,6 +352,8 @@ class Lookups:
 
     def _load(self, tier_lookup: TierLookup, now: float) -> list[TierTask]:
         """Load what extends the prefix. If nothing is being loaded after that, the tier lookup ends."""
+        if (tail := self._tail(tier_lookup)) is not None:
+            tier_lookup.end_in(tail)
         tier_lookup.loading, tier_lookup.load_begun = True, now
         by_tier: dict[int, list[Arrival]] = {}
         if not tier_lookup.namespace.gone:

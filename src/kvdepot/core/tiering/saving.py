@@ -156,7 +156,7 @@ class Saves:
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
         while tiers and (chunk := self._victim_ahead(by)) is not None:
-            missing = [tier for tier in tiers if not (chunk.is_tail or _has_all(chunk, tier))]
+            missing = [tier for tier in tiers if not _has_all(chunk, tier)]
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue

@@ -22,7 +22,7 @@ from kvdepot.core.tiering.forgetting import (
     Forgettings,
     ForgetToken,
 )
-from kvdepot.core.tiering.lookup import FindToken, LoadToken, LookupDecision, Lookups, TierLookup
+from kvdepot.core.tiering.lookup import MOST_TAILS, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
 from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
 from kvdepot.errors import KVDepotError
@@ -158,7 +158,7 @@ class Tiering:
     def look_up(
         self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
     ) -> tuple[TierLookup, list[TierTask]] | None:
-        """Begin a tier lookup for the chunks of a lookup from `first` on; None if tiers cannot help.
+        """Begin a tier lookup for the chunks and tails of a lookup from `first` on; None if tiers cannot help.
 
         held: chunks of the prefix in memory, to be held until `Lookups.release`, as the loaded ones are. A tier lookup
         that has not ended on return is returned once as a decision when it ends, unless `Lookups.end` is called first.
@@ -174,6 +174,7 @@ class Tiering:
             now,
             by_place,
             request.speed,
+            tuple(tail for tail in request.tails if tail.chunks >= first)[:MOST_TAILS],
             request.queued,
         )
         tier_tasks = self.lookups.begin(tier_lookup)
@@ -194,7 +195,7 @@ class Tiering:
         shards: list[tuple[Chunk, int]] = []
         for event in events:
             match event:
-                case Stored(chunk, rank) if not chunk.is_tail:
+                case Stored(chunk, rank):
                     shards.append((chunk, rank))
                 case Removed(_, _, Reason.EVICTED, tiers):
                     self.saves.removed(tiers)
