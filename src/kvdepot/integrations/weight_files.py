@@ -1,6 +1,6 @@
 """Which version of weights is at a path, or in the local cache of a model hub, and since when.
 
-Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by the contents of its
+Called by the packages of engines for models, and by vllm/lora.py for adapters. `find_weights` names a version by the contents of its
 files (samples of them: samples.py), so the same model is the same on every host, through a link, in a copy, and in the
 cache of a hub. `read_state` detects changes within one process by file metadata that no copy, rename or `touch` can
 restore.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-from kvdepot.integrations.vllm.samples import hash_file
+from kvdepot.integrations.samples import hash_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
