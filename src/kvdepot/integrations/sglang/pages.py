@@ -70,14 +70,8 @@ class PagePool:
         self.name, self.page_size = name, pool.page_size
         self.world_size, self.rank = ranks
         self.layout = _lay_out(pool, name)
-        self.facts = "|".join(
-            str(fact)
-            for fact in (
-                type(pool).__name__, getattr(pool, "layout", ""), getattr(pool, "dtype", ""), pool.page_size, ranks,
-                getattr(pool, "start_layer", ""), getattr(pool, "end_layer", ""),
-                getattr(pool, "storage_format_tag", ""),
-            )
-        )  # fmt: skip
+        of_pool = [getattr(pool, fact, "") for fact in ("layout", "dtype", "page_size", "storage_format_tag")]
+        self.facts = "|".join(map(str, (type(pool).__name__, self.world_size, *of_pool)))  # equal on all ranks
         self.instance = 0
         self.spec = ShardSpec("", self.world_size, self.rank, self.page_size, 1)
 
