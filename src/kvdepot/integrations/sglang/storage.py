@@ -240,6 +240,8 @@ def _is_per_rank(name: str, pool: HostPool) -> bool:
 def _arguments() -> dict[str, object]:
     """SGLang's server arguments. Raises ConfigError outside its processes."""
     try:
-        return dict(vars(get_server_args()))
+        found = get_server_args()
     except ValueError as exc:
         raise ConfigError(f"kvdepot works within SGLang's processes only: {exc}") from exc
+    names = getattr(found, "__struct_fields__", ()) or vars(found)  # by version, a struct or a plain object
+    return {name: getattr(found, name) for name in names}
