@@ -83,6 +83,17 @@ class TestCopies:
         assert store.present(KV, names) == [True, False, True]
         assert store.get(KV, names, pool.slots(3, 4, 5)) == [True, False, True]
 
+    def test_pages_behind_a_known_prefix_are_found_behind_it(self, depot: Depot, open_store: Open) -> None:
+        pool, names = Pool(), keys(7, "chain")
+        store = open_store(depot, pool, model="chain")
+        assert all(store.set(KV, names[:4], pool.slots(0, 1, 2, 3), []))
+        assert all(store.set(KV, names[4:6], pool.slots(4, 5), names[:4]))
+        assert [store.exists(KV, names[at:], names[:at]) for at in (0, 3, 5, 6)] == [6, 3, 1, 0]
+        assert store.exists(KV, names[4:]) == 2  # also where the prefix is not known
+        assert store.get(KV, names[3:6], pool.slots(8, 9, 10)) == [True] * 3
+        assert all(store.set(KV, names[6:], pool.slots(6), ["0" * 64] * 6))  # no such prefix is there
+        assert store.exists(KV, names[6:]) == 1
+
     def test_other_layouts_and_other_names_share_nothing(self, depot: Depot, open_store: Open) -> None:
         names = keys(1, "apart")
         assert open_store(depot, Pool("page_first"), model="a").set(KV, names, Pool().slots(0)) == [True]

@@ -27,7 +27,7 @@ from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.devices.cpu import view_memory_file
 from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, KVDepotError, LayoutError, Unavailable
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import HASH_BYTES, engine_hash
+from kvdepot.protocol.keys import HASH_BYTES, ROOT, engine_hash
 from kvdepot.protocol.layout import Layout, build_layout
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def hash_keys(keys: Sequence[str]) -> bytes:
     """The 32-byte hashes of SGLang's keys: those that are SHA-256 in hexadecimal are hashes of that size already."""
     with contextlib.suppress(ValueError):  # spaces are legal for fromhex, but make it shorter
         hashes = bytes.fromhex("".join(keys))
-        if len(hashes) == HASH_BYTES * len(keys) and all(len(key) == 2 * HASH_BYTES for key in keys):
+        if len(hashes) == HASH_BYTES * len(keys) and set(map(len, keys)) <= {2 * HASH_BYTES}:
             return hashes
     return b"".join(_hash_key(key) for key in keys)
 
@@ -238,9 +238,10 @@ class PageStore:
             return False
         return True
 
-    def exists(self, name: str, keys: Sequence[str]) -> int:
+    def exists(self, name: str, keys: Sequence[str], prefix: Sequence[str] | None = None) -> int:
         """How many of `keys` from the first on are there on all ranks. Blocks a second, and as long as tiers may take.
 
+        prefix: the keys before them, from the prompt's start; None: not known, so each key is looked for.
         What is found is in memory afterwards, and the last to be evicted; no pin is left. Raises KVDepotError.
         """
         pool = self._pools.get(name)
@@ -248,12 +249,14 @@ class PageStore:
             return 0
         request = f"sglang-{self._session}-{next(self._numbers)}"
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
+        before = prefix or ()
         lookup = wire.Lookup(
-            pool.spec.model, pool.world_size, 1, request, readers, hash_keys(keys), chunk_tokens=self._page_tokens
-        )
+            pool.spec.model, pool.world_size, 1, request, readers, hash_keys([*before, *keys]), prefix is not None,
+            chunk_tokens=self._page_tokens,
+        )  # fmt: skip
         try:
             answer = self._client.ask(lookup, partial(check_type, expected=int), LOOKUP_S)
-            return min(answer.result(LOOKUP_S + self._client.lookup_s), len(keys))
+            return min(max(answer.result(LOOKUP_S + self._client.lookup_s) - len(before), 0), len(keys))
         finally:
             self._client.ask(wire.EndSession(request), deadline_s=None)
 
@@ -292,16 +295,19 @@ class PageStore:
             self._client.ask(wire.EndSession(shards[0].request, saved, model=pool.spec.model), deadline_s=None)
         return done
 
-    def set(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+    def set(
+        self, name: str, keys: Sequence[str], indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[bool]:
         """Copy pages of a pool into the depot; whether all are there, per key. Blocks 10 s at most.
 
+        prefix: as in `exists`; pages whose prefix is known and there are a chain, which is found and evicted as one.
         Raises KVDepotError if nothing was kept.
         """
         pool = self._pools.get(name)
         if pool is None or not keys or not self._is_served():
             return [False] * len(keys)
         ticket = next(self._numbers)
-        store = wire.Store(pool.instance, ticket, self._shards(pool, keys, indices))
+        store = wire.Store(pool.instance, ticket, self._shards(pool, keys, indices, prefix))
         try:
             is_whole = self._client.ask(store, partial(check_type, expected=bool)).result(_STORE_S)
         except DeadlineExceeded:
@@ -309,10 +315,13 @@ class PageStore:
             raise
         return [is_whole] * len(keys)
 
-    def _shards(self, pool: PagePool, keys: Sequence[str], indices: torch.Tensor) -> list[wire.Shards]:
+    def _shards(
+        self, pool: PagePool, keys: Sequence[str], indices: torch.Tensor, prefix: Sequence[str] | None = None
+    ) -> list[wire.Shards]:
         blocks = pack_block_ids(pool.blocks(indices, len(keys)))
         request = f"sglang-{self._session}-{next(self._numbers)}"
-        return pool.spec.shards([Transfer(request, b"", 0, hash_keys(keys), blocks)])
+        parent = b"" if prefix is None else hash_keys(prefix[-1:]) or ROOT
+        return pool.spec.shards([Transfer(request, parent, len(prefix or ()), hash_keys(keys), blocks)])
 
     def clear(self) -> bool:
         """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s at most."""

@@ -16,8 +16,9 @@ _PREFIX = "kvdepot."
 _OF_SGLANG = {
     "backend_name", "module_path", "class_name", "interface_v1", "allocator", "prefetch_threshold",
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys", "tp_lcm_size",
+    "file_storage_path",
 }  # fmt: skip
-"""Keys that SGLang itself reads."""
+"""Keys that SGLang itself reads or adds."""
 _NEEDED = {
     "interface_v1": (1, "SGLang would otherwise copy each page by itself"),
     "allocator": ("shm", "the server can then map SGLang's host memory"),

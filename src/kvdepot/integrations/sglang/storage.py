@@ -100,7 +100,7 @@ class KVDepotHiCache(HiCacheStorage):
     # -- v1: the KV pool
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._guard(lambda: self._store.exists(KV, keys), 0)
+        return self._guard(lambda: self._store.exists(KV, keys, _prefix(extra_info)), 0)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
@@ -110,7 +110,7 @@ class KVDepotHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._set(KV, keys, host_indices)
+        return self._set(KV, keys, host_indices, _prefix(extra_info))
 
     # -- v2: pools of hybrid models
 
@@ -121,15 +121,17 @@ class KVDepotHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """The prefixes of `keys` that all pools can restore; on all ranks that share a pool's KV."""
-        return self._guard(lambda: self._find(keys, pool_transfers or []), PoolTransferResult.empty())
+        return self._guard(
+            lambda: self._find(keys, pool_transfers or [], _prefix(extra_info)), PoolTransferResult.empty()
+        )
 
-    def _find(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
-        found = self._store.exists(KV, keys)
+    def _find(self, keys: list[str], transfers: Sequence[PoolTransfer], prefix: list[str] | None) -> PoolTransferResult:
+        found = self._store.exists(KV, keys, prefix)
         hits: dict[str, int] = {PoolName.KV: found} if found else {}
         lengths = set(range(1, found + 1))
         for transfer in transfers:
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                restorable = set(range(1, self._store.exists(str(transfer.name), keys[:found]) + 1))
+                restorable = set(range(1, self._store.exists(str(transfer.name), keys[:found], prefix) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 restorable = self._find_ends(str(transfer.name), keys[:found], max(1, len(transfer.keys or ())))
             else:
@@ -155,7 +157,12 @@ class KVDepotHiCache(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {each.name: self._set(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+        def prefix(transfer: PoolTransfer) -> list[str] | None:
+            return _prefix(extra_info) if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else None
+
+        return {
+            each.name: self._set(str(each.name), each.keys or [], each.host_indices, prefix(each)) for each in transfers
+        }
 
     # -- v0, which SGLang calls without `interface_v1` only, and its settings require that
 
@@ -213,8 +220,8 @@ class KVDepotHiCache(HiCacheStorage):
     def _get(self, pool: str, keys: list[str], indices: Any) -> list[bool]:
         return self._timed("get", lambda: self._store.get(pool, keys, indices), len(keys))
 
-    def _set(self, pool: str, keys: list[str], indices: Any) -> list[bool]:
-        return self._timed("set", lambda: self._store.set(pool, keys, indices), len(keys))
+    def _set(self, pool: str, keys: list[str], indices: Any, prefix: list[str] | None) -> list[bool]:
+        return self._timed("set", lambda: self._store.set(pool, keys, indices, prefix), len(keys))
 
     def _timed(self, kind: str, call: Callable[[], list[bool]], pages: int) -> list[bool]:
         began = time.perf_counter()
@@ -230,6 +237,11 @@ class KVDepotHiCache(HiCacheStorage):
         except Exception as exc:  # noqa: BLE001 - the top of what SGLang's threads call
             self._store.failed(exc)
             return missed
+
+
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    """The keys before a call's, if SGLang passes them (`hicache_storage_pass_prefix_keys`)."""
+    return extra_info.prefix_keys if extra_info is not None else None
 
 
 def _is_per_rank(name: str, pool: HostPool) -> bool:
