@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,7 +23,7 @@ import transformers  # noqa: F401 - looks for torchvision before it is stubbed
 
 
 class _Stub(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -39,8 +39,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import sglang.srt.server_args
     from sglang.srt import runtime_context
+    from sglang.srt.environ import envs
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        HiCacheStorageFailureInjector,
+        PoolHitPolicy,
+        PoolName,
+        PoolTransfer,
+    )
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -48,7 +56,10 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-__all__ = ["PAGE", "Engine", "backend", "config", "extra", "hashes", "host_pool", "prompt", "publish"]
+__all__ = [
+    "PAGE", "Engine", "HiCacheStorageExtraInfo", "HiCacheStorageFailureInjector", "PoolHitPolicy", "PoolName",
+    "PoolTransfer", "backend", "config", "device_pool", "envs", "extra", "hashes", "host_pool", "prompt", "publish",
+]  # fmt: skip
 
 PAGE = 16
 _TOKENS = 256

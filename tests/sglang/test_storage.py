@@ -10,22 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvdepot.errors import ConfigError, LayoutError, Unavailable
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 from tests.sglang import parts
-from tests.sglang.parts import PAGE, Engine, backend, config, device_pool, extra, hashes, host_pool
-
-import torch
-from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hicache_storage import (
+from tests.sglang.parts import (
+    PAGE,
+    Engine,
     HiCacheStorageExtraInfo,
     HiCacheStorageFailureInjector,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
+    backend,
+    config,
+    device_pool,
+    envs,
+    extra,
+    hashes,
+    host_pool,
 )
-
-from kvdepot.errors import ConfigError, LayoutError, Unavailable
 
 StartEngine = Callable[..., Engine]
 
@@ -233,13 +238,17 @@ class TestHybrid:
 
 
 class TestOtherMethods:
-    def test_no_method_raises_or_returns_none_whatever_it_is_given(self, depot: Depot, make: Callable[..., Any]) -> None:
+    def test_no_method_raises_or_returns_none_whatever_it_is_given(
+        self, depot: Depot, make: Callable[..., Any]
+    ) -> None:
         made, names = make(config(depot.url), ("kv", host_pool(device_pool()))), hashes(91)
         assert made.batch_get_v1(names, torch.arange(3)) == made.batch_set_v1(names, torch.arange(3)) == [False]
         assert made.batch_get_v1(names, None) == made.batch_set_v1(["x"], None) == [False]
         assert made.batch_exists([]) == 0 and made.batch_exists(["", "no hash"]) == 0 and not made.exists("x")
         assert made.batch_get_v2([PoolTransfer(name=PoolName.SWA, keys=names)]) == {PoolName.SWA: [False]}
-        assert made.get("x") is None and made.batch_get(names) == [None] and not made.set("x") and not made.batch_set([])
+        assert (
+            made.get("x") is None and made.batch_get(names) == [None] and not made.set("x") and not made.batch_set([])
+        )
 
     def test_statistics_count_pages_since_the_last_call(self, depot: Depot, make: Callable[..., Any]) -> None:
         made, names = make(config(depot.url), ("kv", host_pool(device_pool()))), hashes(101, 102)
@@ -268,7 +277,7 @@ class TestRefusedAtTheStart:
 
     def test_a_drafter_with_keys_and_values_per_rank_beside_mla(self, depot: Depot, make: Callable[..., Any]) -> None:
         made = make(config(depot.url, (0, 2), True), ("kv", host_pool(device_pool("mla"))))
-        with pytest.raises(ConfigError, match="SGLang stores one rank's only. Start without that draft model"):
+        with pytest.raises(ConfigError, match=r"SGLang stores one rank's only. Start without that draft model"):
             made.register_mem_host_pool_v2(host_pool(device_pool()), PoolName.DRAFT)
 
     def test_a_required_server_that_is_not_there(self, tmp_path: Path) -> None:
