@@ -41,10 +41,10 @@ with warnings.catch_warnings():
     from sglang.srt import runtime_context
     from sglang.srt.environ import envs
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorageConfig,
         HiCacheStorageExtraInfo,
-        HiCacheStorageFailureInjector,
         PoolHitPolicy,
         PoolName,
         PoolTransfer,
@@ -55,6 +55,8 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+HiCacheStorageFailureInjector = getattr(hicache_storage, "HiCacheStorageFailureInjector", None)  # from 0.5.23 on
 
 __all__ = [
     "PAGE", "Engine", "HiCacheStorageExtraInfo", "HiCacheStorageFailureInjector", "PoolHitPolicy", "PoolName",
