@@ -5,6 +5,7 @@ Stubbed: torchvision, where it is not installed, which only image processors use
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -16,7 +17,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed (docs/sglang.md)")
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed (docs/sglang.md)", allow_module_level=True)
 
 import torch
 import transformers  # noqa: F401 - looks for torchvision before it is stubbed
@@ -32,8 +34,8 @@ class _Stub(types.ModuleType):
 
 
 if importlib.util.find_spec("torchvision") is None:
-    for _name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-        sys.modules[_name] = _Stub(_name)
+    for _name in ("", ".io", ".transforms", ".transforms.functional"):
+        sys.modules[f"torchvision{_name}"] = _Stub(f"torchvision{_name}")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -55,6 +57,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.version import __version__
 
 HiCacheStorageFailureInjector = getattr(hicache_storage, "HiCacheStorageFailureInjector", None)  # from 0.5.23 on
 
@@ -64,6 +67,7 @@ __all__ = [
 ]  # fmt: skip
 
 PAGE = 16
+_for_good = contextlib.ExitStack()
 _TOKENS = 256
 
 
@@ -78,7 +82,8 @@ def publish(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     arguments = sglang.srt.server_args.ServerArgs(model_path=str(folder), device="cpu", skip_tokenizer_init=True)
     runtime_context.get_context().set_server_args(arguments)
-    runtime_context.get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_dcp_rank=0)
+    ranks = {"tp_rank": 0, "pp_rank": 0} | ({"attn_dcp_rank": 0} if __version__ >= "0.5.21" else {})
+    _for_good.enter_context(runtime_context.get_parallel().override(**ranks))
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
