@@ -91,6 +91,21 @@ class TestIdentity:
         (model / "model.safetensors").write_bytes(b"\x03\0\0\0\0\0\0\0{ }")
         assert named(model) != before
 
+    @pytest.mark.parametrize("form", ["dict", "text", "name=path", "list of dict", "object"])
+    def test_other_weights_of_an_adapter_have_another_name(self, model: Path, tmp_path: Path, form: str) -> None:
+        path = tmp_path / "adapter"
+        path.mkdir()
+        paths: object = {
+            "dict": {"a": str(path)}, "text": [str(path)], "name=path": [f"a={path}"],
+            "list of dict": [{"lora_name": "a", "lora_path": str(path)}],
+            "object": [types.SimpleNamespace(lora_path=str(path))],
+        }[form]  # fmt: skip
+        names = []
+        for content in (b"\x02\0\0\0\0\0\0\0{}", b"\x03\0\0\0\0\0\0\0{ }"):
+            (path / "adapter_model.safetensors").write_bytes(content)
+            names.append(named(model / "config.json", lora_paths=paths))
+        assert len(set(names)) == 2
+
     def test_weights_that_change_while_the_engine_loads_are_its_own(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -72,11 +72,11 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
         "version": version,
         "weights": [],
     }
-    weights = [_weights(arguments, "model_path", "revision", revision)]
-    if arguments.get("speculative_draft_model_path"):
-        weights.append(
-            _weights(arguments, "speculative_draft_model_path", "speculative_draft_model_revision", revision)
-        )
+    origins = [(arguments.get("model_path"), arguments.get("revision"))]
+    if draft := arguments.get("speculative_draft_model_path"):
+        origins.append((draft, arguments.get("speculative_draft_model_revision")))
+    origins += [(adapter, None) for adapter in _adapters(arguments)]
+    weights = [_weights(arguments, origin, version_of, revision) for origin, version_of in origins]
     facts["weights"] = [digest for digest, _ in weights]
     if any(changed_at > began_at - _SETTLED_S for _, changed_at in weights):
         facts["private"] = run
@@ -84,11 +84,25 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
     return EngineIdentity(Path(path).name, json.dumps(facts, sort_keys=True, default=str), run)
 
 
-def _weights(arguments: dict[str, object], path: str, revision: str, named: str) -> tuple[str, float]:
+def _adapters(arguments: dict[str, object]) -> list[object]:
+    """The paths of the adapters that an engine starts with: SGLang identifies these by name and path, others by a
+    random number."""
+    given, found = arguments.get("lora_paths") or [], [path for path in (arguments.get("uno_lora_path"),) if path]
+    if isinstance(given, dict):
+        return [*found, *given.values()]
+    for each in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(each, dict):
+            found.append(each.get("lora_path"))
+        else:
+            found.append(each.rpartition("=")[2] if isinstance(each, str) else getattr(each, "lora_path", None))
+    return found
+
+
+def _weights(arguments: dict[str, object], origin: object, version: object, named: str) -> tuple[str, float]:
     """A digest of a model's files, and when they last changed. Raises ConfigError where neither they nor the user name
     their version."""
     kinds = {Kind.WEIGHTS, Kind.CONFIG} | ({Kind.CODE, Kind.OTHER} if arguments.get("trust_remote_code") else set())
-    origin, version, cache = (arguments.get(key) for key in (path, revision, "download_dir"))
+    cache = arguments.get("download_dir")
     is_elsewhere = (
         str(arguments.get("load_format", "")).startswith("remote")
         or arguments.get("custom_weight_loader")
