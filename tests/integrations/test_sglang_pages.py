@@ -124,6 +124,20 @@ class TestCopies:
             with pytest.raises(BadRequest, match="are not 2 pages of 4"):
                 store.set(KV, keys(2), slots)
 
+    def test_the_server_counts_what_sglang_asked_for_found_and_loaded(
+        self, start_depot: StartDepot, open_store: Open
+    ) -> None:
+        pool, names, depot = Pool(), keys(5), start_depot(chunk_size="auto")
+        ranks = [open_store(depot, pool, ranks=(2, rank)) for rank in (0, 1)]
+        for store in ranks:
+            assert all(store.set(KV, names[:4], pool.slots(0, 1, 2, 3), []))
+        for store in ranks:
+            assert store.exists(KV, names[1:], names[:1]) == 3
+            assert all(store.get(KV, names[1:4], pool.slots(5, 6, 7)))
+        counted = depot.status()
+        assert [counted["tokens"][kind] for kind in ("asked", "found", "reused")] == [16, 12, 12]
+        assert counted["saved"]["tokens"] == 12
+
     def test_no_query_leaves_a_pin(self, depot: Depot, open_store: Open) -> None:
         pool, names = Pool(), keys(4, "pins")
         store = open_store(depot, pool, model="pins")

@@ -247,18 +247,20 @@ class PageStore:
         pool = self._pools.get(name)
         if pool is None or not keys or not self._is_served():
             return 0
-        request = f"sglang-{self._session}-{next(self._numbers)}"
+        request, model, before = f"sglang-{self._session}-{next(self._numbers)}", pool.spec.model, prefix or ()
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
-        before = prefix or ()
         lookup = wire.Lookup(
-            pool.spec.model, pool.world_size, 1, request, readers, hash_keys([*before, *keys]), prefix is not None,
-            chunk_tokens=self._page_tokens,
+            model, pool.world_size, 1, request, readers, hash_keys([*before, *keys]), prefix is not None,
+            chunk_tokens=self._page_tokens, reports=True,
         )  # fmt: skip
+        found = 0
         try:
             answer = self._client.ask(lookup, partial(check_type, expected=int), LOOKUP_S)
-            return min(max(answer.result(LOOKUP_S + self._client.lookup_s) - len(before), 0), len(keys))
+            found = min(max(answer.result(LOOKUP_S + self._client.lookup_s) - len(before), 0), len(keys))
         finally:
-            self._client.ask(wire.EndSession(request), deadline_s=None)
+            asked = wire.Asked(*(readers * each * self._page_tokens for each in (len(keys), found, len(before))))
+            self._client.ask(wire.EndSession(request, model=model, asked=asked), deadline_s=None)
+        return found
 
     def present(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Which of `keys` are in memory on all ranks. Blocks a second. Raises KVDepotError."""

@@ -143,10 +143,10 @@ class KVDepotHiCache(HiCacheStorage):
 
     def _find_ends(self, pool: str, keys: list[str], trailing: int) -> set[int]:
         """The lengths of prefixes whose last `trailing` pages a pool has."""
-        there = self._store.present(pool, keys)
-        if keys and not all(there[-trailing:]):  # tiers may have what ends the longest prefix
-            window = keys[-trailing:]
-            there[-trailing:] = [each or self._store.exists(pool, window) == len(window) for each in there[-trailing:]]
+        there, window = self._store.present(pool, keys), keys[-trailing:]
+        # Tiers may have what ends the longest prefix.
+        if not all(there[-trailing:]) and self._store.exists(pool, window) == len(window):
+            there[-trailing:] = [True] * len(window)
         return {end for end in range(1, len(keys) + 1) if all(there[max(0, end - trailing) : end])}
 
     def batch_get_v2(
