@@ -47,7 +47,11 @@ def open_store() -> Iterator[Open]:
         store = PageStore(client, lambda pool, epoch: f"{model} {pool.name} {pool.facts} {epoch}", lambda: None)
         opened.append((store, context))
         for number, pool in enumerate(pools):
-            store.add(PagePool(pool, KV if number == 0 else f"pool{number}", ranks), required)
+            try:
+                store.add(PagePool(pool, KV if number == 0 else f"pool{number}", ranks))
+            except Unavailable:
+                if required:
+                    raise
         return store
 
     yield open_one

@@ -1,4 +1,4 @@
-"""What SGLang's page keys do not say: everything fixed for an engine that changes KV bytes, and when weights change.
+"""Facts that SGLang's page keys leave out: all that is fixed for an engine and changes KV, and when weights change.
 
 SGLang's keys chain the tokens of a page and of all before it, from a seed that covers the request's `extra_key` (LoRA
 adapter) and cache salt. The engine's facts are in the name of its model on the wire; a pool's are in pages.py.

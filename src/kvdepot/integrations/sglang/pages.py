@@ -49,7 +49,7 @@ _HUNG_S = 30.0
 
 
 class HostPool(Protocol):
-    """What is used of SGLang's HostKVCache."""
+    """The part of SGLang's HostKVCache that is used."""
 
     page_size: int
     size: int
@@ -161,10 +161,10 @@ class PageStore:
 
     # -- pools
 
-    def add(self, pool: PagePool, required: bool) -> None:
+    def add(self, pool: PagePool) -> None:
         """Keep a pool's pages from now on; the first one is the KV pool. Blocks 30 s at most; without a server, 5 s.
 
-        Raises the server's error, and without a server Unavailable if one is required; else the next one maps it.
+        Raises the server's error. After Unavailable or DeadlineExceeded, the next server maps the pool.
         """
         self._pools[pool.name] = pool
         try:
@@ -177,11 +177,9 @@ class PageStore:
                     f"of {self._client.chunk_size}"
                 )
             self._register(pool, _REGISTER_S)
-        except (Unavailable, DeadlineExceeded) as exc:
-            if required:
-                raise
-            log.warning("kvdepot: nothing is kept until there is a server: %s", exc)
+        except (Unavailable, DeadlineExceeded):
             self._register(pool, 0.0)
+            raise
 
     @property
     def _page_tokens(self) -> int:
@@ -239,7 +237,7 @@ class PageStore:
         return True
 
     def exists(self, name: str, keys: Sequence[str], prefix: Sequence[str] | None = None) -> int:
-        """How many of `keys` from the first on are there on all ranks. Blocks a second, and as long as tiers may take.
+        """Count the keys, from the first on, that are there on all ranks. Blocks a second, and as long as tiers take.
 
         prefix: the keys before them, from the prompt's start; None: not known, so each key is looked for.
         What is found is in memory afterwards, and the last to be evicted; no pin is left. Raises KVDepotError.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -25,14 +26,21 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, DeadlineExceeded, Unavailable
 from kvdepot.integrations.sglang.identity import forget_updates, identify, watch_updates
 from kvdepot.integrations.sglang.pages import KV, HostPool, PagePool, PageStore, connect
 from kvdepot.integrations.sglang.settings import ServerStarter, read_settings
 
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MOST_MOVED = 4096
+"""Reads and writes of the KV pool that wait for `get_stats`, each with its pages and seconds; older ones are lost."""
 
 
 class KVDepotHiCache(HiCacheStorage):
@@ -51,7 +59,7 @@ class KVDepotHiCache(HiCacheStorage):
             client, lambda pool, epoch: identity.name(pool.name, pool.facts, epoch), starter.start_again
         )
         self._cleared: list[tuple[HostPool, Callable[[], None]]] = []  # pools, and their own `clear`
-        self._moved: dict[str, list[tuple[int, float]]] = {"get": [], "set": []}  # pages and seconds, for `get_stats`
+        self._moved = {kind: deque[tuple[int, float]](maxlen=_MOST_MOVED) for kind in ("get", "set")}
         watch_updates(self._store.suspend)
 
     def __repr__(self) -> str:
@@ -82,7 +90,12 @@ class KVDepotHiCache(HiCacheStorage):
         tp_rank, tp_size = (0, 1) if is_replicated else (config.tp_rank, config.tp_size)
         rank = (config.pp_rank * config.attn_cp_size + config.attn_cp_rank) * tp_size + tp_rank
         ranks = config.pp_size * config.attn_cp_size * tp_size, rank
-        self._store.add(PagePool(pool, name, ranks), self._settings.required)
+        try:
+            self._store.add(PagePool(pool, name, ranks))
+        except (Unavailable, DeadlineExceeded) as exc:
+            if self._settings.required:
+                raise
+            log.warning("kvdepot: nothing is kept until there is a server: %s", exc)
         if name == KV:
             self._watch_flushes(pool)
 
@@ -103,12 +116,12 @@ class KVDepotHiCache(HiCacheStorage):
         return self._guard(lambda: self._store.exists(KV, keys, _prefix(extra_info)), 0)
 
     def batch_get_v1(
-        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         return self._get(KV, keys, host_indices)
 
     def batch_set_v1(
-        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         return self._set(KV, keys, host_indices, _prefix(extra_info))
 
@@ -189,7 +202,7 @@ class KVDepotHiCache(HiCacheStorage):
         """Remove this engine's KV from the depot, and with it that of other engines with the same model."""
         return self._guard(self._store.clear, False)
 
-    def get_stats(self) -> object:
+    def get_stats(self) -> StorageMetrics | None:
         """Pages moved since the last call, and GB/s of each; None if SGLang collects no such metrics."""
         if not self._config.enable_storage_metrics:
             return None
@@ -197,14 +210,17 @@ class KVDepotHiCache(HiCacheStorage):
 
         return self._guard(lambda: self._take_stats(StorageMetrics()), StorageMetrics())
 
-    def _take_stats(self, stats: Any) -> object:
-        moved, self._moved = self._moved, {"get": [], "set": []}
+    def _take_stats(self, stats: StorageMetrics) -> StorageMetrics:
         page_gb = self._store.page_bytes / 1e9
-        for kind, pages, speeds in (
-            ("get", stats.prefetch_pgs, stats.prefetch_bandwidth), ("set", stats.backup_pgs, stats.backup_bandwidth)
-        ):  # fmt: skip
-            pages += [count for count, _ in moved[kind]]
-            speeds += [count * page_gb / took_s for count, took_s in moved[kind]]
+        into = {
+            "get": (stats.prefetch_pgs, stats.prefetch_bandwidth),
+            "set": (stats.backup_pgs, stats.backup_bandwidth),
+        }
+        for kind, (pages, speeds) in into.items():
+            moved = self._moved[kind]
+            for count, took_s in [moved.popleft() for _ in range(len(moved))]:
+                pages.append(count)
+                speeds.append(count * page_gb / took_s)
         return stats
 
     def close(self) -> None:
@@ -217,21 +233,24 @@ class KVDepotHiCache(HiCacheStorage):
 
     # -- failures
 
-    def _get(self, pool: str, keys: list[str], indices: Any) -> list[bool]:
-        return self._timed("get", lambda: self._store.get(pool, keys, indices), len(keys))
-
-    def _set(self, pool: str, keys: list[str], indices: Any, prefix: list[str] | None) -> list[bool]:
-        return self._timed("set", lambda: self._store.set(pool, keys, indices, prefix), len(keys))
-
-    def _timed(self, kind: str, call: Callable[[], list[bool]], pages: int) -> list[bool]:
-        began = time.perf_counter()
-        done = self._guard(call, [False] * pages)
-        if self._config.enable_storage_metrics and any(done):
-            self._moved[kind].append((sum(done), time.perf_counter() - began))
+    def _get(self, pool: str, keys: list[str], indices: torch.Tensor) -> list[bool]:
+        done, took_s = self._timed(lambda: self._store.get(pool, keys, indices), len(keys))
+        if pool == KV and any(done):
+            self._moved["get"].append((sum(done), took_s))
         return done
 
+    def _set(self, pool: str, keys: list[str], indices: torch.Tensor, prefix: list[str] | None) -> list[bool]:
+        done, took_s = self._timed(lambda: self._store.set(pool, keys, indices, prefix), len(keys))
+        if pool == KV and any(done):
+            self._moved["set"].append((sum(done), took_s))
+        return done
+
+    def _timed(self, call: Callable[[], list[bool]], pages: int) -> tuple[list[bool], float]:
+        began = time.perf_counter()
+        return self._guard(call, [False] * pages), time.perf_counter() - began
+
     def _guard(self, call: Callable[[], T], missed: T) -> T:
-        """What `call` returns; `missed` where it raises: nothing may reach SGLang's threads."""
+        """Return what `call` returns, or `missed` where it raises: nothing may reach SGLang's threads."""
         try:
             return call()
         except Exception as exc:  # noqa: BLE001 - the top of what SGLang's threads call
