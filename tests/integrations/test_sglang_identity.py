@@ -141,6 +141,8 @@ class TestIdentity:
     def test_engines_on_several_hosts_are_refused(self, model: Path) -> None:
         with pytest.raises(ConfigError, match="does not support engines on several hosts"):
             named(model, nnodes=2)
+        with pytest.raises(ConfigError, match="omit --enable-kv-cache-sharding"):
+            named(model, enable_kv_cache_sharding=True)
 
 
 class TestUpdatesOfWeights:

@@ -279,6 +279,13 @@ class TestPoolsThatAreRefused:
         with pytest.raises(LayoutError, match="does not say where its pages are"):
             PagePool(SimpleNamespace(page_size=4, size=16), KV, (1, 0))  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("fact", ["shared_allocation_domain", "stores_page_envelope"])
+    def test_a_pool_whose_pages_move(self, fact: str) -> None:
+        pool = Pool()
+        setattr(pool, fact, True)
+        with pytest.raises(LayoutError, match="shares its memory with other pools, and its pages move"):
+            PagePool(pool, KV, (1, 0))
+
     def test_a_pool_whose_pages_are_not_equally_apart(self) -> None:
         class Scattered(Pool):
             def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -61,6 +61,8 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
         raise ConfigError(f"kvdepot supports SGLang 0.5.20 to 0.5.23, not {version}")
     if arguments.get("nnodes", 1) != 1:
         raise ConfigError("kvdepot does not support engines on several hosts (--nnodes): a server keeps one host's KV")
+    if arguments.get("enable_kv_cache_sharding"):
+        raise ConfigError("kvdepot does not support KV that is divided among ranks: omit --enable-kv-cache-sharding")
     parent = os.getppid()  # which starts all ranks
     ticks = int(Path(f"/proc/{parent}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

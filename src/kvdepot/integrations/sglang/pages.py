@@ -94,6 +94,8 @@ def _lay_out(pool: HostPool, name: str) -> Layout:
 
     if not hasattr(pool, "get_page_buffer_meta"):
         raise LayoutError(f"pool {name} ({type(pool).__name__}) does not say where its pages are: not supported")
+    if getattr(pool, "shared_allocation_domain", None) is not None or getattr(pool, "stores_page_envelope", False):
+        raise LayoutError(f"pool {name} shares its memory with other pools, and its pages move: not supported")
     size, count = pool.page_size, pool.size // pool.page_size
     if not 1 <= size <= wire.MAX_CHUNK_TOKENS:
         raise LayoutError(f"pool {name}: a page of {size} tokens is not between 1 and {wire.MAX_CHUNK_TOKENS}")
