@@ -52,6 +52,7 @@ with warnings.catch_warnings():
         PoolTransfer,
     )
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -63,7 +64,8 @@ HiCacheStorageFailureInjector = getattr(hicache_storage, "HiCacheStorageFailureI
 
 __all__ = [
     "PAGE", "Engine", "HiCacheStorageExtraInfo", "HiCacheStorageFailureInjector", "PoolHitPolicy", "PoolName",
-    "PoolTransfer", "backend", "config", "device_pool", "envs", "extra", "hashes", "host_pool", "prompt", "publish",
+    "PoolTransfer", "backend", "config", "device_pool", "envs", "extra", "hashes", "host_pool", "mamba_pool", "prompt",
+    "publish",
 ]  # fmt: skip
 
 PAGE = 16
@@ -116,6 +118,19 @@ def host_pool(device: Any, layout: str = "page_first", allocator: str = "shm") -
         ends |= {"target_layer_num": 3} if kind is MLATokenToKVPoolHost else {}
         pool = kind(describe(), 2.0, 0, PAGE, layout, **options, **ends)
     pool.kv_buffer.copy_(torch.rand(pool.kv_buffer.shape))
+    return pool
+
+
+def mamba_pool() -> Any:
+    """SGLang's host pool of Mamba states, 17 of them, with random bytes."""
+    device_pool_info = pytest.importorskip("sglang.srt.mem_cache.device_pool_info", exc_type=ImportError)
+    if not hasattr(device_pool_info, "MambaStateBufferInfo"):
+        pytest.skip("this version of SGLang makes pools of states in another way")
+    states = device_pool_info.MambaStateBufferInfo(temporal=torch.zeros(2, 8, 4, 8), conv=(torch.zeros(2, 8, 16),))
+    options: dict[str, Any] = {"pin_memory": False, "allocator_type": "shm", "layout": "page_first"}
+    pool = MambaPoolHost(states, 2.0, 0, device_capacity=8, **options)
+    for part in (pool.temporal_buffer, *pool.conv_buffer):
+        part.copy_(torch.rand(part.shape))
     return pool
 
 

@@ -237,6 +237,16 @@ class TestHybrid:
         assert got == {PoolName.MAMBA: [True, True, False]}
         assert torch.equal(pool[:, : 2 * PAGE], before[:, : 2 * PAGE]) and not pool[:, 2 * PAGE :].any()
 
+    def test_states_of_mamba_come_back_with_all_their_parts(self, depot: Depot, make: Callable[..., Any]) -> None:
+        states, names = parts.mamba_pool(), hashes(121)
+        made = make(config(depot.url), ("kv", host_pool(device_pool())), ("mamba", states))
+        buffers = [states.temporal_buffer, *states.conv_buffer]
+        before = [buffer.clone() for buffer in buffers]
+        at = [PoolTransfer(name=PoolName.MAMBA, host_indices=torch.tensor([slot]), keys=names) for slot in (3, 16)]
+        assert made.batch_set_v2(at[:1]) == made.batch_get_v2(at[1:]) == {PoolName.MAMBA: [True]}
+        for buffer, old in zip(buffers, before, strict=True):
+            assert torch.equal(buffer[16], old[3]) and torch.equal(buffer[:16], old[:16])
+
 
 class TestOtherMethods:
     def test_no_method_raises_or_returns_none_whatever_it_is_given(
