@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from kvdepot.devices import share
-from kvdepot.devices.cpu import HostTensors, enter_pages, zeros_in_shared_memory
+from kvdepot.devices.cpu import HostTensors, enter_pages, view_memory_file, zeros_in_shared_memory
 from kvdepot.errors import LayoutError
 from kvdepot.protocol.layout import TensorView, build_layout
 from tests.conftest import HANG_S
@@ -171,6 +174,53 @@ class TestMemoryThatOthersHold:
         with pytest.raises(LayoutError, match="a layer: its memory is"):
             share(tensor.view(16, 64, 4), "a layer")
         assert tensor.data_ptr() == address
+
+
+class TestMemoryFiles:
+    """Memory that an engine has allocated with memfd_create stays where it is."""
+
+    def make(self, size: int = 1 << 16) -> tuple[int, mmap.mmap, int]:
+        """A memory file: its descriptor, a mapping of it from its second page on, and that mapping's address."""
+        fd = os.memfd_create(f"pool_{uuid.uuid4().hex}")
+        os.ftruncate(fd, mmap.PAGESIZE + size)
+        mapped = mmap.mmap(fd, size, offset=mmap.PAGESIZE)
+        os.close(fd)  # the mapping has a descriptor of its own
+        return fd, mapped, np.frombuffer(mapped, np.uint8).ctypes.data
+
+    def test_rows_are_mapped_where_they_are(self) -> None:
+        _, mapped, address = self.make()
+        view = view_memory_file("pool", address + 64, (10, 96, 4096))
+        tensors = HostTensors.open(build_layout([view], [0]))
+        try:
+            mapped[64 + 3 * 4096] = 7
+            (row,) = tensors.stacks[0].rows
+            assert row.strided.shape == (10, 96) and row.strided[3, 0] == 7
+            row.strided[9, 95] = 5
+            assert mapped[64 + 9 * 4096 + 95] == 5
+        finally:
+            del row
+            tensors.close()
+
+    def test_other_memory_is_refused(self) -> None:
+        with mmap.mmap(-1, 8192) as anonymous:
+            address = np.frombuffer(anonymous, np.uint8).ctypes.data
+            with pytest.raises(LayoutError, match="pool is not in a memory file"):
+                view_memory_file("pool", address, (1, 8192, 8192))
+
+    def test_another_file_under_the_same_descriptor_is_refused(self) -> None:
+        _, _mapped, address = self.make()
+        view = view_memory_file("pool", address, (1, 4096, 4096))
+        _, pid, fd, name = view.mapping.split(":")
+        for wrong in (f"{name}x", name[::-1], "x" * 20):
+            layout = build_layout([view._replace(mapping=f"memfd:{pid}:{fd}:{wrong}")], [0])
+            with pytest.raises(LayoutError, match="run the server as the engine's user and in its process namespace"):
+                HostTensors.open(layout)
+
+    @pytest.mark.parametrize("name", ["memfd:1:2", "memfd:0:1:0123456789abcdef", "memfd:1:2:../../0123456789abcdef"])
+    def test_what_is_no_name_of_a_memory_file_is_refused(self, name: str) -> None:
+        view = TensorView("pool", name, 4096, 0, (1, 4096), (4096, 1), 1, "uint8")
+        with pytest.raises(LayoutError, match="is not the name of a memory file"):
+            HostTensors.open(build_layout([view], [0]))
 
 
 _MANY_BYTES = 48 << 20

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, Weights, find_weights, read_state
+from kvdepot.integrations.weight_files import ALL_KINDS, Kind, Weights, find_weights, read_state
 from tests.conftest import eventually
 
 COMMITS = ("a" * 40, "b" * 40)

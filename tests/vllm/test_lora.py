@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from kvdepot.integrations.vllm.lora import Adapters, Roots
-from kvdepot.integrations.vllm.weight_files import read_state
+from kvdepot.integrations.weight_files import read_state
 from tests.conftest import eventually
 from tests.vllm.test_requests import request
 

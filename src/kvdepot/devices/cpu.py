@@ -164,6 +164,20 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
     )
 
 
+def view_memory_file(name: str, address: int, rows: tuple[int, int, int]) -> TensorView:
+    """Describe bytes of this process that lie in a memory file (memfd_create), which the server maps where it is.
+
+    rows: how many, the bytes of one, and the bytes from one to the next. Raises LayoutError for any other memory.
+    """
+    count, size, stride = rows
+    first, start, link = _mapping_at(address)
+    mapping = shm.memory_file(link) if link.startswith("/memfd:") else None
+    if mapping is None:
+        raise LayoutError(f"{name or 'memory'} is not in a memory file (memfd_create) that this process has open")
+    length = Path("/proc/self/fd", mapping.split(":")[2]).stat().st_size
+    return TensorView(name, mapping, length, start + address - first, (count, size), (stride, 1), 1, "uint8")
+
+
 def _check_own(tensor: torch.Tensor, called: str) -> None:
     """Raise LayoutError if the storage must move but others are known to hold its address.
 
@@ -192,13 +206,19 @@ def _check_own(tensor: torch.Tensor, called: str) -> None:
 
 def _file_at(address: int) -> str:
     """The path of the file that is mapped at an address; empty if there is none, or it is deleted."""
+    path = _mapping_at(address)[2]
+    return "" if path.startswith("[") or path.endswith(" (deleted)") else path
+
+
+def _mapping_at(address: int) -> tuple[int, int, str]:
+    """The mapping at an address: its first address, the offset in its file there, and the file as the kernel names it;
+    an empty name if there is none."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        span, *_, path = line.split(" ", maxsplit=5)
+        span, _, offset, _, _, *path = line.split(" ", maxsplit=5)
         first, _, end = span.partition("-")
         if int(first, 16) <= address < int(end, 16):
-            path = path.strip()
-            return "" if path.startswith("[") or path.endswith(" (deleted)") else path
-    return ""
+            return int(first, 16), int(offset, 16), "".join(path).strip()
+    return 0, 0, ""
 
 
 def _has_array(tensor: torch.Tensor) -> bool:

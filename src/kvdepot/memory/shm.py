@@ -1,4 +1,4 @@
-"""Files in /dev/shm.
+"""Files in /dev/shm, and the memory files (memfd_create) that engines allocate their KV in.
 
 Used by the server (arena, mapping clients' tensors) and the client (its liveness file). The owner of a file locks it as
 long as it lives (locks.py). A forked child inherits neither: a liveness file is held open by its mapping alone, which a
@@ -47,6 +47,9 @@ _TENSORS = re.compile(r"torch_[0-9]+_[0-9]+_[0-9]+")
 """Names of torch's files of shared tensors: the number of the process, as its container counts, and two more."""
 ARENA_MAGIC = b"kvdepot\0"
 """The first bytes of every arena (memory/arena_header.py)."""
+_MEMORY_FILE = re.compile(r"memfd:([1-9][0-9]{0,9}):([0-9]{1,9}):([A-Za-z0-9_.\-]{16,200})")
+"""Names of memory files: the process that has one open and its descriptor there, and the name given to the kernel,
+which must be unique: a number may mean another process in the server's container."""
 _SECRET = slice(8, 24)
 _LEFT = 24
 _MAKING_S = 60.0
@@ -150,11 +153,47 @@ def _map(address: int | None, size: int, access: int, flags: int, fd: int) -> in
     return mapped
 
 
+def memory_file(link: str) -> str | None:
+    """The name for `SharedFiles` of this process's memory file, given as /proc/self/maps shows it; None if it has no
+    descriptor open, or a name that another file may have, too."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()) == link:
+                name = f"memfd:{os.getpid()}:{entry.name}:{link.removeprefix('/memfd:').removesuffix(' (deleted)')}"
+                return name if _MEMORY_FILE.fullmatch(name) else None
+    return None
+
+
+def _open_memory_file(name: str) -> int:
+    """Open another process's memory file; the caller closes it. The kernel lets only processes of the same user do so.
+    Raises LayoutError for anything else, Busy if there are no free descriptors."""
+    found = _MEMORY_FILE.fullmatch(name)
+    if found is None:
+        raise LayoutError(f"{name[:64]!r} is not the name of a memory file")
+    try:
+        path, link = Path(f"/proc/{found[1]}/fd/{found[2]}"), Path(f"/memfd:{found[3]} (deleted)")
+        # What is there is looked at first: opening a pipe or a device may have effects.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path.readlink() == link else -1
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise _failed(f"memory file {name} cannot be opened", exc) from exc
+        fd = -1
+    if fd >= 0 and Path(f"/proc/self/fd/{fd}").readlink() != link:
+        os.close(fd)
+        fd = -1
+    if fd < 0:
+        raise LayoutError(
+            f"memory file {name} cannot be opened: run the server as the engine's user and in its process namespace "
+            "(the same container, or one that shares process ids)"
+        )
+    return fd
+
+
 def _open_tensors(name: str, size: int) -> int:
     """Open an engine's file of at least `size` bytes; the caller closes it. Raises as `SharedFiles`."""
     if _LIVENESS in name:
         raise LayoutError(f"shared memory {name} is a client's liveness file, not KV tensors")
-    fd = open_shared(name)
+    fd = _open_memory_file(name) if name.startswith("memfd:") else open_shared(name)
     actual = os.fstat(fd).st_size
     fault = ""
     if not 0 < size <= actual:

@@ -50,7 +50,8 @@ class TensorView(NamedTuple):
 
 
 class Mapping(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that holds KV tensors: a file in /dev/shm, by its name, or an allocation of a device. size: in bytes.
+    """Memory that holds KV tensors: a file in /dev/shm, by its name, a memory file (as memory/shm.py names it), or an
+    allocation of a device. size: in bytes.
 
     device: empty for CPU memory, otherwise the GPU's UUID. handle: what the device's driver needs to map it.
     """

@@ -34,7 +34,7 @@ from kvdepot.config import default_url
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.vllm.weight_files import find_weights, kinds_read
+from kvdepot.integrations.weight_files import find_weights, kinds_read
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -35,7 +35,7 @@ from kvdepot.integrations.vllm.versions import (
     lookahead_tokens,
     notifies_of_sleep,
 )
-from kvdepot.integrations.vllm.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
+from kvdepot.integrations.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:

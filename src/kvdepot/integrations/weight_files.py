@@ -1,9 +1,9 @@
 """Which version of weights is at a path, or in the local cache of a model hub, and since when.
 
-Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by the contents of its
-files (samples of them: samples.py), so the same model is the same on every host, through a link, in a copy, and in the
-cache of a hub. `read_state` detects changes within one process by file metadata that no copy, rename or `touch` can
-restore.
+Called by the packages of engines for models, and by vllm/lora.py for adapters. `find_weights` names a version by the
+contents of its files (samples of them: samples.py), so the same model is the same on every host, through a link, in a
+copy, and in the cache of a hub. `read_state` detects changes within one process by file metadata that no copy, rename
+or `touch` can restore.
 
 Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
 folder counts from when it was put where it is: a rename sets its `ctime` and that of the folder it is in, and neither
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-from kvdepot.integrations.vllm.samples import hash_file
+from kvdepot.integrations.samples import hash_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
