@@ -118,9 +118,8 @@ class Transfers:
             _log_end("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
         operation.pieces = pieces
-        if isinstance(
-            instance.mapped, CopiedByClient
-        ):  # there is nothing to sum yet, and no fence: the client says what it has copied
+        if isinstance(instance.mapped, CopiedByClient):
+            # There is nothing to sum yet. Nor does a fence matter, because the client says what it has copied.
             return self._start(operation, [CopyPiece(piece.extents, piece.block_ids) for piece in pieces])
         return self._start(operation, pieces, partial(getattr, client.liveness, "fence"), request.ticket)
 

@@ -191,12 +191,14 @@ class Namespace:
         given = self._given(kv)
         most = len(self._chain(tokens)) * self.chunk_tokens
         for shape, each in zip(self.facts.shapes, given, strict=True):
-            if isinstance(shape, Shape):
+            if isinstance(shape, State):
+                arrays, held = [state_bytes(each, shape.size)], most
+            else:
                 arrays, held = layers_of(each, shape, ITEM_BYTES[self.facts.dtype])
-                if not all(array.flags.writeable for array in arrays):
-                    raise BadRequest("KV is loaded into arrays that are read-only")
-                if held < most:
-                    raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
+            if not all(array.flags.writeable for array in arrays):
+                raise BadRequest("KV is loaded into arrays that are read-only")
+            if held < most:
+                raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
         return self.chunk_tokens * self._load(tokens, lambda count: [(each, 0) for each in given])
 
     def contains(self, tokens: Sequence[int]) -> int:
@@ -219,6 +221,10 @@ class Namespace:
         Raises BadRequest for wrong arguments, or what the server refuses.
         """
         prompt = self._prompt(self._chain(tokens))
+        if not isinstance(retain_s, int) or isinstance(retain_s, bool) or not 0 < retain_s < 1 << 32:
+            raise BadRequest(f"retain_s must be a whole number of seconds, not {retain_s!r:.40}")
+        if not isinstance(name, str):
+            raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
         if not prompt:
             return 0
         lease = prompt.lease(
@@ -235,6 +241,8 @@ class Namespace:
         if torch is not None and isinstance(tokens, torch.Tensor):
             if tokens.device.type != "cpu":
                 raise BadRequest(f"tokens on {tokens.device}: pass tokens.cpu()")
+            if tokens.is_floating_point() or tokens.is_complex():
+                raise BadRequest(f"tokens must be integers, not {tokens.dtype}")
             tokens = tokens.numpy()
         if isinstance(tokens, np.ndarray):
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
