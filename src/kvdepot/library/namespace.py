@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -132,6 +133,7 @@ class Namespace:
         self._spec = facts.spec()
         self._instance = secrets.randbits(62)
         self._is_registered = False
+        self._registering = threading.Lock()  # a second registration would end what uses the first
         self._late: list[MessagingFuture[wire.Placement | _Answered]] = []  # that nobody waits for any more
         self._numbers = itertools.count()
 
@@ -323,12 +325,13 @@ class Namespace:
                 return 0
 
     def _register(self, client: Client) -> None:
-        if self._is_registered:
-            return
-        layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
-        for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
-            answer.result(_ANSWER_S)
-        self._is_registered = True
+        with self._registering:
+            if self._is_registered:
+                return
+            layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
+            for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
+                answer.result(_ANSWER_S)
+            self._is_registered = True
 
     def _prompt(self, chain: ChunkChain) -> PromptChunks | None:
         return PromptChunks(self._spec, bytes(chain.hashes)) if len(chain) else None
