@@ -542,6 +542,18 @@ def test_states_of_another_size_or_form_are_refused(make: MakeNamespace, state: 
         ns.get_into(tokens, state)
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_wrong_state_is_refused_before_anything_is_loaded(make: MakeNamespace, is_stored: bool) -> None:
+    ns = make(SMALL, State(8))
+    tokens, kv = random_tokens(TOKENS), random_kv(SMALL, TOKENS)
+    if is_stored:
+        ns.put(tokens, [kv, np.ones(8, np.uint8)])
+    target = random_kv(SMALL, TOKENS, 1)
+    with pytest.raises(BadRequest, match="8 bytes"):
+        ns.get_into(tokens, [target, np.ones(7, np.uint8)])
+    check(target, random_kv(SMALL, TOKENS, 1), SMALL, TOKENS)
+
+
 def test_several_shapes_want_one_kv_each(make: MakeNamespace) -> None:
     ns = make(SMALL, State(8))
     for kv in (random_kv(SMALL, TOKENS), [random_kv(SMALL, TOKENS)], None):
@@ -565,10 +577,8 @@ def test_facts_that_are_missing_or_impossible_are_refused(
         connect(server).namespace(**(FACTS | {name: value}))
 
 
-@pytest.mark.parametrize(("retain_s", "name"), [(0, ""), (-5, ""), (1 << 40, ""), (2.5, ""), (None, ""), (5, "a" * 999)])
-def test_leases_without_a_time_or_a_name_that_can_be_are_refused(
-    make: MakeNamespace, retain_s: Any, name: str
-) -> None:
+@pytest.mark.parametrize(("retain_s", "name"), [(-5, ""), (1 << 40, ""), (2.5, ""), (None, ""), (True, ""), (5, "a" * 5000)])
+def test_leases_of_an_impossible_time_or_name_are_refused(make: MakeNamespace, retain_s: Any, name: str) -> None:
     ns = make()
     ns.put(random_tokens(TOKENS), random_kv(SMALL, TOKENS))
     with pytest.raises(BadRequest):
