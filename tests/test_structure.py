@@ -24,7 +24,7 @@ LAYERS = """
     core client
     library
     kv_events simulate
-    adapters contract keys metrics status
+    adapters aio contract keys metrics status
     web
     server
     testing
