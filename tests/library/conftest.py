@@ -14,6 +14,7 @@ import pytest
 
 import kvdepot
 from kvdepot import Namespace, Shape, State
+from kvdepot.status import Status
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.library.kv import SMALL, TOKENS
 
@@ -117,9 +118,10 @@ def start_program(start_depot: StartDepot) -> Iterator[StartProgram]:
 def at_rest(depot: kvdepot.Depot) -> kvdepot.status.Status:
     """The server's status once nothing is under way."""
 
-    def find() -> kvdepot.status.Status | None:
+    def find() -> Status | None:
         status = depot.status()
+        print(status.operations, status.reserved_shards, status.holds, status.sessions)
         return status if not (status.reserved_shards or status.operations or status.sessions or status.holds) else None
 
-    found: kvdepot.status.Status = eventually(find)
+    found: Status = eventually(find, 20)
     return found

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,25 +147,25 @@ def test_an_interrupted_wait_leaves_nothing_placed(start_depot: StartDepot, conn
     ns = open_namespace(depot, "1")
     assert put(ns, 1) == COUNT
     suspend(server.process.pid)
-    waiting, asked = threading.Event(), depot._link._client.ask
+    waiting, client = threading.Event(), depot._link._client
+    wait = client.wait
 
-    def ask(*args: Any, **options: Any) -> Any:
-        if isinstance(args[0], wire.Store):
-            waiting.set()
-        return asked(*args, **options)
+    def waits(done: Callable[[], bool], timeout_s: float) -> bool:
+        waiting.set()
+        return wait(done, timeout_s)
 
     def interrupt() -> None:
         assert waiting.wait(HANG_S)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    depot._link._client.ask = ask  # type: ignore[method-assign]
+    client.wait = waits  # type: ignore[method-assign]
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         put(ns, 2)
     thread.join()
     server.process.send_signal(signal.SIGCONT)
-    assert check(ns, 1) == COUNT
+    eventually(lambda: check(ns, 1) == COUNT and not depot.status().operations, 20)
     assert at_rest(depot).chunks == 6
     assert put(ns, 2) == check(ns, 2) == COUNT
 
@@ -205,10 +206,10 @@ def test_what_is_placed_after_its_call_gave_up_is_given_back(
     assert put(ns, 2) == 0
     monkeypatch.setattr(namespace, "_ANSWER_S", HANG_S)
     server.process.send_signal(signal.SIGCONT)
-    eventually(lambda: depot.status().operations == 1)
     if is_dropped:
         del ns
-    assert check(other if is_dropped else ns, 1) == COUNT
+    used = other if is_dropped else ns
+    eventually(lambda: check(used, 1) == COUNT and not depot.status().operations, 20)
     assert at_rest(depot).chunks == 12
 
 
