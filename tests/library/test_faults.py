@@ -19,8 +19,10 @@ from kvdepot.client import admin
 from kvdepot.library import namespace
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
+from tests.faults.test_connection import Proxy
 from tests.library.conftest import Connect, StartProgram, at_rest, open_namespace
 from tests.library.kv import SMALL, TOKENS, cut, random_kv, random_tokens
+from tests.ports import free_port
 from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
@@ -211,6 +213,34 @@ def test_what_is_placed_after_its_call_gave_up_is_given_back(
     used = other if is_dropped else ns
     eventually(lambda: check(used, 1) == COUNT and not depot.status().operations, 20)
     assert at_rest(depot).chunks == 12
+
+
+@pytest.mark.parametrize("do", ["put", "get"])
+def test_a_connection_cut_before_the_placement_arrives_loses_nothing(
+    start_depot: StartDepot, connect: Connect, do: str
+) -> None:
+    server = start_depot("--verify", "always", url=f"tcp://127.0.0.1:{free_port()}", **OPTIONS)
+    proxy = Proxy(int(server.url.rsplit(":", 1)[1]))
+    depot = connect(server)
+    try:
+        with kvdepot.connect(proxy.url) as cut_off:
+            ns = open_namespace(cut_off, "1")
+            assert put(ns, 1) == COUNT
+            results: list[int] = []
+            thread = threading.Thread(target=lambda: results.append(put(ns, 2) if do == "put" else check(ns, 1)))
+            proxy.delay_s = 0.3  # the answer is cut off on its way
+            thread.start()
+            eventually(lambda: depot.status().operations)
+            proxy.cut()
+            proxy.delay_s = 0.0
+            thread.join(HANG_S)
+            assert results in ([0], [COUNT])
+            other = open_namespace(depot, "1")
+            assert check(other, 2) == (results[0] if do == "put" else 0)
+            eventually(lambda: check(ns, 1) == COUNT and not depot.status().operations, 20)
+            assert put(ns, 2) == check(ns, 2) == check(other, 2) == COUNT
+    finally:
+        proxy.close()
 
 
 # -- servers
