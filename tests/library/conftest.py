@@ -120,7 +120,6 @@ def at_rest(depot: kvdepot.Depot) -> kvdepot.status.Status:
 
     def find() -> Status | None:
         status = depot.status()
-        print(status.operations, status.reserved_shards, status.holds, status.sessions)
         return status if not (status.reserved_shards or status.operations or status.sessions or status.holds) else None
 
     found: Status = eventually(find, 20)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,7 @@ import kvdepot
 from kvdepot.client import admin
 from kvdepot.library import namespace
 from kvdepot.protocol import wire
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.faults.test_connection import Proxy
 from tests.library.conftest import Connect, StartProgram, at_rest, open_namespace
 from tests.library.kv import SMALL, TOKENS, cut, random_kv, random_tokens
@@ -321,29 +318,3 @@ def test_a_program_killed_in_a_copy_lets_the_next_server_take_over(
     assert "empty" not in server.logged()
     ns = open_namespace(connect(server), "1")
     assert (check(ns, 1), check(ns, 2)) == (COUNT, 0)
-
-
-EMBEDDED = """
-import os, sys
-import kvdepot
-from tests.library.conftest import open_namespace
-from tests.library.test_faults import check, put
-
-depot = kvdepot.connect("embedded")
-ns = open_namespace(depot, "1")
-assert put(ns, 1) == check(ns, 1) > 0
-print(depot._link._view.key[0], depot._server._process.pid, flush=True)
-if sys.argv[1] == "close":
-    depot.close()
-    assert depot._server._process.poll() == 0
-if sys.argv[1] == "kill":
-    os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.parametrize("end", ["close", "exit", "kill"])
-def test_an_embedded_server_ends_with_its_program(end: str) -> None:
-    done = subprocess.run([sys.executable, "-c", EMBEDDED, end], capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == (-9 if end == "kill" else 0), done.stderr
-    arena, pid = done.stdout.split()
-    eventually(lambda: not Path(f"/proc/{pid}").exists() and not (SHM / arena).exists())

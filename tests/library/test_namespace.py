@@ -131,7 +131,7 @@ def test_the_form_of_tokens_does_not_matter(make: MakeNamespace, form: Callable[
     assert ns.put(form(tokens), kv) == 2 * TOKENS
     assert ns.contains(tokens) == ns.contains(module("torch").tensor(tokens)) == 2 * TOKENS
     assert ns.get(form(tokens))[1] == 2 * TOKENS
-    for other in (tokens[1:], [1, *tokens[1:]], [*tokens[:TOKENS - 1], 5]):
+    for other in (tokens[1:], [1, *tokens[1:]], [*tokens[: TOKENS - 1], 5]):
         assert ns.contains(form(other)) == 0
 
 
@@ -486,7 +486,7 @@ def wrong_kvs() -> dict[str, Callable[[], Any]]:
         "a layer less": lambda: layers[:1],
         "values missing": lambda: [layer[:1] for layer in layers],
         "layers of other lengths": lambda: [layers[0], (kv[1, 0], kv[1, 1][:3])],
-        "empty": lambda: [],
+        "empty": list,
         "nothing": lambda: None,
         "text": lambda: "kv",
         "objects": lambda: np.full(kv.shape, None),
@@ -577,7 +577,9 @@ def test_facts_that_are_missing_or_impossible_are_refused(
         connect(server).namespace(**(FACTS | {name: value}))
 
 
-@pytest.mark.parametrize(("retain_s", "name"), [(-5, ""), (1 << 40, ""), (2.5, ""), (None, ""), (True, ""), (5, "a" * 5000)])
+@pytest.mark.parametrize(
+    ("retain_s", "name"), [(-5, ""), (1 << 40, ""), (2.5, ""), (None, ""), (True, ""), (5, "a" * 5000)]
+)
 def test_leases_of_an_impossible_time_or_name_are_refused(make: MakeNamespace, retain_s: Any, name: str) -> None:
     ns = make()
     ns.put(random_tokens(TOKENS), random_kv(SMALL, TOKENS))
