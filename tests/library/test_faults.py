@@ -240,6 +240,43 @@ def test_a_connection_cut_before_the_placement_arrives_loses_nothing(
         proxy.close()
 
 
+@pytest.mark.parametrize("do", ["put", "get"])
+def test_a_connection_cut_after_the_copy_leaves_nothing_placed(
+    start_depot: StartDepot, connect: Connect, monkeypatch: pytest.MonkeyPatch, do: str
+) -> None:
+    server = start_depot("--verify", "always", url=f"tcp://127.0.0.1:{free_port()}", **OPTIONS)
+    proxy = Proxy(int(server.url.rsplit(":", 1)[1]))
+    depot, copyto, stalled = connect(server), np.copyto, threading.Event()
+
+    def stall(to: Any, source: Any) -> None:
+        copyto(to, source)
+        if not stalled.is_set():
+            proxy.stall()
+            stalled.set()
+
+    try:
+        with kvdepot.connect(proxy.url) as cut_off:
+            ns = open_namespace(cut_off, "1")
+            assert put(ns, 1) == COUNT
+            results: list[int] = []
+            thread = threading.Thread(target=lambda: results.append(put(ns, 2) if do == "put" else check(ns, 1)))
+            with monkeypatch.context() as patch:
+                patch.setattr(namespace.np, "copyto", stall)
+                thread.start()
+                assert stalled.wait(HANG_S)
+                eventually(lambda: len(cut_off._link._client._connection) > 0)  # what ends the operation was sent
+                proxy.cut()
+                proxy.go_on()
+                thread.join(HANG_S)
+            other = open_namespace(depot, "1")
+            if do == "put":
+                assert results == [check(other, 2)]
+            eventually(lambda: check(ns, 1) == COUNT and not depot.status().operations, 20)
+            assert put(ns, 2) == check(ns, 2) == check(other, 2) == COUNT
+    finally:
+        proxy.close()
+
+
 # -- servers
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from kvdepot import locks
 from kvdepot.errors import ArenaError, KVDepotError, Unavailable
 from kvdepot.memory import arena as arena_module
+from kvdepot.memory import arena_view
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.arena_view import ArenaView
-from tests.conftest import HANG_S, SHM, eventually
+from tests.conftest import HANG_S, SHM
 from tests.programs import die_with_parent
 
 SIZE = 4 << 20
@@ -171,23 +171,15 @@ def test_the_use_of_a_killed_program_ends(name: str, monkeypatch: pytest.MonkeyP
     successor.close()
 
 
-def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str) -> None:
+def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     die(name)
     view = ArenaView(name, FIRST)
     other = os.open(SHM / name, os.O_RDWR)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(locks, "use", interrupt)
+        with view.use():
+            pytest.fail("a use began without the lock")
     assert locks.refuse_use(other, 0.0)
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt() -> None:
-        eventually(is_waiting_for_a_lock)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt), view.use():
-        pytest.fail("a use began while it was refused")
-    thread.join()
     locks.end_use(other)
     with view.use():
         assert not locks.refuse_use(other, 0.0), "this use is not in the kernel"
@@ -195,10 +187,43 @@ def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str) ->
     os.close(other)
 
 
-def is_waiting_for_a_lock() -> bool:
-    """Whether the main thread is in fcntl; 72 on x86-64, 25 on aarch64."""
-    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/syscall")
-    return path.read_text().split()[0] in ("72", "25")
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_use_is_refused_while_a_successor_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_view, "_USE_S", 0.05)
+    die(name)
+    view = ArenaView(name, FIRST)
+    other = os.open(SHM / name, os.O_RDWR)
+    assert locks.refuse_use(other, 0.0)
+    with pytest.raises(Unavailable), view.use():
+        pytest.fail("a use began while it was refused")
+    locks.end_use(other)
+    with view.use():
+        assert not locks.refuse_use(other, 0.0)
+    os.close(other)
+
+
+def test_a_kernel_without_memory_for_locks_proves_no_copy_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    die(name)
+    view, control = ArenaView(name, FIRST), fcntl.fcntl
+
+    def fail(fd: int, command: int, *rest: object) -> object:
+        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW):
+            raise OSError(errno.ENOLCK, "no locks available")
+        return control(fd, command, *rest)
+
+    with view.use() as seen:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "fcntl", fail)
+            try:
+                successor = Arena(name, SIZE, SECOND)
+            except ArenaError:
+                return
+        seen[AT] = 9
+        assert successor.bytes[AT] == 0
+    successor.close()
 
 
 def test_without_locks_of_open_files_a_server_starts_and_a_use_is_refused(
