@@ -44,6 +44,7 @@ class Asked:
     request: wire.Store | wire.Retrieve
     placement: wire.Placement | None = None
     written: int = 0
+    is_forgotten: bool = False
 
     def places(self) -> list[tuple[bytes, int]]:
         """The keys of its chunks, each with its place in memory."""
@@ -63,6 +64,10 @@ class PlacementMachine(RuleBasedStateMachine):
         self.desk = Desk(PAGES, {"verify": verify}, lambda layout: CopiedByClient(layout, OWNER))
         self.bytes = np.zeros(PAGES * PAGE, np.uint8)
         self.asked: list[Asked] = []
+        self.ask(b"one", prompt("a", 5), 5, True, True)
+        self.hear()
+        self._write(self.asked[0], PAGE)
+        self._complete(self.asked[0])
 
     def teardown(self) -> None:
         if hasattr(self, "desk"):
@@ -80,13 +85,15 @@ class PlacementMachine(RuleBasedStateMachine):
         layout = copied_by_client(PAGE, "chunks", BLOCKS)
         assert self.desk.ask(client, wire.Register(1, layout, "m", 1, 0, 1)) is None
 
-    @rule(client=CLIENTS, chain=CHAINS, count=st.integers(1, 5), is_store=st.booleans())
-    def ask(self, client: bytes, chain: Any, count: int, is_store: bool) -> None:
+    @rule(client=CLIENTS, chain=CHAINS, count=st.integers(1, 5), is_store=st.booleans(), at_once=st.booleans())
+    def ask(self, client: bytes, chain: Any, count: int, is_store: bool, at_once: bool) -> None:
         self._connect(client)
         blocks = np.arange(count, dtype="<u4").tobytes()
         part = wire.Shards("r", "m", 1, 0, chain.parent(0), 0, chain.slice(0, count), blocks)
         request = wire.Store(1, 1, [part]) if is_store else wire.Retrieve(1, [part], False)
         self.asked.append(Asked(client, self.desk.send(client, request)[1], request))
+        if at_once:
+            self.desk.settle()
 
     @precondition(lambda self: self.desk.tasks)
     @rule(data=st.data(), arrives=st.sampled_from([None, None, None, False]))
@@ -104,6 +111,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert each.placement in (None, answer), "placed twice"
                 each.placement = answer
             elif answer is not None:
+                assert each.placement is None, "a repeated request was answered otherwise"
                 assert isinstance(answer, bool) or not any(answer)  # there was nothing to copy
                 self.asked.remove(each)
         placed = [each for each in self.asked if each.placement is not None]
@@ -112,22 +120,25 @@ class PlacementMachine(RuleBasedStateMachine):
         assert len(set(writes)) == len(writes) and not reads & set(writes)
         self.desk.index.validate()
 
-    @rule(data=st.data(), size=st.sampled_from([100, PAGE]))
+    @rule(data=st.data(), size=st.sampled_from([100, PAGE, PAGE]))
     def write(self, data: st.DataObject, size: int) -> None:
         """A client copies, a part or the whole."""
         stores = [each for each in self.asked if each.placement and isinstance(each.request, wire.Store)]
         if stores:
-            each = data.draw(st.sampled_from(stores))
-            for key, start in each.places():
-                self.bytes[start : start + size] = np.frombuffer(truth(key)[:size], np.uint8)
-            each.written = max(each.written, size)
+            self._write(data.draw(st.sampled_from(stores)), size)
+
+    def _write(self, each: Asked, size: int) -> None:
+        for key, start in each.places():
+            self.bytes[start : start + size] = np.frombuffer(truth(key)[:size], np.uint8)
+        each.written = max(each.written, size)
 
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
         placed = [each for each in self.asked if each.placement is not None]
-        if not placed:
-            return
-        each = data.draw(st.sampled_from(placed))
+        if placed:
+            self._complete(data.draw(st.sampled_from(placed)))
+
+    def _complete(self, each: Asked) -> None:
         assert each.placement is not None
         read = {key: self.bytes[start : start + PAGE].tobytes() for key, start in each.places()}
         self.asked.remove(each)
@@ -137,6 +148,7 @@ class PlacementMachine(RuleBasedStateMachine):
             hashes = each.request.shards[0].hashes
             for i, is_served in enumerate(answer):
                 key = hashes[i * HASH_BYTES :][:HASH_BYTES]
+                assert not (is_served and each.is_forgotten)
                 assert not is_served or read[key] == truth(key), "wrong bytes are served"
         else:
             assert isinstance(answer, bool) and (each.written == PAGE or not answer or not each.places())
@@ -160,7 +172,9 @@ class PlacementMachine(RuleBasedStateMachine):
         self._connect(client)
         self.desk.send(client, wire.Forget())
         self.desk.expire()
+        for each in self.asked:
+            each.is_forgotten |= each.placement is not None
 
 
 TestPlacements = PlacementMachine.TestCase
-TestPlacements.settings = settings(max_examples=150, stateful_step_count=40)
+TestPlacements.settings = settings(max_examples=400, stateful_step_count=40)
