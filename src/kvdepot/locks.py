@@ -4,6 +4,9 @@ Invariant: the owner of a file holds `flock` on it as long as it lives. The kern
 process and its mappings are gone, even after `kill -9`; so a lock that can be taken proves that its owner no longer
 touches memory. `flock` belongs to the open file, not to the process: a forked child that does not exec would keep its
 parent alive, so the files that `lock` has locked are closed in children that Python forks.
+
+A **use** is a second, shared lock (`fcntl`, of the open file), which is independent of the owner's: whoever copies into
+another's file holds it meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -19,6 +23,8 @@ _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of `flock` on file systems that do not have it, such as Lustre and NFS without locks."""
 _TRIES, _PAUSE_S = 3, 0.008
 """Who asks whether a file is locked (`is_locked`) holds a lock for a moment, too."""
+_FLOCK = struct.Struct("@hhqqi4x")
+"""The C type `struct flock`: kind, whence, start, length, process (0 for locks of an open file)."""
 _locked: set[tuple[int, int]] = set()
 """Device and inode of the files that this process has locked."""
 
@@ -65,6 +71,29 @@ def leads_to(path: Path, fd: int) -> bool:
 def unlock(fd: int) -> None:
     """Release the lock although the file stays open or mapped in this process."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def use(fd: int) -> None:
+    """Record in the kernel that this open file is in use, until `end_use` or its last process ends; blocks for the
+    moment in which another process `refuse_use`s it. Threads with one open file share one use."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+
+
+def end_use(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
+
+
+def refuse_use(fd: int, timeout_s: float) -> bool:
+    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+            return True
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_PAUSE_S)
 
 
 def is_locked(fd: int) -> bool:

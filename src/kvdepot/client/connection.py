@@ -154,7 +154,7 @@ class Connection:
                 deadline_s = None
             case wire.Lookup(hurries=False) if deadline_s is not None:
                 deadline_s += self.welcome.lookup_s
-            case wire.Register() if request.layout.device:
+            case wire.Register() if request.layout.is_on_gpu:
                 self._servers.linger_s = LINGER_S
         number, now = next(self._numbers), self._clock()
         try:

@@ -15,10 +15,10 @@ from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.infinite_cache import Unreported
 from kvdepot.core.tiering.lookup import TierLookup
-from kvdepot.memory.copier import Mapped
+from kvdepot.memory.copier import CopyPiece, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import BY_CLIENT, Layout
 
 _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
@@ -119,6 +119,30 @@ class Instance:
 
 
 @dataclass(slots=True, eq=False)
+class Operation:
+    """One store or retrieve in progress."""
+
+    client: Client
+    number: bytes
+    instance: Instance
+    is_store: bool
+    chunks: list[tuple[Chunk, int]]  # reserved or held: chunk and rank, in key order
+    pieces: list[CopyPiece] = field(default_factory=list)  # one per chunk
+    tasks: int = 0
+    results: list[bool] = field(default_factory=list)  # of a retrieve, one per key; of a store, one
+    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
+    sums: dict[int, int] = field(default_factory=dict)  # of a store: checksums of arrived chunks, by position
+    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
+    unpins: bool = False
+    is_placed: bool = False  # its client has been told where to copy
+
+    @property
+    def is_by_client(self) -> bool:
+        """Whether the client copies the bytes."""
+        return self.instance.layout.device == BY_CLIENT
+
+
+@dataclass(slots=True, eq=False)
 class Client:
     """One connection that has passed the handshake."""
 
@@ -142,6 +166,7 @@ class Client:
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped
+    placed: dict[int, Operation] = field(default_factory=dict)  # by number: operations whose bytes it copies itself
     queued: int = 0  # operations in progress
     queued_chunks: int = 0  # and their chunks
     dead: bool = False

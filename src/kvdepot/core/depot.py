@@ -172,6 +172,8 @@ class Depot:
                 return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():
                 return self.transfers.retrieve(client, number, request)
+            case wire.Complete():
+                return self.transfers.complete(client, number, request, self.wall)
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
@@ -324,7 +326,7 @@ class Depot:
             self.counters["clients_died"] += 1
         self.engines.left(client, has_left)
         client.dead = True
-        actions = self.sessions.leave(client)
+        actions = [*self.sessions.leave(client), *self.transfers.leave(client, self.wall)]
         for number in list(client.instances):
             actions += self.registrations.unregister(client, number, [])
         return self._publish(actions)

@@ -206,4 +206,4 @@ def _files(instance: Instance) -> int:
 def _lane(instance: Instance) -> str:
     """Mappings of device memory have their own lane: a driver call may take seconds or hang, and must not delay copies
     of CPU memory."""
-    return "devices" if instance.layout.device else ""
+    return "devices" if instance.layout.is_on_gpu else ""

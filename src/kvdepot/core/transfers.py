@@ -6,8 +6,10 @@ once, when its last copy has ended, even if its client has died.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -15,14 +17,15 @@ import numpy as np
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_shards, check_source, check_targets
-from kvdepot.core.clients import Client, Instance, Liveness
+from kvdepot.core.clients import Client, Instance, Operation
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
-from kvdepot.errors import Busy, UnknownInstance
+from kvdepot.devices.by_client import CopiedByClient
+from kvdepot.errors import Busy, UnknownInstance, UnknownRequest
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -43,27 +46,10 @@ _REFUSED = {
 
 
 @dataclass(slots=True, eq=False)
-class _Operation:
-    """One store or retrieve in progress."""
-
-    client: Client
-    number: bytes
-    instance: Instance
-    is_store: bool
-    chunks: list[tuple[Chunk, int]]  # reserved or held: chunk and rank, in key order
-    tasks: int = 0
-    results: list[bool] = field(default_factory=list)  # of a retrieve, one per key; of a store, one
-    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
-    sums: dict[int, int] = field(default_factory=dict)  # of a store: checksums of arrived chunks, by position
-    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
-    unpins: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class CopyToken:
     """The token of a Copy, which copies the chunks `[first, end)` of an operation."""
 
-    operation: _Operation
+    operation: Operation
     first: int
     end: int
 
@@ -80,6 +66,7 @@ class Transfers:
         counters: Counters,
     ) -> None:
         self.operations = 0  # in progress
+        self._numbers = itertools.count(1)
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
         self._index = index
@@ -99,7 +86,7 @@ class Transfers:
         for part in request.shards:
             check_shards(part, instance.layout)
             check_source(part)
-        operation = _Operation(client, number, instance, is_store=True, chunks=[])
+        operation = Operation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
@@ -112,10 +99,12 @@ class Transfers:
             operation.requests.append((part.request, part.model, count))
             run = Run(part.hashes, size, part.parent, part.depth + 1, salt, part.is_tail, part.continues)
             made = self._index.reserve(namespace, part.rank, run, wall)
+            first = sum(keys for _, _, keys in operation.requests[:-1])
             for place, chunk in zip(made.places, made.chunks, strict=True):
                 operation.chunks.append((chunk, part.rank))
                 extents, block_ids = chunk.shards[part.rank].extents, ids[place * blocks : (place + 1) * blocks]
                 pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
+                operation.places.append(first + place)
             self._counters["known_chunks"] += made.known
             if made.refusal is not None:
                 self._counters[_REFUSED[made.refusal]] += made.refused
@@ -128,7 +117,10 @@ class Transfers:
         if not pieces:
             _log_end("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
-        return self._start(operation, pieces, client.liveness, request.ticket)
+        operation.pieces = pieces
+        if operation.is_by_client:  # there is nothing to sum yet, and no fence: the client says what it has copied
+            return self._start(operation, [CopyPiece(piece.extents, piece.block_ids) for piece in pieces])
+        return self._start(operation, pieces, partial(getattr, client.liveness, "fence"), request.ticket)
 
     def retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
         """Copy the chunks that are present into the engine's blocks; then reply with one bool per key.
@@ -139,7 +131,7 @@ class Transfers:
         for part in request.shards:
             check_shards(part, instance.layout)
         check_targets(request.shards)
-        operation = _Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
+        operation = Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
         pieces = []
         for part in request.shards:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
@@ -163,7 +155,8 @@ class Transfers:
         if not pieces:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
-        return self._start(operation, pieces, None, 0)
+        operation.pieces = pieces
+        return self._start(operation, pieces)
 
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
         """The namespace of a checked part's chunks. Raises Busy."""
@@ -184,21 +177,26 @@ class Transfers:
         return instance
 
     def _start(
-        self, operation: _Operation, pieces: list[CopyPiece], liveness: Liveness | None, ticket: int
+        self, operation: Operation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
     ) -> list[Action]:
-        client, instance = operation.client, operation.instance
-        assert instance.mapped is not None and len(pieces) == len(operation.chunks)
-        client.queued += 1
-        client.queued_chunks += len(pieces)
-        instance.copies += 1
+        operation.client.queued += 1
+        operation.client.queued_chunks += len(operation.pieces)
+        operation.instance.copies += 1
         self.operations += 1
+        return self._copy(operation, pieces, fence, ticket)
+
+    def _copy(
+        self, operation: Operation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
+    ) -> list[Action]:
+        """The tasks that copy an operation's bytes; if its client does, those that make memory ready or sum it."""
+        instance = operation.instance
+        assert instance.mapped is not None and len(pieces) == len(operation.chunks)
         size = len(pieces[0].block_ids) * instance.layout.block_bytes
         step = max(1, -(-instance.mapped.task_bytes // size))
         tasks: list[Copy] = []
         whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):
             token = CopyToken(operation, first, min(first + step, len(pieces)))
-            fence = None if liveness is None else partial(getattr, liveness, "fence")
             tasks.append(
                 Copy(token, operation.is_store, instance.mapped, pieces[first : token.end], fence, ticket, whole)
             )
@@ -214,16 +212,63 @@ class Transfers:
         """Handle the end of a copy. sums: one per piece, or None if it failed. wall: seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
-        if sums is not None:
-            for i in range(token.first, token.end):
-                got = sums[i - token.first]
-                if operation.is_store:
-                    operation.sums[i] = got
-                else:
-                    operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
+        for i in range(token.first, token.end):
+            if sums is None:
+                operation.sums.pop(i, None)
+            elif not operation.is_store:
+                operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], sums[i - token.first])
+            elif not operation.is_placed or i in operation.sums:
+                operation.sums[i] = sums[i - token.first]
         if operation.tasks:
             return []
+        if operation.is_by_client and not operation.is_placed and not operation.client.dead:
+            return self._place(operation)
         return self._end(operation, wall)
+
+    # -- copies by the client
+
+    def _place(self, operation: Operation) -> list[Action]:
+        """Tell a client that copies itself where the bytes are, or belong. It may withdraw its registration meanwhile:
+        a connection that recovers does, and sends nothing else before that is answered."""
+        client, mapped = operation.client, operation.instance.mapped
+        assert isinstance(mapped, CopiedByClient)
+        operation.is_placed = True
+        number = next(self._numbers)
+        client.placed[number] = operation
+        places = [
+            wire.Place(place, chunk.shards[rank].extents)
+            for i, (place, (chunk, rank)) in enumerate(zip(operation.places, operation.chunks, strict=True))
+            if (i in operation.sums if operation.is_store else operation.results[place])
+        ]
+        operation.instance.copies -= 1
+        placement = wire.Placement(number, *mapped.owner, places)
+        return [Reply(client.identity, operation.number, placement), *self._unmap_unused(client, operation.instance)]
+
+    def complete(self, client: Client, number: bytes, request: wire.Complete, wall: int) -> list[Action]:
+        """End an operation whose bytes the client has copied. Raises UnknownRequest, and then changes nothing."""
+        operation = client.placed.pop(request.operation, None)
+        if operation is None:
+            raise UnknownRequest(f"no store or retrieve {request.operation} waits for its bytes")
+        operation.number = number
+        operation.instance.copies += 1
+        if not operation.is_store:
+            for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
+                operation.results[place] &= self._is_as_stored(chunk, rank, 0)
+        elif not request.copied or operation.instance.mapped is None:
+            operation.sums.clear()
+        elif any(piece.summed for piece in operation.pieces):
+            return self._copy(operation, operation.pieces)
+        return self._end(operation, wall)
+
+    def leave(self, client: Client, wall: int) -> list[Action]:
+        """End the operations whose bytes a client was to copy: its process is gone, or it has closed its connection,
+        after which it copies no more."""
+        placed, client.placed = client.placed, {}
+        actions: list[Action] = []
+        for operation in placed.values():
+            operation.instance.copies += 1
+            actions += self._end(operation, wall)
+        return actions
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
@@ -235,7 +280,7 @@ class Transfers:
             return False
         return True
 
-    def _end(self, operation: _Operation, wall: int) -> list[Action]:
+    def _end(self, operation: Operation, wall: int) -> list[Action]:
         client, instance = operation.client, operation.instance
         client.queued -= 1
         client.queued_chunks -= len(operation.chunks)
@@ -251,11 +296,13 @@ class Transfers:
             value = operation.results
         if not client.dead:
             actions.append(Reply(client.identity, operation.number, value))
-        if instance.closing and not instance.copies:
-            actions.append(self._registrations.unmap(client, instance))
-        return actions
+        return [*actions, *self._unmap_unused(client, instance)]
 
-    def _end_store(self, operation: _Operation, wall: int) -> None:
+    def _unmap_unused(self, client: Client, instance: Instance) -> list[Action]:
+        is_unused = instance.closing and not instance.copies and instance.mapped is not None
+        return [self._registrations.unmap(client, instance)] if is_unused else []
+
+    def _end_store(self, operation: Operation, wall: int) -> None:
         arrived = {} if operation.client.dead else operation.sums
         sealed = self._index.finish(operation.chunks, arrived, wall)
         self._counters["stored_chunks"] += len(sealed)
@@ -264,7 +311,7 @@ class Transfers:
         operation.results[0] &= len(sealed) == len(operation.chunks)
         _log_end("stored %d of %d new chunks", len(sealed), operation)
 
-    def _end_retrieve(self, operation: _Operation) -> None:
+    def _end_retrieve(self, operation: Operation) -> None:
         results = operation.results
         _log_end("retrieved %d of %d chunks", sum(results), operation)
         self._counters["retrieved_chunks"] += sum(results)
@@ -279,7 +326,7 @@ class Transfers:
                 first += keys
 
 
-def _log_end(what: str, done: int, operation: _Operation) -> None:
+def _log_end(what: str, done: int, operation: Operation) -> None:
     """Log how an operation ended, with its request ids, so that a request can be followed through the log."""
     if log.isEnabledFor(logging.DEBUG):
         count = len(operation.chunks) if operation.is_store else len(operation.results)

@@ -10,11 +10,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from kvdepot.devices.by_client import CopiedByClient
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.devices.cuda import DMA_FROM_BYTES
 from kvdepot.errors import LayoutError
 from kvdepot.memory.copier import Mapped, Memory
-from kvdepot.protocol.layout import Layout, TensorView
+from kvdepot.protocol.layout import BY_CLIENT, Layout, TensorView
 from kvdepot.protocol.status import Device
 
 if TYPE_CHECKING:
@@ -83,11 +84,17 @@ class Devices:
     """Maps registered tensors in the server. Any thread."""
 
     def __init__(
-        self, memory: Memory, staging_bytes: int, idle_s: float = 0.0, dma_from_bytes: int = DMA_FROM_BYTES
+        self,
+        memory: Memory,
+        staging_bytes: int,
+        idle_s: float = 0.0,
+        dma_from_bytes: int = DMA_FROM_BYTES,
+        owner: tuple[str, bytes] = ("", b""),
     ) -> None:
         """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers. idle_s:
         seconds for which a GPU without workers is kept; call `release_idle` every second or so. dma_from_bytes: the
-        size from which on copies are left to the copy engines."""
+        size from which on copies are left to the copy engines. owner: name and boot id of the arena."""
+        self._owner = owner
         self._memory = memory
         self._limits = staging_bytes, idle_s, dma_from_bytes
         self._lock = threading.Lock()
@@ -97,6 +104,8 @@ class Devices:
         """Map the tensors of a layout. Blocks. Raises LayoutError or DeviceError, and then keeps nothing mapped."""
         if not layout.device:
             return HostTensors.open(layout)
+        if layout.device == BY_CLIENT:
+            return CopiedByClient(layout, self._owner)
         with self._lock:
             if self._gpus is None:
                 from kvdepot.devices.cuda.gpus import Gpus

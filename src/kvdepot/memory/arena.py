@@ -24,10 +24,14 @@ from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
-sparing_log = Sparing(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
+sparing_log = Sparing(log)
 
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
+_USE_WAIT_S = 2.0
+"""A client's copies of some milliseconds may outlive the server that placed them, and must end before its successor
+gives their memory to others."""
 
 
 def smallest_arena() -> int:
@@ -92,6 +96,20 @@ class Arena:
                 time.sleep(0.01)
                 continue
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
+        if not locks.refuse_use(self._fd, _USE_WAIT_S):
+            # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
+            log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
+            self.path.unlink(missing_ok=True)
+            self.taken_over = False
+            unused, self._fd = self._fd, self._open()
+            os.close(unused)
+            return self._claim(boot)
+        try:
+            return self._claim_unused(boot)
+        finally:
+            locks.end_use(self._fd)
+
+    def _claim_unused(self, boot: bytes) -> ArenaHeader:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512

@@ -27,6 +27,8 @@ from kvdepot.errors import LayoutError
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
 MAX_HANDLE = 4096
+BY_CLIENT = "client"
+"""The device of a layout without memory of its own: its client copies chunks to and from the arena."""
 
 
 class TensorView(NamedTuple):
@@ -86,8 +88,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def device(self) -> str:
-        """Where the tensors are: empty for CPU memory, otherwise a GPU's UUID."""
+        """Where the tensors are: empty for CPU memory, otherwise a GPU's UUID, or BY_CLIENT."""
         return self.mappings[0].device if self.mappings else ""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device not in ("", BY_CLIENT)
 
     def check(self) -> None:
         """Raise LayoutError unless every byte of every block is inside its mapping."""
@@ -113,6 +119,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
                     f"{where}: block {self.num_blocks - 1} ends at byte {end} of a mapping of "
                     f"{self.mappings[segment.mapping].size}"
                 )
+
+
+def copied_by_client(chunk_bytes: int, meaning: str, blocks: int) -> Layout:
+    """The layout of chunks that the client copies itself; each is one block of `chunk_bytes`.
+
+    meaning: describes the bytes of a chunk. blocks: the most chunks of a request, which numbers them as blocks.
+    """
+    mapping = Mapping("", chunk_bytes * blocks, BY_CLIENT)
+    fingerprint = blake3(b"kvdepot chunks 1" + meaning.encode()).digest()
+    return Layout([mapping], [Segment(0, 0, chunk_bytes, chunk_bytes)], blocks, fingerprint)
 
 
 def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[int]:

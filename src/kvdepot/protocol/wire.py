@@ -208,6 +208,17 @@ class Retrieve(_Message, frozen=True):
     unpins: bool = True
 
 
+class Complete(_Message, frozen=True):
+    """End a store or retrieve whose bytes the client itself copies (layout.copied_by_client). Answer: that of the store
+    or retrieve.
+
+    operation: from its `Placement`. copied: whether a store's bytes are all in the arena; else nothing is stored.
+    """
+
+    operation: int
+    copied: bool = True
+
+
 class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
 
@@ -394,6 +405,7 @@ Request: TypeAlias = (
     | Lookup
     | Store
     | Retrieve
+    | Complete
     | EndSession
     | ChunkSize
     | Noop
@@ -422,6 +434,27 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 
     def __repr__(self) -> str:
         return f"Proof(version={self.version}, arena={self.arena!r})"
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A chunk's bytes in the arena. chunk: its position among the chunks of the request. extents: offset and size, in
+    the order of the bytes."""
+
+    chunk: int
+    extents: tuple[tuple[int, int], ...]
+
+
+class Placement(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to a `Store` or `Retrieve` whose bytes the client copies: where they belong, or are. They stay there until
+    the client completes the operation or dies.
+
+    arena, boot: the arena, and the boot id of the server that this is true of: a later one may have moved chunks.
+    """
+
+    operation: int
+    arena: str
+    boot: bytes
+    places: list[Place]
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):

@@ -99,8 +99,9 @@ class Server:
             closing.callback(self._stop_tier_workers)
             self._tier_workers += start_workers(config.tier_configs, config.rules, self.arena, self._report)
             self._devices = Devices(
-                self.arena, config.gpu_staging_mib << 20, config.gpu_idle_s, config.gpu_dma_from_kib << 10
-            )
+                self.arena, config.gpu_staging_mib << 20, config.gpu_idle_s, config.gpu_dma_from_kib << 10,
+                (self.arena.name, self.boot),
+            )  # fmt: skip
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
             self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename, devices.status)

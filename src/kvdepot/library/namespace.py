@@ -1,0 +1,481 @@
+"""Storing and loading the KV of token sequences.
+
+A call hashes the tokens, asks the server where the chunks belong or are, copies them to or from the arena in this
+process, and tells the server. Invariant: what was placed is completed, whatever happens to the call: the server keeps
+its memory until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from kvdepot.client.socket import Client, MessagingFuture, check_type
+from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
+from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
+from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
+from kvdepot.memory.allocator import Extents
+from kvdepot.memory.copier import Bytes, views
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
+from kvdepot.protocol.layout import Layout, copied_by_client
+from kvdepot.protocol.model_names import name_model
+
+if TYPE_CHECKING:
+    from kvdepot.library.depot import Depot
+    from kvdepot.library.shapes import Kv
+
+__all__ = ["Facts", "Namespace"]
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 30.0
+_CHUNK_BYTES = 2 << 20
+"""Of a chunk that has a size of our choice: copying it takes ten times as long as the server's work for it."""
+_LEAST_TOKENS, _MOST_TOKENS = 16, 256
+_STATE_TOKENS = 256
+"""Tokens per chunk where layers have states: each chunk has all of them."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What determines the bytes of a namespace's chunks."""
+
+    model: str
+    dtype: str
+    shapes: tuple[Shape | State, ...]
+    chunk_tokens: int
+
+    @classmethod
+    def checked(
+        cls,
+        model: str,
+        revision: str,
+        dtype: str,
+        adapter: str,
+        shapes: Sequence[Shape | State],
+        chunk_tokens: int,
+        least_tokens: int,
+    ) -> Facts:
+        """From the arguments of `Depot.namespace`. Raises BadRequest. least_tokens: per chunk, for this server."""
+        for name, value in (("model", model), ("revision", revision), ("dtype", dtype)):
+            if not isinstance(value, str) or not value:
+                raise BadRequest(f"a namespace needs {name}: without it, KV of other {_MEANINGS[name]} could be served")
+        if not isinstance(adapter, str):
+            raise BadRequest(f"adapter must be a text, not {type(adapter).__name__}")
+        if dtype not in ITEM_BYTES:
+            raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {dtype[:40]!r}")
+        if not shapes or not all(isinstance(each, Shape | State) for each in shapes):
+            raise BadRequest("shape must be a kvdepot.Shape or kvdepot.State, or a list of them")
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 0:
+            raise BadRequest(f"chunk_tokens must be a number of tokens, not {chunk_tokens!r:.40}")
+        tokens = chunk_tokens or _choose_tokens(shapes, ITEM_BYTES[dtype])
+        if chunk_tokens and chunk_tokens < least_tokens:
+            raise BadRequest(f"chunk_tokens is {chunk_tokens}, but this server's --chunk-size is {least_tokens}")
+        tokens = max(tokens, least_tokens)
+        if tokens > wire.MAX_CHUNK_TOKENS:
+            raise BadRequest(f"chunk_tokens is {tokens}; the limit is {wire.MAX_CHUNK_TOKENS}")
+        digest = blake3(msgspec.json.encode([1, model, revision, dtype, adapter, tokens, list(map(repr, shapes))]))
+        return cls(name_model(model, digest.hexdigest()), dtype, tuple(shapes), tokens)
+
+    def layout(self, group: int) -> Layout:
+        """The layout of the chunks of one shape."""
+        shape = self.shapes[group]
+        meaning = f"{group} {self.dtype} {self.chunk_tokens} {shape!r}"
+        return copied_by_client(self.chunk_bytes(group), meaning, wire.MAX_CHUNKS)
+
+    def chunk_bytes(self, group: int) -> int:
+        """Bytes of a chunk of one shape."""
+        shape = self.shapes[group]
+        if isinstance(shape, State):
+            return shape.size
+        return shape.chunk_values(self.chunk_tokens) * ITEM_BYTES[self.dtype]
+
+    @property
+    def spec(self) -> ShardSpec:
+        groups = tuple(GroupSpec(shape.reach(self.chunk_tokens), 1) for shape in self.shapes)
+        plain_one = len(groups) == 1 and groups[0].reach == 0
+        return ShardSpec(self.model, 1, 0, self.chunk_tokens, 1, () if plain_one else groups)
+
+
+_MEANINGS = {"model": "models", "revision": "weights", "dtype": "precision"}
+
+
+def _choose_tokens(shapes: Sequence[Shape | State], item_bytes: int) -> int:
+    if any(isinstance(shape, State) for shape in shapes):
+        return _STATE_TOKENS
+    token_bytes = item_bytes * sum(shape.values for shape in shapes if isinstance(shape, Shape))
+    tokens = _LEAST_TOKENS
+    while tokens < _MOST_TOKENS and tokens * token_bytes < _CHUNK_BYTES:
+        tokens *= 2
+    return tokens
+
+
+@dataclass(eq=False)
+class _Answered:
+    """The final answer of a store or retrieve that had nothing to copy."""
+
+    value: object
+
+
+def _read(value: object) -> wire.Placement | _Answered:
+    if isinstance(value, list) and len(value) == 4 and isinstance(value[1], str):
+        try:
+            return msgspec.convert(value, wire.Placement)
+        except msgspec.ValidationError as exc:
+            raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
+    return _Answered(value)
+
+
+class Namespace:
+    """The KV of one model in a depot; `Depot.namespace` makes it. Any thread may use it.
+
+    Calls block while they copy and until the server has answered, 30 s at most for each of its two or three answers.
+    Without a server, nothing is stored or found; no call raises for that.
+    """
+
+    def __init__(self, depot: Depot, facts: Facts) -> None:
+        self.chunk_tokens = facts.chunk_tokens
+        self.facts = facts
+        self._depot = depot
+        self._spec = facts.spec
+        self._instance = secrets.randbits(62)
+        self._is_registered = False
+        self._late: list[MessagingFuture[wire.Placement | _Answered]] = []  # that nobody waits for any more
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<kvdepot.Namespace {self.facts.model}, {self.chunk_tokens} tokens a chunk>"
+
+    # -- calls
+
+    def put(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+        """Store the KV of a token sequence. Returns the tokens that the depot then has from the start, in whole chunks.
+
+        tokens: a list of ids, or a one-dimensional array of integers. kv: of these tokens, from the first on, as the
+        namespace's shape describes it; with several shapes, a list of one each. A window's KV may be that of the last
+        tokens alone, from the start of the first chunk that has some of the window. A state is that after the last
+        token, which must end a chunk. Raises BadRequest.
+        """
+        chain = self._chain(tokens)
+        count = len(chain)
+        given = enumerate(self._given(kv))
+        sources = [self._source(group, each, len(tokens), count) for group, each in given] if count else []
+
+        def store(client: Client) -> int:
+            is_whole, request = True, f"put-{next(self._numbers)}"
+            for group, (first, moves) in enumerate(sources):
+                shards = self._shards(group, chain, first, count, request)
+                message = wire.Store(self._instance + group, 0, [shards])
+                is_whole &= self._move(client, message, first, moves) is True
+            return count if is_whole else self._find(client, chain)
+
+        return self.chunk_tokens * self._call(store) if count else 0
+
+    def get(self, tokens: Sequence[int]) -> tuple[Any, int]:
+        """Load the KV of the longest stored prefix: its arrays, or None, and its number of tokens; 0 is a miss.
+
+        The arrays are NumPy's, of integers of the size of a value: `array.view(dtype)`, or torch.from_numpy(array).view
+        (dtype), gives them their type. They are as for `put`; those of a window have its last tokens. Raises BadRequest
+        for wrong tokens.
+        """
+        kept: list[Any] = []
+
+        def make(count: int) -> list[Any]:
+            del kept[:]
+            for group, shape in enumerate(self.facts.shapes):
+                item = ITEM_BYTES[self.facts.dtype]
+                if isinstance(shape, State):
+                    kept.append(np.empty(shape.size, np.uint8))
+                else:
+                    held = count - self._first(group, count)
+                    kept.append(np.empty(shape.sized(held * self.chunk_tokens), f"u{item}"))
+            return kept
+
+        count = self._load(tokens, make, begins=True)
+        if not count:
+            return None, 0
+        return (kept[0] if len(kept) == 1 else kept), count * self.chunk_tokens
+
+    def get_into(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+        """As `get`, into the caller's arrays: those of `put`, long enough for all whole chunks of `tokens`.
+
+        Returns the tokens loaded, which lie at the arrays' start; what follows them may be overwritten. Raises
+        BadRequest, and then loads nothing.
+        """
+        given = self._given(kv)
+        most = len(self._chain(tokens)) * self.chunk_tokens
+        for shape, each in zip(self.facts.shapes, given, strict=True):
+            if isinstance(shape, Shape):
+                arrays, held = layers_of(each, shape, ITEM_BYTES[self.facts.dtype])
+                if not all(array.flags.writeable for array in arrays):
+                    raise BadRequest("KV is loaded into arrays that are read-only")
+                if held < most:
+                    raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
+        return self.chunk_tokens * self._load(tokens, lambda count: given, begins=False)
+
+    def contains(self, tokens: Sequence[int]) -> int:
+        """The tokens that `get` would load. Raises BadRequest for wrong tokens."""
+        chain = self._chain(tokens)
+        return self.chunk_tokens * self._call(lambda client: self._find(client, chain))
+
+    def delete(self, tokens: Sequence[int]) -> int:
+        """Remove the chunks of these tokens from memory and tiers, except those that other sequences begin with.
+
+        Returns the chunks removed from memory. Raises BadRequest for wrong tokens.
+        """
+        prompt = self._prompt(self._chain(tokens))
+        return self._call(lambda client: check_type(client.ask(prompt.drop()).result(_ANSWER_S), int)) if prompt else 0
+
+    def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
+        """Keep the chunks of these tokens from eviction for `retain_s` seconds. Returns the tokens held so far;
+        chunks stored later are held, too. name: replaces an earlier lease of this name; empty: of its own.
+
+        Raises BadRequest for wrong arguments, or what the server refuses.
+        """
+        prompt = self._prompt(self._chain(tokens))
+        if not prompt:
+            return 0
+        lease = prompt.lease(
+            name or f"library-{prompt.hashes[-HASH_BYTES:].hex()[:32]}", LeaseTerms("retain", retain_s)
+        )
+        return self.chunk_tokens * self._call(lambda client: check_type(client.ask(lease).result(_ANSWER_S), int))
+
+    # -- arguments
+
+    def _chain(self, tokens: Sequence[int]) -> ChunkChain:
+        """The hashes of the whole chunks. Raises BadRequest."""
+        ids: Sequence[int]
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(tokens, torch.Tensor):
+            if tokens.device.type != "cpu":
+                raise BadRequest(f"tokens on {tokens.device}: pass tokens.cpu()")
+            tokens = tokens.numpy()
+        if isinstance(tokens, np.ndarray):
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise BadRequest(f"tokens must be a row of integers, not {tokens.dtype} of shape {list(tokens.shape)}")
+            if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < 1 << 32):
+                raise BadRequest("tokens must be integers in [0, 2**32)")
+            ids = array("I", tokens.astype(np.uint32).tobytes())
+        elif isinstance(tokens, list | tuple | array):
+            if wrong := set(map(type, tokens)) - {int}:
+                raise BadRequest(f"tokens must be integers, not {', '.join(sorted(each.__name__ for each in wrong))}")
+            ids = tokens
+        else:
+            raise BadRequest(f"tokens must be a list or an array of integers, not {type(tokens).__name__}")
+        chain = ChunkChain(self.chunk_tokens)
+        chain.grow(ids)
+        if len(chain) > wire.MAX_CHUNKS:
+            raise BadRequest(f"{len(ids)} tokens are more than {wire.MAX_CHUNKS} chunks of {self.chunk_tokens}")
+        return chain
+
+    def _given(self, kv: Kv | Sequence[Kv]) -> list[Any]:
+        """The KV of each shape. Raises BadRequest."""
+        if len(self.facts.shapes) == 1:
+            return [kv]
+        if not isinstance(kv, list | tuple) or len(kv) != len(self.facts.shapes):
+            raise BadRequest(f"KV must be a list with one item for each of {len(self.facts.shapes)} shapes")
+        return list(kv)
+
+    def _first(self, group: int, count: int) -> int:
+        """The first of `count` chunks that a shape needs to resume after them."""
+        reach = self.facts.shapes[group].reach(self.chunk_tokens)
+        return max(0, count - reach) if reach else 0
+
+    def _source(self, group: int, kv: Kv, tokens: int, count: int) -> tuple[int, _Moves]:
+        """The first chunk that an argument of `put` has, and how chunks are copied from it. Raises BadRequest."""
+        shape, size = self.facts.shapes[group], self.chunk_tokens
+        if isinstance(shape, State):
+            if tokens != count * size:
+                raise BadRequest(f"a state is that after a whole chunk: {tokens} tokens are not a multiple of {size}")
+            return count - 1, _StateMoves(kv, shape.size)
+        arrays, held = layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])
+        first = self._first(group, count)
+        needed = tokens - first * size
+        if not needed <= held <= tokens:
+            raise BadRequest(f"KV of {held} tokens for {tokens} tokens, of which the last {needed} are needed")
+        return first, _TokenMoves(arrays, shape, size, tokens - held)
+
+    def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
+        """How chunks are copied into arrays that begin with this token."""
+        shape = self.facts.shapes[group]
+        if isinstance(shape, State):
+            return _StateMoves(kv, shape.size)
+        return _TokenMoves(layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])[0], shape, self.chunk_tokens, first_token)
+
+    # -- the server
+
+    def _call(self, work: Callable[[Client], int]) -> int:
+        """The result of the server's work; 0 if there is no server, or none that answers in time."""
+        with self._depot._call() as client:
+            self._settle_late(client)
+            try:
+                self._register(client)
+                return work(client)
+            except UnknownInstance:
+                self._is_registered = False
+                return 0
+            except BadRequest:
+                raise
+            except KVDepotError as exc:
+                log.warning("not stored or loaded: %s", exc)
+                return 0
+
+    def _register(self, client: Client) -> None:
+        if self._is_registered:
+            return
+        layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
+        for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
+            answer.result(_ANSWER_S)
+        self._is_registered = True
+
+    def _prompt(self, chain: ChunkChain) -> PromptChunks | None:
+        return PromptChunks(self._spec, bytes(chain.hashes)) if len(chain) else None
+
+    def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> wire.Shards:
+        """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
+        blocks = np.arange(end - first, dtype=np.uint32).tobytes()
+        parent, hashes = chain.parent(first), chain.slice(first, end)
+        return wire.Shards(request, self.facts.model, 1, 0, parent, first, hashes, blocks)
+
+    def _find(self, client: Client, chain: ChunkChain, request: str = "") -> int:
+        """The chunks of the longest stored prefix. They stay pinned for `request`, if it is given."""
+        prompt = self._prompt(chain)
+        if prompt is None:
+            return 0
+        name = request or f"contains-{self._instance}-{next(self._numbers)}"
+        try:
+            return check_type(client.ask(prompt.lookup(name, 1 if request else None)).result(_ANSWER_S), int)
+        finally:
+            if not request:
+                client.ask(wire.EndSession(name), deadline_s=None)
+
+    def _load(self, tokens: Sequence[int], make: Callable[[int], list[Any]], begins: bool) -> int:
+        """The number of chunks loaded. make: gives the arrays of each shape for this many chunks; begins: which begin
+        with the first chunk that is loaded, not with the first of the sequence."""
+        chain = self._chain(tokens)
+
+        def load(client: Client) -> int:
+            request = f"get-{self._instance}-{next(self._numbers)}"
+            try:
+                count = self._find(client, chain, request)
+                for group, kv in enumerate(make(count) if count else ()):
+                    first = self._first(group, count)
+                    moves = self._target(group, kv, first * self.chunk_tokens if begins else 0)
+                    shards = self._shards(group, chain, first, count, request)
+                    loaded = self._move(client, wire.Retrieve(self._instance + group, [shards], False), first, moves)
+                    if not isinstance(loaded, list) or not all(loaded):
+                        return 0
+                return count
+            finally:
+                client.ask(wire.EndSession(request), deadline_s=None)
+                client.pump()
+
+        return self._call(load)
+
+    def _move(self, client: Client, message: wire.Store | wire.Retrieve, first: int, moves: _Moves) -> object:
+        """The answer to a store or retrieve, whose chunks are copied here; False if its server was replaced.
+
+        first: number of its first chunk.
+        """
+        future = client.ask(message, _read)
+        try:
+            placed = future.result(_ANSWER_S)
+        except DeadlineExceeded:
+            self._late.append(future)
+            raise
+        if isinstance(placed, _Answered):
+            return placed.value
+        copied = False
+        try:
+            with self._depot._arena(placed.arena, placed.boot).use() as arena:
+                for place in placed.places:
+                    moves.move(first + place.chunk, arena, place.extents, isinstance(message, wire.Store))
+            copied = True
+        finally:
+            answer = client.ask(wire.Complete(placed.operation, copied))
+            client.pump()
+        try:
+            return answer.result(_ANSWER_S)
+        except UnknownRequest:
+            return False
+
+    def _settle_late(self, client: Client) -> None:
+        """Complete what was placed after its call had given up."""
+        late, self._late = self._late, []
+        for future in late:
+            if not future.query():
+                self._late.append(future)
+                continue
+            with contextlib.suppress(KVDepotError):
+                placed = future.result(0)
+                if isinstance(placed, wire.Placement):
+                    client.ask(wire.Complete(placed.operation, False))
+
+
+class _Moves(Protocol):
+    """Copies of chunks between the caller's arrays and the arena."""
+
+    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
+        """Copy a chunk, by its number in the sequence, to its bytes in the arena or back."""
+
+
+class _TokenMoves:
+    def __init__(self, arrays: list[Plain], shape: Shape, chunk_tokens: int, first_token: int) -> None:
+        """arrays: as `layers_of` gives them, from token `first_token` of the sequence on."""
+        self._arrays = arrays
+        self._shape = shape.sized(chunk_tokens)
+        self._chunk_bytes = shape.chunk_values(chunk_tokens) * arrays[0].itemsize
+        self._axis = shape.token_axis - (0 if len(arrays) == 1 and arrays[0].ndim == 5 else 2)
+        self._size = chunk_tokens
+        self._first_token = first_token
+
+    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
+        start = chunk * self._size - self._first_token
+        at = (*[slice(None)] * self._axis, slice(start, start + self._size))
+        dtype = self._arrays[0].dtype
+        with _bytes_of(views(arena, extents, 0, self._chunk_bytes), is_store) as data:
+            chunk_values = data.view(dtype).reshape(self._shape)
+            if self._axis >= 2:
+                pairs = [(chunk_values, self._arrays[0][at])]
+            else:
+                inner = chunk_values.reshape(-1, *self._shape[2:])
+                pairs = [(inner[i], each[at]) for i, each in enumerate(self._arrays)]
+            for stored, given in pairs:
+                np.copyto(*((stored, given) if is_store else (given, stored)))
+
+
+class _StateMoves:
+    def __init__(self, kv: Kv, size: int) -> None:
+        """Raises BadRequest unless `kv` is one array of this many bytes."""
+        self._bytes = state_bytes(kv, size)
+
+    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
+        with _bytes_of(views(arena, extents, 0, len(self._bytes)), is_store) as data:
+            np.copyto(*((data, self._bytes) if is_store else (self._bytes, data)))
+
+
+@contextlib.contextmanager
+def _bytes_of(parts: list[Bytes], is_store: bool) -> Iterator[Bytes]:
+    """The parts of a chunk's bytes as one array; if it has to be a buffer, it is written back if `is_store`."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    buffer = np.empty(sum(map(len, parts)), np.uint8) if is_store else np.concatenate(parts)
+    yield buffer
+    if is_store:
+        start = 0
+        for part in parts:
+            part[:] = buffer[start : start + len(part)]
+            start += len(part)

@@ -1,0 +1,66 @@
+"""A client's view of an arena, through which it copies chunks itself (devices/by_client.py).
+
+Invariant: no byte is copied for a server that another has replaced. The successor waits until nobody `use`s the file,
+writes its own boot id, and only then gives the file's memory to others; so a client that uses it and finds the boot id
+of the server that has placed its chunks may copy until it ends the use. A client that is killed uses it no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import locks
+from kvdepot.errors import Unavailable
+from kvdepot.memory import shm
+from kvdepot.memory.arena_header import ArenaHeader
+
+
+class ArenaView:
+    """The arena of one run of a server, mapped readable and writable. Any thread."""
+
+    def __init__(self, name: str, boot: bytes) -> None:
+        """Map it. Raises LayoutError if it is not visible here, ArenaError or Unavailable if it is another server's."""
+        self._fd = shm.open_shared(name)
+        try:
+            header = ArenaHeader.read(self._fd, name)
+            if header is None or header.boot != boot:
+                raise Unavailable(f"arena {name} belongs to another server, or to none")
+            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.key = name, boot
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        shm.advise_huge(self.bytes.ctypes.data, len(self.bytes))
+        shm.do_not_fork(self.bytes.ctypes.data, len(self.bytes))
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):  # the mapping goes with its last array
+            os.close(self._fd)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copy within: the arena's bytes. Blocks for moments. Raises Unavailable if the server has been replaced."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                locks.use(self._fd)
+        try:
+            header = ArenaHeader.read(self._fd, self.key[0])
+            if header is None or header.boot != self.key[1]:
+                raise Unavailable("the server that placed these chunks has been replaced")
+            yield self.bytes
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    locks.end_use(self._fd)
