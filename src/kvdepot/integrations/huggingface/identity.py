@@ -81,7 +81,7 @@ def fingerprint(model: torch.nn.Module) -> bytes:
             version = 0 if leaf.is_inference() else leaf._version
             hasher.update(f"{leaf.data_ptr()} {version} {leaf.dtype} {list(leaf.shape)};".encode())
             few = leaf[tuple(slice(None, None, max(1, size // 4)) for size in leaf.shape)]
-            samples.setdefault(leaf.device, []).append(few.reshape(-1).view(torch.uint8))
+            samples.setdefault(leaf.device, []).append(few.reshape(-1).contiguous().view(torch.uint8))
     for values in samples.values():
         hasher.update(torch.cat(values).cpu().numpy())
     return hasher.digest()

@@ -247,7 +247,8 @@ def _geometry(layer: object) -> Geometry | None:
         return None
     window = 0
     if layer.is_sliding:  # type: ignore[attr-defined]
-        window = max(1, getattr(layer, "sliding_window", layer.max_cache_len) - 1)
+        size = layer.sliding_window if hasattr(layer, "sliding_window") else layer.max_cache_len  # type: ignore[attr-defined]
+        window = max(1, size - 1)
     return Geometry(keys.shape[1], keys.shape[-1], values.shape[-1], window)
 
 
