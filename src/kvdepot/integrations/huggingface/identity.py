@@ -42,19 +42,19 @@ _LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "bitsandbytes."
 def refuse_unserved(model: torch.nn.Module) -> None:
     """Raise ConfigError or BadRequest for a model whose KV cannot be cached, and say which part of it is why."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate") or not hasattr(model, "config"):
-        raise BadRequest(f"pass a model of transformers that generates (AutoModelForCausalLM), not {type(model).__name__}")
+        raise BadRequest(f"pass a model of transformers (AutoModelForCausalLM), not {type(model).__name__}")
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ConfigError(f"kvdepot.hf does not serve encoder-decoder models ({kind}): their KV depends on two prompts")
     for found in _values(model.config.to_dict(), re.compile(r"^(rope_)?type$")):
         if found in _LENGTH_DEPENDENT:
             raise ConfigError(
-                f"kvdepot.hf does not serve rotary embeddings of type {found!r} ({kind}): with them, the KV of a prefix "
-                "depends on the length of the prompt"
+                f"kvdepot.hf does not serve rotary embeddings of type {found!r} ({kind}): a prefix's KV depends on "
+                "the length of the whole prompt"
             )
     for name, config in getattr(model, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
-            raise ConfigError(f"kvdepot.hf does not serve adapters that add virtual tokens ({config.peft_type} {name!r})")
+            raise ConfigError(f"kvdepot.hf does not serve adapters of virtual tokens ({config.peft_type} {name!r})")
     for name, tensor in _tensors(model):
         if tensor.device.type == "meta":
             raise BadRequest(
@@ -78,9 +78,9 @@ def fingerprint(model: torch.nn.Module) -> bytes:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor in _tensors(model):
         for leaf in _leaves(tensor):
-            version = 0 if leaf.is_inference() else leaf._version
+            version = 0 if leaf.is_inference() else leaf._version  # .data and numpy() change values without counting
             hasher.update(f"{leaf.data_ptr()} {version} {leaf.dtype} {list(leaf.shape)};".encode())
-            few = leaf[tuple(slice(None, None, max(1, size // 4)) for size in leaf.shape)]
+            few = _plain(leaf)[tuple(slice(None, None, max(1, size // 4)) for size in leaf.shape)]
             samples.setdefault(leaf.device, []).append(few.reshape(-1).contiguous().view(torch.uint8))
     for values in samples.values():
         hasher.update(torch.cat(values).cpu().numpy())
@@ -156,13 +156,16 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors of which a tensor consists: those within a quantized one."""
-    data = tensor.data
-    if not hasattr(data, "__tensor_flatten__"):
-        yield tensor.as_subclass(torch.Tensor) if type(data) is not torch.Tensor else tensor.detach()
+    """The tensors with memory of their own of which a tensor consists: those within a quantized one."""
+    if not hasattr(tensor.data, "__tensor_flatten__"):
+        yield tensor
         return
-    for name in data.__tensor_flatten__()[0]:
-        yield from _leaves(getattr(data, name))
+    for name in tensor.data.__tensor_flatten__()[0]:
+        yield from _leaves(getattr(tensor.data, name))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.data.as_subclass(torch.Tensor)
 
 
 def _hash(hasher: blake3, name: str, value: object, is_whole: bool) -> None:
@@ -181,7 +184,7 @@ def _hash(hasher: blake3, name: str, value: object, is_whole: bool) -> None:
 
 
 def _hash_tensor(hasher: blake3, tensor: torch.Tensor, is_whole: bool, by_row: bool) -> None:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    data = _plain(tensor).contiguous().reshape(-1).view(torch.uint8)
     parts = [data]
     if not is_whole and data.numel() > _SMALL_BYTES:
         end = data.numel() // _STEP_BYTES * _STEP_BYTES

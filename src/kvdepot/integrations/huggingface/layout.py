@@ -34,7 +34,7 @@ _SERVED = {
 _STATES = ("conv_states", "recurrent_states")
 
 
-class RecordingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class RecordingLayer(DynamicSlidingWindowLayer):
     """A sliding window that also keeps what it has dropped, from token `first` on, until the cache is stored."""
 
     def __init__(self, sliding_window: int) -> None:
@@ -71,7 +71,7 @@ class StatePart(NamedTuple):
 
     layer: int
     name: str
-    index: int
+    number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -102,7 +102,7 @@ def length_of(cache: Cache) -> int:
         raise ConfigError("kvdepot.hf does not serve models of states alone: their cache has no length") from exc
 
 
-class Layout:
+class CacheLayout:
     """What each layer of a model's caches keeps, and the depot's shapes for it."""
 
     def __init__(self, cache: Cache) -> None:
@@ -131,7 +131,7 @@ class Layout:
         length_of(cache)
 
     def __repr__(self) -> str:
-        return f"<Layout {self.dtype} {self.groups} {len(self.states)} states>"
+        return f"<CacheLayout {self.dtype} {self.groups} {len(self.states)} states>"
 
     @property
     def _kinds(self) -> tuple[object, ...]:
@@ -164,7 +164,7 @@ class Layout:
         if not isinstance(cache, Cache):
             raise BadRequest(f"pass a cache of transformers (outputs.past_key_values), not {type(cache).__name__}")
         try:
-            found = Layout(cache)
+            found = CacheLayout(cache)
         except ConfigError as exc:
             raise BadRequest(f"{exc}: pass the cache that the model has filled") from exc
         if found._kinds != self._kinds:
@@ -184,7 +184,7 @@ class Layout:
 
     def state(self, cache: Cache, row: int) -> torch.Tensor:
         """The bytes of a row's states."""
-        parts = (getattr(cache.layers[part.layer], part.name)[part.index][row] for part in self.states)
+        parts = (getattr(cache.layers[part.layer], part.name)[part.number][row] for part in self.states)
         return torch.cat([each.contiguous().reshape(-1).view(torch.uint8).cpu() for each in parts])
 
     def arguments(self, held: list[Held], reaches: list[int], end: int) -> list[object]:
@@ -228,7 +228,7 @@ class Layout:
                 pair = [_stack(rows, pads, (index, name), (kept, columns)) for name in ("keys", "values")]
                 _set(target.layers[index], pair[0], pair[1], columns)
         for part in self.states:
-            each = [getattr(row.layers[part.layer], part.name)[part.index] for row in rows]
+            each = [getattr(row.layers[part.layer], part.name)[part.number] for row in rows]
             empty = torch.zeros(1, *part.shape, dtype=part.dtype, device=part.device)
             _set_state(target.layers[part.layer], part, torch.cat([empty if one is None else one for one in each]))
 
@@ -240,14 +240,14 @@ def _refuse_unserved(cache: Cache) -> None:
         raise ConfigError(f"kvdepot.hf does not serve {type(cache).__name__} with {names}")
 
 
-def _geometry(layer: object) -> Geometry | None:
+def _geometry(layer: CacheLayerMixin) -> Geometry | None:
     """The geometry of a layer's KV; None for a layer without."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or keys.ndim != 4:
         return None
     window = 0
-    if layer.is_sliding:  # type: ignore[attr-defined]
-        size = layer.sliding_window if hasattr(layer, "sliding_window") else layer.max_cache_len  # type: ignore[attr-defined]
+    if layer.is_sliding:
+        size = layer.sliding_window if hasattr(layer, "sliding_window") else layer.max_cache_len
         window = max(1, size - 1)
     return Geometry(keys.shape[1], keys.shape[-1], values.shape[-1], window)
 
@@ -290,13 +290,14 @@ def _set_static(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor
         raise BadRequest(f"a static cache of {size} tokens is too small for {count}: raise max_cache_len")
     layer.update(keys, values, {"cache_position": torch.arange(keys.shape[-2], device=keys.device)})
     if layer.is_sliding:
-        setattr(layer, "cumulative_length_int" if hasattr(layer, "cumulative_length_int") else "cumulative_length", count)
+        is_tensor = hasattr(layer, "cumulative_length_int")  # transformers 5 counts in both
+        setattr(layer, "cumulative_length_int" if is_tensor else "cumulative_length", count)
 
 
 def _set_state(layer: LinearAttentionLayer, part: StatePart, values: torch.Tensor) -> None:
-    layer.lazy_initialization(**{part.name: values, "state_idx": part.index})
-    getattr(layer, part.name)[part.index].copy_(values)
-    layer.has_previous_state[part.index] = True
+    layer.lazy_initialization(**{part.name: values, "state_idx": part.number})
+    getattr(layer, part.name)[part.number].copy_(values)
+    layer.has_previous_state[part.number] = True
 
 
 def _stack(rows: list[Cache], pads: list[int], part: tuple[int, str], size: tuple[int, int]) -> torch.Tensor:
@@ -313,4 +314,4 @@ def _stack(rows: list[Cache], pads: list[int], part: tuple[int, str], size: tupl
 
 
 def _size(part: StatePart) -> int:
-    return math.prod(part.shape) * part.dtype.itemsize
+    return int(math.prod(part.shape) * part.dtype.itemsize)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
-from kvdepot.integrations.huggingface.layout import Layout, length_of, new_cache
+from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
 
 if TYPE_CHECKING:
     from kvdepot.library.depot import Depot
@@ -49,7 +49,7 @@ _REFUSED = {
 class _Opened:
     """One version of the model: what its caches are like, and where the depot has its KV."""
 
-    layout: Layout
+    layout: CacheLayout
     namespace: Namespace
     revision: str
 
@@ -94,7 +94,8 @@ class PrefixCache:
     @property
     def chunk_tokens(self) -> int:
         """Tokens per chunk: prefixes are stored and found in multiples of it."""
-        return self._namespace.chunk_tokens
+        size: int = self._namespace.chunk_tokens
+        return size
 
     def load(
         self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, past: Cache | None = None
@@ -133,9 +134,7 @@ class PrefixCache:
         opened.layout.check(past, len(prompts.pads))
         return min(self._put(tokens, past, row, opened) for row, (tokens, _) in enumerate(prompts))
 
-    def generate(
-        self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, **arguments: object
-    ) -> object:
+    def generate(self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, **arguments: object) -> object:
         """The answer of `model.generate` to these arguments, with prefixes loaded, and the prompts' chunks stored.
 
         The prompts of a batch are computed one by one, the tokens after them together. past_key_values: an empty cache
@@ -178,7 +177,13 @@ class PrefixCache:
         if found is None:
             if len(self._opened) >= _MOST_OPENED:
                 self._opened.clear()
-            layout = Layout(self._probe(self._probe_tokens())[1])
+            try:
+                layout = CacheLayout(self._probe(self._probe_tokens())[1])
+            except (AttributeError, TypeError) as exc:
+                raise ConfigError(
+                    f"kvdepot.hf does not serve {type(self._model).__name__} in this release of transformers: it keeps "
+                    f"a cache of its own ({exc})"
+                ) from exc
             revision = identity(self._model)
             namespace = self._depot.namespace(
                 model=type(self._model).__name__,
@@ -194,7 +199,8 @@ class PrefixCache:
         """The columns that can be loaded of all rows, the last column aside."""
         columns = prompts.columns - 1
         while True:
-            hits = [(opened.namespace.contains(tokens[: max(0, columns - pad)].numpy()), pad) for tokens, pad in prompts]
+            prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
+            hits = [(opened.namespace.contains(prefix), pad) for prefix, pad in prefixes]
             found = min(n + pad if n else 0 for n, pad in hits)
             if not found or opened.layout.is_plain or all(n + pad == found for n, pad in hits):
                 return found
@@ -205,7 +211,7 @@ class PrefixCache:
         cache = self._target(None, opened)
         arrays, count = opened.namespace.get(tokens.numpy()) if len(tokens) else (None, 0)
         if count:
-            opened.layout.fill(cache, arrays if isinstance(arrays, list) else [arrays], count)
+            opened.layout.fill(cache, arrays if isinstance(arrays, list) else [arrays], count)  # type: ignore[list-item]
         return cache, count
 
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
@@ -241,7 +247,7 @@ class PrefixCache:
     # -- the model
 
     def _prefill(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
-        """A cache of a prompt up to the last chunk's end before its last token, which the depot has then; its length."""
+        """A cache of a prompt up to the last chunk's end before its last token, which is stored too; its length."""
         end = (len(tokens) - 1) // self.chunk_tokens * self.chunk_tokens
         cache, count = self._load(tokens[:end], opened)
         if count < end:
@@ -258,8 +264,10 @@ class PrefixCache:
         with torch.no_grad():
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **few)
         if output.get("past_key_values") is not cache:
-            name = type(output.get("past_key_values", output.get("cache_params"))).__name__
-            raise ConfigError(f"kvdepot.hf does not serve {type(self._model).__name__}: it keeps its own cache ({name})")
+            own = type(output.get("past_key_values", output.get("cache_params"))).__name__
+            raise ConfigError(
+                f"kvdepot.hf does not serve {type(self._model).__name__}: it keeps a cache of its own ({own})"
+            )
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
@@ -275,7 +283,8 @@ class PrefixCache:
         return cache
 
     def _probe_tokens(self) -> torch.Tensor:
-        usable = [token for token in range(self._model.config.get_text_config(decoder=True).vocab_size) if token not in self._media]
+        size = self._model.config.get_text_config(decoder=True).vocab_size
+        usable = [token for token in range(size) if token not in self._media]
         return torch.tensor((usable * _PROBE_TOKENS)[1 : _PROBE_TOKENS + 1])
 
     def _probe(self, *parts: torch.Tensor) -> tuple[torch.Tensor, Cache]:
@@ -336,15 +345,13 @@ class PrefixCache:
         for name, value in arguments.items():
             if name in _REFUSED and value is not None:
                 raise BadRequest(f"kvdepot.hf does not serve {name}: {_REFUSED[name]}. Use model.generate")
-            is_plain_type = name == "token_type_ids" and isinstance(value, torch.Tensor) and not value.any()
-            if isinstance(value, torch.Tensor) and not is_plain_type:
-                raise BadRequest(f"kvdepot.hf does not serve {name}: KV must depend on tokens alone. Use model.generate")
+            if isinstance(value, torch.Tensor) and not (name == "token_type_ids" and not value.any()):
+                raise BadRequest(f"kvdepot.hf does not serve {name}: KV must depend on tokens alone")
         if arguments.pop("cache_implementation", None) not in {None, "dynamic"}:
-            raise BadRequest("pass past_key_values=StaticCache(config=model.config, max_cache_len=...) instead of a name")
+            raise BadRequest("pass past_key_values=StaticCache(config=model.config, max_cache_len=...), not a name")
         config = arguments.get("generation_config") or self._model.generation_config
-        beams, answers, is_cached = (
-            arguments.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences", "use_cache")
-        )
+        names = ("num_beams", "num_return_sequences", "use_cache")
+        beams, answers, is_cached = (arguments.get(name, getattr(config, name, None)) for name in names)
         if is_cached is False:
             raise BadRequest("use_cache=False leaves nothing to load or store: use model.generate")
         return max(int(str(beams or 1)), int(str(answers or 1)))
