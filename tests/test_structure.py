@@ -22,8 +22,9 @@ LAYERS = """
     config
     devices
     core client
+    library
     kv_events simulate
-    adapters contract keys metrics status
+    adapters aio contract keys metrics status
     web
     server
     testing

@@ -18,7 +18,7 @@ from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.memory.copier import CopyPiece, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
-from kvdepot.protocol.layout import BY_CLIENT, Layout
+from kvdepot.protocol.layout import Layout
 
 _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
@@ -119,7 +119,7 @@ class Instance:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class CopyOperation:
     """One store or retrieve in progress."""
 
     client: Client
@@ -135,11 +135,6 @@ class Operation:
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
     unpins: bool = False
     is_placed: bool = False  # its client has been told where to copy
-
-    @property
-    def is_by_client(self) -> bool:
-        """Whether the client copies the bytes."""
-        return self.instance.layout.device == BY_CLIENT
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +161,7 @@ class Client:
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped
-    placed: dict[int, Operation] = field(default_factory=dict)  # by number: operations whose bytes it copies itself
+    placed: dict[int, CopyOperation] = field(default_factory=dict)  # by number: operations whose bytes it copies itself
     queued: int = 0  # operations in progress
     queued_chunks: int = 0  # and their chunks
     dead: bool = False

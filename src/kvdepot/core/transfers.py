@@ -17,7 +17,7 @@ import numpy as np
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_shards, check_source, check_targets
-from kvdepot.core.clients import Client, Instance, Operation
+from kvdepot.core.clients import Client, CopyOperation, Instance
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten
 from kvdepot.core.index.index import Index
@@ -49,7 +49,7 @@ _REFUSED = {
 class CopyToken:
     """The token of a Copy, which copies the chunks `[first, end)` of an operation."""
 
-    operation: Operation
+    operation: CopyOperation
     first: int
     end: int
 
@@ -86,7 +86,7 @@ class Transfers:
         for part in request.shards:
             check_shards(part, instance.layout)
             check_source(part)
-        operation = Operation(client, number, instance, is_store=True, chunks=[])
+        operation = CopyOperation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
@@ -118,7 +118,8 @@ class Transfers:
             _log_end("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
         operation.pieces = pieces
-        if operation.is_by_client:  # there is nothing to sum yet, and no fence: the client says what it has copied
+        if isinstance(instance.mapped, CopiedByClient):
+            # There is nothing to sum yet. Nor does a fence matter, because the client says what it has copied.
             return self._start(operation, [CopyPiece(piece.extents, piece.block_ids) for piece in pieces])
         return self._start(operation, pieces, partial(getattr, client.liveness, "fence"), request.ticket)
 
@@ -131,7 +132,7 @@ class Transfers:
         for part in request.shards:
             check_shards(part, instance.layout)
         check_targets(request.shards)
-        operation = Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
+        operation = CopyOperation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
         pieces = []
         for part in request.shards:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
@@ -177,7 +178,7 @@ class Transfers:
         return instance
 
     def _start(
-        self, operation: Operation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
+        self, operation: CopyOperation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
     ) -> list[Action]:
         operation.client.queued += 1
         operation.client.queued_chunks += len(operation.pieces)
@@ -186,7 +187,7 @@ class Transfers:
         return self._copy(operation, pieces, fence, ticket)
 
     def _copy(
-        self, operation: Operation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
+        self, operation: CopyOperation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
     ) -> list[Action]:
         """The tasks that copy an operation's bytes; if its client does, those that make memory ready or sum it."""
         instance = operation.instance
@@ -221,17 +222,17 @@ class Transfers:
                 operation.sums[i] = sums[i - token.first]
         if operation.tasks:
             return []
-        if operation.is_by_client and not operation.is_placed and not operation.client.dead:
-            return self._place(operation)
+        mapped = operation.instance.mapped
+        if isinstance(mapped, CopiedByClient) and not operation.is_placed and not operation.client.dead:
+            return self._place(operation, mapped)
         return self._end(operation, wall)
 
     # -- copies by the client
 
-    def _place(self, operation: Operation) -> list[Action]:
+    def _place(self, operation: CopyOperation, mapped: CopiedByClient) -> list[Action]:
         """Tell a client that copies itself where the bytes are, or belong. It may withdraw its registration meanwhile:
         a connection that recovers does, and sends nothing else before that is answered."""
-        client, mapped = operation.client, operation.instance.mapped
-        assert isinstance(mapped, CopiedByClient)
+        client = operation.client
         operation.is_placed = True
         number = next(self._numbers)
         client.placed[number] = operation
@@ -280,7 +281,7 @@ class Transfers:
             return False
         return True
 
-    def _end(self, operation: Operation, wall: int) -> list[Action]:
+    def _end(self, operation: CopyOperation, wall: int) -> list[Action]:
         client, instance = operation.client, operation.instance
         client.queued -= 1
         client.queued_chunks -= len(operation.chunks)
@@ -302,7 +303,7 @@ class Transfers:
         is_unused = instance.closing and not instance.copies and instance.mapped is not None
         return [self._registrations.unmap(client, instance)] if is_unused else []
 
-    def _end_store(self, operation: Operation, wall: int) -> None:
+    def _end_store(self, operation: CopyOperation, wall: int) -> None:
         arrived = {} if operation.client.dead else operation.sums
         sealed = self._index.finish(operation.chunks, arrived, wall)
         self._counters["stored_chunks"] += len(sealed)
@@ -311,7 +312,7 @@ class Transfers:
         operation.results[0] &= len(sealed) == len(operation.chunks)
         _log_end("stored %d of %d new chunks", len(sealed), operation)
 
-    def _end_retrieve(self, operation: Operation) -> None:
+    def _end_retrieve(self, operation: CopyOperation) -> None:
         results = operation.results
         _log_end("retrieved %d of %d chunks", sum(results), operation)
         self._counters["retrieved_chunks"] += sum(results)
@@ -326,7 +327,7 @@ class Transfers:
                 first += keys
 
 
-def _log_end(what: str, done: int, operation: Operation) -> None:
+def _log_end(what: str, done: int, operation: CopyOperation) -> None:
     """Log how an operation ended, with its request ids, so that a request can be followed through the log."""
     if log.isEnabledFor(logging.DEBUG):
         count = len(operation.chunks) if operation.is_store else len(operation.results)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 
-import zmq
-
 from kvdepot.client.launch import Embedded, Shared
-from kvdepot.client.socket import CONNECT_S, Client
+from kvdepot.client.socket import CONNECT_S
 from kvdepot.config import default_url, home_url, url_in_environment
-from kvdepot.errors import BadRequest, Unavailable
-from kvdepot.library.namespace import Facts, Namespace
+from kvdepot.errors import Unavailable
+from kvdepot.library.link import Link
+from kvdepot.library.namespace import ModelFacts, Namespace
 from kvdepot.library.shapes import Shape, State
-from kvdepot.memory.arena_view import ArenaView
 from kvdepot.protocol import wire
 from kvdepot.protocol.status import Status, read
 
@@ -44,40 +40,37 @@ def connect(url: str = "", key: str = "") -> Depot:
         if not url_in_environment():
             server = Shared(url)
             server.start()
-    depot = Depot(url, key, server)
+    own = server if isinstance(server, Embedded) else None
     try:
-        depot._client.learn_chunk_size(CONNECT_S if server is None else _START_S)
+        link = Link(url, key)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+    depot = Depot(url, link, own)
+    try:
+        with link.call() as client:
+            client.learn_chunk_size(CONNECT_S if server is None else _START_S)
     except BaseException as exc:
+        is_running = server is None or server.is_running()
         depot.close()
-        if server is not None and not server.is_running():
-            raise Unavailable(server.failure()) from exc
+        if not is_running:
+            raise Unavailable(server.failure() if server is not None else "") from exc
         raise
     return depot
 
 
 class Depot:
-    """A connected depot. Any thread may use it; a forked child may not, and connects itself."""
+    """A connected depot; `connect` makes it. Any thread may use it; a forked child may not, and connects itself."""
 
-    def __init__(self, url: str, key: str = "", server: Shared | Embedded | None = None) -> None:
-        """Use `connect`. server: started for this depot."""
+    def __init__(self, url: str, link: Link, server: Embedded | None = None) -> None:
+        """link: closed with this. server: ended with this."""
         self.url = url
+        self._link = link
         self._server = server
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pid = os.getpid()
-        self._idle = threading.Condition()
-        self._calls = 0  # in progress
-        self._is_closed = False
-        self._view: ArenaView | None = None
-        try:
-            self._client = Client(url, self._context, key=key, engine="library")
-        except BaseException:
-            self._context.term()
-            if isinstance(server, Embedded):
-                server.close()
-            raise
 
     def __repr__(self) -> str:
-        return f"<kvdepot.Depot {self.url}{' closed' if self._is_closed else ''}>"
+        return f"<kvdepot.Depot {self.url}{' closed' if self._link.is_closed else ''}>"
 
     def __enter__(self) -> Depot:
         return self
@@ -102,51 +95,18 @@ class Depot:
         weights. chunk_tokens: tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or
         impossible facts. Does not block.
         """
-        with self._call() as client:
-            shapes = [shape] if isinstance(shape, Shape | State) else list(shape)
+        shapes = (shape,) if isinstance(shape, Shape | State) else tuple(shape or ())
+        with self._link.call() as client:
             least = 0 if client.has_free_chunks else client.chunk_size
-            return Namespace(self, Facts.checked(model, revision, dtype, adapter, shapes, chunk_tokens, least))
+            return Namespace(self._link, ModelFacts(model, revision, dtype, shapes, adapter, chunk_tokens).fit(least))
 
     def status(self) -> Status:
-        """What `kvdepot status --json` prints. Blocks 30 s at most. Raises Unavailable without a server."""
-        with self._call() as client:
+        """The server's status, as `kvdepot status --json` prints it. Blocks 30 s at most. Raises Unavailable."""
+        with self._link.call() as client:
             return read(client.ask(wire.Status()).result(_ANSWER_S))
 
     def close(self) -> None:
         """Close the connection once calls in other threads have ended; they are bounded in time. An embedded server
         ends. Safe twice."""
-        if os.getpid() != self._pid:
-            return
-        with self._idle:
-            was_closed, self._is_closed = self._is_closed, True
-            self._idle.wait_for(lambda: not self._calls)
-        if was_closed:
-            return
-        self._client.close()
-        self._context.term()
-        self._view = None
-        if isinstance(self._server, Embedded):
+        if self._link.close() and self._server is not None:
             self._server.close()
-
-    @contextmanager
-    def _call(self) -> Iterator[Client]:
-        """One call that uses the connection. Raises BadRequest after `close` or a fork."""
-        if os.getpid() != self._pid:
-            raise BadRequest("this depot was connected before a fork: call kvdepot.connect() in the child process")
-        with self._idle:
-            if self._is_closed:
-                raise BadRequest("this depot is closed: call kvdepot.connect() again")
-            self._calls += 1
-        try:
-            yield self._client
-        finally:
-            with self._idle:
-                self._calls -= 1
-                self._idle.notify_all()
-
-    def _arena(self, name: str, boot: bytes) -> ArenaView:
-        """The arena of a placement. Raises LayoutError, ArenaError or Unavailable."""
-        view = self._view
-        if view is None or view.key != (name, boot):
-            view = self._view = ArenaView(name, boot)
-        return view

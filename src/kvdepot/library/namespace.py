@@ -12,10 +12,11 @@ import itertools
 import logging
 import secrets
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -24,8 +25,8 @@ from blake3 import blake3
 from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
+from kvdepot.library.link import Link
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
-from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Bytes, views
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
@@ -33,93 +34,73 @@ from kvdepot.protocol.layout import Layout, copied_by_client
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
-    from kvdepot.library.depot import Depot
     from kvdepot.library.shapes import Kv
 
-__all__ = ["Facts", "Namespace"]
+__all__ = ["ModelFacts", "Namespace"]
 
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 _CHUNK_BYTES = 2 << 20
-"""Of a chunk that has a size of our choice: copying it takes ten times as long as the server's work for it."""
+"""Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
 _LEAST_TOKENS, _MOST_TOKENS = 16, 256
 _STATE_TOKENS = 256
 """Tokens per chunk where layers have states: each chunk has all of them."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What determines the bytes of a namespace's chunks."""
+class ModelFacts:
+    """All that determines the bytes of a namespace's chunks; the fields are the parameters of `Depot.namespace`."""
 
     model: str
+    revision: str
     dtype: str
     shapes: tuple[Shape | State, ...]
-    chunk_tokens: int
+    adapter: str = ""
+    chunk_tokens: int = 0
 
-    @classmethod
-    def checked(
-        cls,
-        model: str,
-        revision: str,
-        dtype: str,
-        adapter: str,
-        shapes: Sequence[Shape | State],
-        chunk_tokens: int,
-        least_tokens: int,
-    ) -> Facts:
-        """From the arguments of `Depot.namespace`. Raises BadRequest. least_tokens: per chunk, for this server."""
-        for name, value in (("model", model), ("revision", revision), ("dtype", dtype)):
+    def fit(self, least_tokens: int) -> ModelFacts:
+        """The same with a chunk size. least_tokens: that this server asks for. Raises BadRequest for facts that are
+        missing or impossible."""
+        for name, others in (("model", "models"), ("revision", "weights"), ("dtype", "precisions")):
+            value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise BadRequest(f"a namespace needs {name}: without it, KV of other {_MEANINGS[name]} could be served")
-        if not isinstance(adapter, str):
-            raise BadRequest(f"adapter must be a text, not {type(adapter).__name__}")
-        if dtype not in ITEM_BYTES:
-            raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {dtype[:40]!r}")
-        if not shapes or not all(isinstance(each, Shape | State) for each in shapes):
+                raise BadRequest(f"a namespace needs {name}: without it, KV of other {others} could be served")
+        if not isinstance(self.adapter, str):
+            raise BadRequest(f"adapter must be a text, not {type(self.adapter).__name__}")
+        if self.dtype not in ITEM_BYTES:
+            raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype[:40]!r}")
+        if not self.shapes or not all(isinstance(each, Shape | State) for each in self.shapes):
             raise BadRequest("shape must be a kvdepot.Shape or kvdepot.State, or a list of them")
-        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 0:
-            raise BadRequest(f"chunk_tokens must be a number of tokens, not {chunk_tokens!r:.40}")
-        tokens = chunk_tokens or _choose_tokens(shapes, ITEM_BYTES[dtype])
-        if chunk_tokens and chunk_tokens < least_tokens:
-            raise BadRequest(f"chunk_tokens is {chunk_tokens}, but this server's --chunk-size is {least_tokens}")
-        tokens = max(tokens, least_tokens)
-        if tokens > wire.MAX_CHUNK_TOKENS:
-            raise BadRequest(f"chunk_tokens is {tokens}; the limit is {wire.MAX_CHUNK_TOKENS}")
-        digest = blake3(msgspec.json.encode([1, model, revision, dtype, adapter, tokens, list(map(repr, shapes))]))
-        return cls(name_model(model, digest.hexdigest()), dtype, tuple(shapes), tokens)
+        tokens = self.chunk_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens <= wire.MAX_CHUNK_TOKENS:
+            raise BadRequest(f"chunk_tokens must be 0 to {wire.MAX_CHUNK_TOKENS} tokens, not {tokens!r:.40}")
+        if 0 < tokens < least_tokens:
+            raise BadRequest(f"chunk_tokens is {tokens}, but this server's --chunk-size is {least_tokens}")
+        return replace(self, chunk_tokens=tokens or max(self._chosen_tokens(), least_tokens))
+
+    def _chosen_tokens(self) -> int:
+        if any(isinstance(shape, State) for shape in self.shapes):
+            return _STATE_TOKENS
+        token_bytes = ITEM_BYTES[self.dtype] * sum(each.values for each in self.shapes if isinstance(each, Shape))
+        tokens = _LEAST_TOKENS
+        while tokens < _MOST_TOKENS and tokens * token_bytes < _CHUNK_BYTES:
+            tokens *= 2
+        return tokens
 
     def layout(self, group: int) -> Layout:
         """The layout of the chunks of one shape."""
         shape = self.shapes[group]
-        meaning = f"{group} {self.dtype} {self.chunk_tokens} {shape!r}"
-        return copied_by_client(self.chunk_bytes(group), meaning, wire.MAX_CHUNKS)
+        size = shape.size if isinstance(shape, State) else shape.values * self.chunk_tokens * ITEM_BYTES[self.dtype]
+        return copied_by_client(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}", wire.MAX_CHUNKS)
 
-    def chunk_bytes(self, group: int) -> int:
-        """Bytes of a chunk of one shape."""
-        shape = self.shapes[group]
-        if isinstance(shape, State):
-            return shape.size
-        return shape.chunk_values(self.chunk_tokens) * ITEM_BYTES[self.dtype]
-
-    @property
     def spec(self) -> ShardSpec:
+        """The namespace as the server knows it."""
         groups = tuple(GroupSpec(shape.reach(self.chunk_tokens), 1) for shape in self.shapes)
-        plain_one = len(groups) == 1 and groups[0].reach == 0
-        return ShardSpec(self.model, 1, 0, self.chunk_tokens, 1, () if plain_one else groups)
-
-
-_MEANINGS = {"model": "models", "revision": "weights", "dtype": "precision"}
-
-
-def _choose_tokens(shapes: Sequence[Shape | State], item_bytes: int) -> int:
-    if any(isinstance(shape, State) for shape in shapes):
-        return _STATE_TOKENS
-    token_bytes = item_bytes * sum(shape.values for shape in shapes if isinstance(shape, Shape))
-    tokens = _LEAST_TOKENS
-    while tokens < _MOST_TOKENS and tokens * token_bytes < _CHUNK_BYTES:
-        tokens *= 2
-    return tokens
+        is_plain = len(groups) == 1 and groups[0].reach == 0
+        facts = [1, self.model, self.revision, self.dtype, self.adapter, self.chunk_tokens, *map(repr, self.shapes)]
+        name = name_model(self.model, blake3(msgspec.json.encode(facts)).hexdigest())
+        return ShardSpec(name, 1, 0, self.chunk_tokens, 1, () if is_plain else groups)
 
 
 @dataclass(eq=False)
@@ -145,18 +126,19 @@ class Namespace:
     Without a server, nothing is stored or found; no call raises for that.
     """
 
-    def __init__(self, depot: Depot, facts: Facts) -> None:
+    def __init__(self, link: Link, facts: ModelFacts) -> None:
         self.chunk_tokens = facts.chunk_tokens
         self.facts = facts
-        self._depot = depot
-        self._spec = facts.spec
+        self._link = link
+        self._spec = facts.spec()
         self._instance = secrets.randbits(62)
         self._is_registered = False
+        self._registering = threading.Lock()  # a second registration would end what uses the first
         self._late: list[MessagingFuture[wire.Placement | _Answered]] = []  # that nobody waits for any more
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<kvdepot.Namespace {self.facts.model}, {self.chunk_tokens} tokens a chunk>"
+        return f"<kvdepot.Namespace {self._spec.model}, {self.chunk_tokens} tokens a chunk>"
 
     # -- calls
 
@@ -183,30 +165,24 @@ class Namespace:
 
         return self.chunk_tokens * self._call(store) if count else 0
 
-    def get(self, tokens: Sequence[int]) -> tuple[Any, int]:
+    def get(self, tokens: Sequence[int]) -> tuple[Plain | list[Plain] | None, int]:
         """Load the KV of the longest stored prefix: its arrays, or None, and its number of tokens; 0 is a miss.
 
         The arrays are NumPy's, of integers of the size of a value: `array.view(dtype)`, or torch.from_numpy(array).view
         (dtype), gives them their type. They are as for `put`; those of a window have its last tokens. Raises BadRequest
         for wrong tokens.
         """
-        kept: list[Any] = []
+        made: list[tuple[Plain, int]] = []
 
-        def make(count: int) -> list[Any]:
-            del kept[:]
-            for group, shape in enumerate(self.facts.shapes):
-                item = ITEM_BYTES[self.facts.dtype]
-                if isinstance(shape, State):
-                    kept.append(np.empty(shape.size, np.uint8))
-                else:
-                    held = count - self._first(group, count)
-                    kept.append(np.empty(shape.sized(held * self.chunk_tokens), f"u{item}"))
-            return kept
+        def make(count: int) -> Sequence[tuple[Kv, int]]:
+            made[:] = [self._empty(group, count) for group in range(len(self.facts.shapes))]
+            return made
 
-        count = self._load(tokens, make, begins=True)
+        count = self._load(tokens, make)
         if not count:
             return None, 0
-        return (kept[0] if len(kept) == 1 else kept), count * self.chunk_tokens
+        arrays = [array for array, _ in made]
+        return (arrays[0] if len(arrays) == 1 else arrays), count * self.chunk_tokens
 
     def get_into(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
         """As `get`, into the caller's arrays: those of `put`, long enough for all whole chunks of `tokens`.
@@ -217,13 +193,15 @@ class Namespace:
         given = self._given(kv)
         most = len(self._chain(tokens)) * self.chunk_tokens
         for shape, each in zip(self.facts.shapes, given, strict=True):
-            if isinstance(shape, Shape):
+            if isinstance(shape, State):
+                arrays, held = [state_bytes(each, shape.size)], most
+            else:
                 arrays, held = layers_of(each, shape, ITEM_BYTES[self.facts.dtype])
-                if not all(array.flags.writeable for array in arrays):
-                    raise BadRequest("KV is loaded into arrays that are read-only")
-                if held < most:
-                    raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
-        return self.chunk_tokens * self._load(tokens, lambda count: given, begins=False)
+            if not all(array.flags.writeable for array in arrays):
+                raise BadRequest("KV is loaded into arrays that are read-only")
+            if held < most:
+                raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
+        return self.chunk_tokens * self._load(tokens, lambda count: [(each, 0) for each in given])
 
     def contains(self, tokens: Sequence[int]) -> int:
         """The tokens that `get` would load. Raises BadRequest for wrong tokens."""
@@ -245,6 +223,10 @@ class Namespace:
         Raises BadRequest for wrong arguments, or what the server refuses.
         """
         prompt = self._prompt(self._chain(tokens))
+        if not isinstance(retain_s, int) or isinstance(retain_s, bool) or not 0 < retain_s < 1 << 32:
+            raise BadRequest(f"retain_s must be a whole number of seconds, not {retain_s!r:.40}")
+        if not isinstance(name, str):
+            raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
         if not prompt:
             return 0
         lease = prompt.lease(
@@ -261,6 +243,8 @@ class Namespace:
         if torch is not None and isinstance(tokens, torch.Tensor):
             if tokens.device.type != "cpu":
                 raise BadRequest(f"tokens on {tokens.device}: pass tokens.cpu()")
+            if tokens.is_floating_point() or tokens.is_complex():
+                raise BadRequest(f"tokens must be integers, not {tokens.dtype}")
             tokens = tokens.numpy()
         if isinstance(tokens, np.ndarray):
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -280,13 +264,13 @@ class Namespace:
             raise BadRequest(f"{len(ids)} tokens are more than {wire.MAX_CHUNKS} chunks of {self.chunk_tokens}")
         return chain
 
-    def _given(self, kv: Kv | Sequence[Kv]) -> list[Any]:
+    def _given(self, kv: Kv | Sequence[Kv]) -> list[Kv]:
         """The KV of each shape. Raises BadRequest."""
         if len(self.facts.shapes) == 1:
-            return [kv]
+            return [cast("Kv", kv)]
         if not isinstance(kv, list | tuple) or len(kv) != len(self.facts.shapes):
             raise BadRequest(f"KV must be a list with one item for each of {len(self.facts.shapes)} shapes")
-        return list(kv)
+        return list(cast("Sequence[Kv]", kv))
 
     def _first(self, group: int, count: int) -> int:
         """The first of `count` chunks that a shape needs to resume after them."""
@@ -307,8 +291,16 @@ class Namespace:
             raise BadRequest(f"KV of {held} tokens for {tokens} tokens, of which the last {needed} are needed")
         return first, _TokenMoves(arrays, shape, size, tokens - held)
 
+    def _empty(self, group: int, count: int) -> tuple[Plain, int]:
+        """Arrays for what a shape needs of `count` chunks, and the number of their first token."""
+        shape, first = self.facts.shapes[group], self._first(group, count)
+        if isinstance(shape, State):
+            return np.empty(shape.size, np.uint8), 0
+        held = (count - first) * self.chunk_tokens
+        return np.empty(shape.sized(held), f"u{ITEM_BYTES[self.facts.dtype]}"), first * self.chunk_tokens
+
     def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
-        """How chunks are copied into arrays that begin with this token."""
+        """Views for copying chunks into arrays that begin with this token."""
         shape = self.facts.shapes[group]
         if isinstance(shape, State):
             return _StateMoves(kv, shape.size)
@@ -318,7 +310,7 @@ class Namespace:
 
     def _call(self, work: Callable[[Client], int]) -> int:
         """The result of the server's work; 0 if there is no server, or none that answers in time."""
-        with self._depot._call() as client:
+        with self._link.call() as client:
             self._settle_late(client)
             try:
                 self._register(client)
@@ -333,12 +325,13 @@ class Namespace:
                 return 0
 
     def _register(self, client: Client) -> None:
-        if self._is_registered:
-            return
-        layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
-        for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
-            answer.result(_ANSWER_S)
-        self._is_registered = True
+        with self._registering:
+            if self._is_registered:
+                return
+            layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
+            for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
+                answer.result(_ANSWER_S)
+            self._is_registered = True
 
     def _prompt(self, chain: ChunkChain) -> PromptChunks | None:
         return PromptChunks(self._spec, bytes(chain.hashes)) if len(chain) else None
@@ -347,7 +340,7 @@ class Namespace:
         """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
         blocks = np.arange(end - first, dtype=np.uint32).tobytes()
         parent, hashes = chain.parent(first), chain.slice(first, end)
-        return wire.Shards(request, self.facts.model, 1, 0, parent, first, hashes, blocks)
+        return wire.Shards(request, self._spec.model, 1, 0, parent, first, hashes, blocks)
 
     def _find(self, client: Client, chain: ChunkChain, request: str = "") -> int:
         """The chunks of the longest stored prefix. They stay pinned for `request`, if it is given."""
@@ -361,18 +354,18 @@ class Namespace:
             if not request:
                 client.ask(wire.EndSession(name), deadline_s=None)
 
-    def _load(self, tokens: Sequence[int], make: Callable[[int], list[Any]], begins: bool) -> int:
-        """The number of chunks loaded. make: gives the arrays of each shape for this many chunks; begins: which begin
-        with the first chunk that is loaded, not with the first of the sequence."""
+    def _load(self, tokens: Sequence[int], make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
+        """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the
+        token with which they begin."""
         chain = self._chain(tokens)
 
         def load(client: Client) -> int:
             request = f"get-{self._instance}-{next(self._numbers)}"
             try:
                 count = self._find(client, chain, request)
-                for group, kv in enumerate(make(count) if count else ()):
+                for group, (kv, first_token) in enumerate(make(count) if count else ()):
                     first = self._first(group, count)
-                    moves = self._target(group, kv, first * self.chunk_tokens if begins else 0)
+                    moves = self._target(group, kv, first_token)
                     shards = self._shards(group, chain, first, count, request)
                     loaded = self._move(client, wire.Retrieve(self._instance + group, [shards], False), first, moves)
                     if not isinstance(loaded, list) or not all(loaded):
@@ -397,11 +390,17 @@ class Namespace:
             raise
         if isinstance(placed, _Answered):
             return placed.value
-        copied = False
+        copied, is_store = False, isinstance(message, wire.Store)
         try:
-            with self._depot._arena(placed.arena, placed.boot).use() as arena:
+            with self._link.arena(placed.arena, placed.boot).use() as arena:
                 for place in placed.places:
-                    moves.move(first + place.chunk, arena, place.extents, isinstance(message, wire.Store))
+                    parts = views(arena, place.extents, 0, moves.size)
+                    chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                    for stored, given in moves.pairs(first + place.chunk, chunk):
+                        np.copyto(*((stored, given) if is_store else (given, stored)))
+                    if is_store and len(parts) > 1:
+                        for part in parts:
+                            part[:], chunk = chunk[: len(part)], chunk[len(part) :]
             copied = True
         finally:
             answer = client.ask(wire.Complete(placed.operation, copied))
@@ -425,57 +424,37 @@ class Namespace:
 
 
 class _Moves(Protocol):
-    """Copies of chunks between the caller's arrays and the arena."""
+    """The caller's arrays, and the bytes of chunks that belong to them. size: bytes of a chunk."""
 
-    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
-        """Copy a chunk, by its number in the sequence, to its bytes in the arena or back."""
+    size: int
+
+    def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
+        """Pairs of equally shaped views: of a chunk's bytes, and of the caller's arrays. chunk: its number in the
+        sequence."""
 
 
 class _TokenMoves:
     def __init__(self, arrays: list[Plain], shape: Shape, chunk_tokens: int, first_token: int) -> None:
         """arrays: as `layers_of` gives them, from token `first_token` of the sequence on."""
+        self.size = shape.values * chunk_tokens * arrays[0].itemsize
         self._arrays = arrays
         self._shape = shape.sized(chunk_tokens)
-        self._chunk_bytes = shape.chunk_values(chunk_tokens) * arrays[0].itemsize
-        self._axis = shape.token_axis - (0 if len(arrays) == 1 and arrays[0].ndim == 5 else 2)
-        self._size = chunk_tokens
+        self._axis = shape.token_axis - (5 - arrays[0].ndim)
+        self._tokens = chunk_tokens
         self._first_token = first_token
 
-    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
-        start = chunk * self._size - self._first_token
-        at = (*[slice(None)] * self._axis, slice(start, start + self._size))
-        dtype = self._arrays[0].dtype
-        with _bytes_of(views(arena, extents, 0, self._chunk_bytes), is_store) as data:
-            chunk_values = data.view(dtype).reshape(self._shape)
-            if self._axis >= 2:
-                pairs = [(chunk_values, self._arrays[0][at])]
-            else:
-                inner = chunk_values.reshape(-1, *self._shape[2:])
-                pairs = [(inner[i], each[at]) for i, each in enumerate(self._arrays)]
-            for stored, given in pairs:
-                np.copyto(*((stored, given) if is_store else (given, stored)))
+    def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
+        start = chunk * self._tokens - self._first_token
+        at = (*[slice(None)] * self._axis, slice(start, start + self._tokens))
+        values = data.view(self._arrays[0].dtype).reshape(-1, *self._shape[5 - self._arrays[0].ndim :])
+        return ((values[i], each[at]) for i, each in enumerate(self._arrays))
 
 
 class _StateMoves:
     def __init__(self, kv: Kv, size: int) -> None:
         """Raises BadRequest unless `kv` is one array of this many bytes."""
+        self.size = size
         self._bytes = state_bytes(kv, size)
 
-    def move(self, chunk: int, arena: Bytes, extents: Extents, is_store: bool) -> None:
-        with _bytes_of(views(arena, extents, 0, len(self._bytes)), is_store) as data:
-            np.copyto(*((data, self._bytes) if is_store else (self._bytes, data)))
-
-
-@contextlib.contextmanager
-def _bytes_of(parts: list[Bytes], is_store: bool) -> Iterator[Bytes]:
-    """The parts of a chunk's bytes as one array; if it has to be a buffer, it is written back if `is_store`."""
-    if len(parts) == 1:
-        yield parts[0]
-        return
-    buffer = np.empty(sum(map(len, parts)), np.uint8) if is_store else np.concatenate(parts)
-    yield buffer
-    if is_store:
-        start = 0
-        for part in parts:
-            part[:] = buffer[start : start + len(part)]
-            start += len(part)
+    def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
+        yield data, self._bytes

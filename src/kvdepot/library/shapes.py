@@ -74,10 +74,6 @@ class Shape:
         inner = (tokens, self.heads) if self.order == "tokens" else (self.heads, tokens)
         return (self.layers, self.parts, *inner, self.head_dim)
 
-    def chunk_values(self, chunk_tokens: int) -> int:
-        """Number of values of a chunk."""
-        return self.values * chunk_tokens
-
     def reach(self, chunk_tokens: int) -> int:
         """As wire.Group.reach."""
         return math.ceil(self.window / chunk_tokens)
@@ -85,7 +81,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class State:
-    """What layers keep after a chunk instead of KV of each token (Mamba, linear attention): `size` bytes."""
+    """Layers that keep `size` bytes of state after a chunk instead of KV of each token (Mamba, linear attention)."""
 
     size: int
 
@@ -107,6 +103,8 @@ def plain(kv: Kv, item_bytes: int) -> Plain:
         if kv.element_size() != item_bytes:
             raise BadRequest(f"KV of {kv.dtype} in a namespace whose values have {item_bytes} bytes")
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_bytes]
+        if kv.layout is not torch.strided or kv.is_quantized or kv.is_conj() or kv.is_neg():
+            raise BadRequest(f"KV must be a plain strided tensor, not one of layout {kv.layout} or a lazy view")
         kv = kv.detach().view(integers).numpy()
     if not isinstance(kv, np.ndarray):
         raise BadRequest(f"KV must be a NumPy array or a torch tensor, not {type(kv).__name__}")
