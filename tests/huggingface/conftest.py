@@ -29,7 +29,7 @@ def depot() -> Iterator[Depot]:
     server.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def library(depot: Depot) -> Iterator[kvdepot.Depot]:
     """A connection to the module's server."""
     with kvdepot.connect(depot.url) as connected:

@@ -34,6 +34,7 @@ _STATES = {
     "shared_expert_intermediate_size": 32,
 }
 _LATENT = {
+    "head_dim": 8,
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,

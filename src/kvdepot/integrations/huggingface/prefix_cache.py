@@ -67,7 +67,7 @@ class _Prompts:
 
     @property
     def columns(self) -> int:
-        return self.ids.shape[1]
+        return int(self.ids.shape[1])
 
 
 class PrefixCache:
@@ -107,17 +107,17 @@ class PrefixCache:
         past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
         """
         prompts, opened = self._prompts(input_ids, attention_mask), self._open()
-        layout, target = opened.layout, self._target(past, opened)
-        columns = self._find(prompts, opened)
-        loaded = [self._load(tokens[: max(0, columns - pad)], opened) for tokens, pad in prompts] if columns else []
-        found = [n + pad for (_, n), pad in zip(loaded, prompts.pads, strict=False) if n]
-        if not found or len(found) < len(prompts.pads) or (not layout.is_plain and min(found) < columns):
+        layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
+        if len(prompts.pads) > 1 and not layout.is_plain:
+            columns = self._find_common(prompts, opened)
+        loaded = [self._load(tokens[: max(0, columns - pad)], opened) for tokens, pad in prompts]
+        ends = [n + pad if n else 0 for (_, n), pad in zip(loaded, prompts.pads, strict=True)]
+        if not min(ends) or (len(set(ends)) > 1 and not layout.is_plain):
             return target, 0
-        columns = min(columns, *found)
-        if past is None and prompts.pads == [0] and layout.length(loaded[0][0]) == columns:
+        if past is None and prompts.pads == [0]:
             return loaded[0]
-        layout.merge(target, [cache for cache, _ in loaded], prompts.pads, columns)
-        return target, columns
+        layout.merge(target, [cache for cache, _ in loaded], prompts.pads, min(ends))
+        return target, min(ends)
 
     def store(self, input_ids: TokenIds, past: Cache) -> int:
         """Store the KV of a prompt, or of a batch without padding. Returns the tokens that the depot has then, in whole
@@ -195,16 +195,15 @@ class PrefixCache:
             found = self._opened[mark] = _Opened(layout, namespace, revision)
         return found
 
-    def _find(self, prompts: _Prompts, opened: _Opened) -> int:
-        """The columns that can be loaded of all rows, the last column aside."""
+    def _find_common(self, prompts: _Prompts, opened: _Opened) -> int:
+        """The columns after which all rows can resume; 0 if there are none. Windows and states resume nowhere else."""
         columns = prompts.columns - 1
         while True:
             prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
-            hits = [(opened.namespace.contains(prefix), pad) for prefix, pad in prefixes]
-            found = min(n + pad if n else 0 for n, pad in hits)
-            if not found or opened.layout.is_plain or all(n + pad == found for n, pad in hits):
-                return found
-            columns = found  # a window or a state is of use at its own place only
+            ends = [n + pad if (n := opened.namespace.contains(prefix)) else 0 for prefix, pad in prefixes]
+            if not min(ends) or min(ends) == max(ends):
+                return min(ends)
+            columns = min(ends)
 
     def _load(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
         """A new cache with the longest stored prefix of one prompt, and the number of its tokens."""
