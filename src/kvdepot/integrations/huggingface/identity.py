@@ -31,8 +31,11 @@ _SAMPLE_BYTES = 4096
 _STEP_BYTES = 1 << 20
 _ROW_BYTES = 64
 _BY_ROW = re.compile(r"embed|wte|lm_head|(^|\.)output\.weight$")
-_ELSEWHERE = {"_name_or_path", "transformers_version", "base_model_name_or_path", "revision", "use_cache"}
-"""Keys of configurations that say where a model came from, not what it computes."""
+_ELSEWHERE = {
+    "_name_or_path", "architectures", "base_model_name_or_path", "dtype", "revision", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Keys of configurations that say where a model came from, or what its tensors say themselves."""
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*token_(id|index)$")
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 """Rotary embeddings that rotate a prefix's keys by an amount that depends on the length of the whole prompt."""

@@ -8,6 +8,7 @@ stored any more, so the caches that this package makes have layers that also rec
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -197,7 +198,7 @@ class CacheLayout:
             found += [cut] if is_pair else [[keys for keys, _ in cut], [values for _, values in cut]]
         return found
 
-    def fill(self, cache: Cache, loaded: list[npt.NDArray[np.generic]], count: int) -> None:
+    def fill(self, cache: Cache, loaded: Sequence[npt.NDArray[np.unsignedinteger]], count: int) -> None:
         """Fill an empty cache of `new_cache` with what a depot's `get` gave for `count` tokens."""
         arrays = iter(loaded)
         for geometry, layers in self.groups:

@@ -209,8 +209,8 @@ class PrefixCache:
         """A new cache with the longest stored prefix of one prompt, and the number of its tokens."""
         cache = self._target(None, opened)
         arrays, count = opened.namespace.get(tokens.numpy()) if len(tokens) else (None, 0)
-        if count:
-            opened.layout.fill(cache, arrays if isinstance(arrays, list) else [arrays], count)  # type: ignore[list-item]
+        if arrays is not None:
+            opened.layout.fill(cache, arrays if isinstance(arrays, list) else [arrays], count)
         return cache, count
 
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
@@ -319,9 +319,9 @@ class PrefixCache:
                 f"input_ids must be integers [tokens] or [batch, tokens], not {ids.dtype} {list(ids.shape)}: pass "
                 "tokenizer(...).input_ids"
             )
-        ids = ids.detach().long().cpu().reshape(-1, ids.shape[-1])
         if not ids.numel():
             raise BadRequest("input_ids is empty: pass at least one token")
+        ids = ids.detach().long().cpu().reshape(-1, ids.shape[-1])
         if self._media and not self._media.isdisjoint(ids.unique().tolist()):
             raise BadRequest("prompts with images or sounds are not served: their KV does not depend on tokens alone")
         pads = [0] * len(ids) if attention_mask is None else self._pads(ids, attention_mask)
