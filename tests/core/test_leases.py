@@ -459,6 +459,7 @@ class LeaseMachine(RuleBasedStateMachine):
         held = [each for each in self.desk.depot.leases._all() if each.held]
         if self.desk.ask(b"admin", wire.SetQuota(owner[0], quota, owner[1])) is None:
             self.floors[owner] = floor or 0
+            self.desk.expire()  # drops what is above the cap now, not in the middle of a later rule
         ended: set[Account] = set()
         for lease in sorted(
             held, key=lambda each: (not each.request.ttl_s, each.request.priority, each.number), reverse=True
