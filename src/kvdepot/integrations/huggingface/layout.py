@@ -8,12 +8,9 @@ stored any more, so the caches that this package makes have layers that also rec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
@@ -33,6 +30,8 @@ _SERVED = {
     "LinearAttentionAndFullAttentionLayer",
 }
 _STATES = ("conv_states", "recurrent_states")
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 class RecordingLayer(DynamicSlidingWindowLayer):
@@ -41,11 +40,9 @@ class RecordingLayer(DynamicSlidingWindowLayer):
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window)
         self.first = 0
-        self.record: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.record: list[Pair] = []
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append keys and values, as transformers calls it."""
         self.record.append((key_states, value_states))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -83,7 +80,7 @@ class Held:
     """The KV that the layers of one geometry hold of a row, from token `first` on: `[heads, tokens, dim]` each."""
 
     first: int
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    pairs: list[Pair]
 
 
 def new_cache(model: torch.nn.Module) -> Cache:
@@ -141,6 +138,10 @@ class CacheLayout:
         return self.dtype, heads, [part[:-1] for part in self.states]
 
     @property
+    def state_bytes(self) -> int:
+        return sum(_size(part) for part in self.states)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the KV of a prefix is a part of that of a longer one."""
         return not self.states and not any(geometry.window for geometry, _ in self.groups)
@@ -153,7 +154,7 @@ class CacheLayout:
             dims, parts = ([key_dim], 2) if key_dim == value_dim else ([key_dim, value_dim], 1)
             found += [Shape(len(layers), heads, dim, parts, "heads", window) for dim in dims]
         if self.states:
-            found.append(State(sum(_size(part) for part in self.states)))
+            found.append(State(self.state_bytes))
         return found
 
     def length(self, cache: Cache) -> int:
@@ -188,33 +189,52 @@ class CacheLayout:
         parts = (getattr(cache.layers[part.layer], part.name)[part.number][row] for part in self.states)
         return torch.cat([each.contiguous().reshape(-1).view(torch.uint8).cpu() for each in parts])
 
+    def reaches(self, chunk_tokens: int) -> list[int]:
+        """The tokens before a chunk's end that each geometry needs there, in whole chunks; 0: all."""
+        return [math.ceil(geometry.window / chunk_tokens) * chunk_tokens for geometry, _ in self.groups]
+
     def arguments(self, held: list[Held], reaches: list[int], end: int) -> list[object]:
-        """The arguments for attention of a depot's `put` of `end` tokens: of windows, the last `reach` of them."""
-        found: list[object] = []
-        for (geometry, _), each, reach in zip(self.groups, held, reaches, strict=True):
+        """The arguments for attention of a depot's `put` of `end` tokens: of windows, those within reach."""
+        cuts = []
+        for each, reach in zip(held, reaches, strict=True):
             at = slice(max(0, end - (reach or end)) - each.first, end - each.first)
-            cut = [(keys[:, at], values[:, at]) for keys, values in each.pairs]
+            cuts.append([(keys[:, at], values[:, at]) for keys, values in each.pairs])
+        return self.by_shape(cuts)
+
+    def by_shape(self, pairs: list[list[Pair]]) -> list[object]:
+        """Keys and values by geometry, as a depot takes them for `shapes`."""
+        found: list[object] = []
+        for (geometry, _), each in zip(self.groups, pairs, strict=True):
             is_pair = geometry.key_dim == geometry.value_dim
-            found += [cut] if is_pair else [[keys for keys, _ in cut], [values for _, values in cut]]
+            found += [each] if is_pair else [[keys for keys, _ in each], [values for _, values in each]]
         return found
 
-    def fill(self, cache: Cache, loaded: Sequence[npt.NDArray[np.unsignedinteger]], count: int) -> None:
-        """Fill an empty cache of `new_cache` with what a depot's `get` gave for `count` tokens."""
-        arrays = iter(loaded)
-        for geometry, layers in self.groups:
-            keys = torch.from_numpy(next(arrays)).view(self.dtype)
-            values = keys[:, 1] if geometry.key_dim == geometry.value_dim else None
-            if values is None:
-                values = torch.from_numpy(next(arrays)).view(self.dtype)[:, 0]
-            for number, index in enumerate(layers):
-                pair = [each[number][None].to(self.devices[index]) for each in (keys[:, 0], values)]
-                _set(cache.layers[index], pair[0], pair[1], count)
-        if self.states:
-            data, start = torch.from_numpy(next(arrays)), 0
-            for part in self.states:
-                values = data[start : start + _size(part)].clone().view(part.dtype).view(1, *part.shape)
-                _set_state(cache.layers[part.layer], part, values.to(part.device))
-                start += _size(part)
+    def buffers(self, count: int) -> list[list[Pair]]:
+        """Memory for the keys and values of this many tokens, by geometry and layer."""
+
+        def empty(heads: int, dim: int, index: int) -> torch.Tensor:
+            return torch.empty(heads, count, dim, dtype=self.dtype, pin_memory=self.devices[index].type == "cuda")
+
+        return [
+            [(empty(heads, key_dim, index), empty(heads, value_dim, index)) for index in layers]
+            for (heads, key_dim, value_dim, _), layers in self.groups
+        ]
+
+    def fill(self, cache: Cache, loaded: list[list[Pair]], reaches: list[int], count: int) -> None:
+        """Fill an empty cache of `new_cache` with `count` tokens of `buffers`."""
+        for (_, layers), pairs, reach in zip(self.groups, loaded, reaches, strict=True):
+            first = max(0, count - (reach or count))
+            for index, pair in zip(layers, pairs, strict=True):
+                keys, values = (each[None, :, first:count].to(self.devices[index]) for each in pair)
+                _set(cache.layers[index], *((keys.clone(), values.clone()) if first else (keys, values)), count)
+
+    def fill_states(self, cache: Cache, data: torch.Tensor) -> None:
+        """Fill an empty cache of `new_cache` with the bytes of its states."""
+        start = 0
+        for part in self.states:
+            values = data[start : start + _size(part)].clone().view(part.dtype).view(1, *part.shape)
+            _set_state(cache.layers[part.layer], part, values.to(part.device))
+            start += _size(part)
 
     def merge(self, target: Cache, rows: list[Cache], pads: list[int], columns: int) -> None:
         """Fill an empty cache with `columns` tokens of a batch: each row begins after its padding.
@@ -253,7 +273,7 @@ def _geometry(layer: CacheLayerMixin) -> Geometry | None:
     return Geometry(keys.shape[1], keys.shape[-1], values.shape[-1], window)
 
 
-def _held(layer: CacheLayerMixin, length: int, row: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+def _held(layer: CacheLayerMixin, length: int, row: int) -> tuple[int, Pair]:
     """The first token that a layer still has, and a row's keys and values from it on."""
     keys, values, first = layer.keys, layer.values, length - layer.keys.shape[-2]
     if isinstance(layer, RecordingLayer):

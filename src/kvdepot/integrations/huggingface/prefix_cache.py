@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -207,10 +206,16 @@ class PrefixCache:
 
     def _load(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
         """A new cache with the longest stored prefix of one prompt, and the number of its tokens."""
-        cache = self._target(None, opened)
-        arrays, count = opened.namespace.get(tokens.numpy()) if len(tokens) else (None, 0)
-        if arrays is not None:
-            opened.layout.fill(cache, arrays if isinstance(arrays, list) else [arrays], count)
+        layout, namespace, ids = opened.layout, opened.namespace, tokens.numpy()
+        cache, count = self._target(None, opened), namespace.contains(ids) if len(ids) else 0
+        if not count:
+            return cache, 0
+        pairs, states = layout.buffers(count), torch.empty(layout.state_bytes, dtype=torch.uint8)
+        arguments = layout.by_shape(pairs) + ([states] if layout.states else [])
+        count = namespace.get_into(ids[:count], arguments if len(arguments) > 1 else arguments[0])
+        if count:
+            layout.fill(cache, pairs, layout.reaches(namespace.chunk_tokens), count)
+            layout.fill_states(cache, states)
         return cache, count
 
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
@@ -227,7 +232,7 @@ class PrefixCache:
                 "or use generate()"
             )
         held = layout.read(cache, row)
-        reaches = [math.ceil(geometry.window / size) * size for geometry, _ in layout.groups]
+        reaches = layout.reaches(size)
         step = min((reach for reach in reaches if reach), default=end)
         ends = [end] if layout.states else range(end, stored, -step)
         whole = [e for e in ends if all(h.first <= max(0, e - (r or e)) for h, r in zip(held, reaches, strict=True))]
