@@ -19,6 +19,8 @@ import struct
 import time
 from pathlib import Path
 
+from kvdepot.errors import Unavailable
+
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of `flock` on file systems that do not have it, such as Lustre and NFS without locks."""
 _TRIES, _PAUSE_S = 3, 0.008
@@ -73,10 +75,16 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def use(fd: int) -> None:
-    """Record in the kernel that this open file is in use, until `end_use` or its last process ends; blocks for the
-    moment in which another process `refuse_use`s it. Threads with one open file share one use."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+def use(fd: int, timeout_s: float) -> bool:
+    """Record in the kernel that this open file is in use, until `end_use` or its last process ends. Waits while another
+    process refuses it; False after `timeout_s`. Threads with one open file share one use.
+
+    Raises Unavailable where the kernel has no locks of open files.
+    """
+    try:
+        return _take_use(fd, fcntl.F_RDLCK, timeout_s)
+    except OSError as exc:
+        raise Unavailable(f"this kernel has no locks of open files (F_OFD_SETLK): {exc.strerror}") from exc
 
 
 def end_use(fd: int) -> None:
@@ -84,11 +92,19 @@ def end_use(fd: int) -> None:
 
 
 def refuse_use(fd: int, timeout_s: float) -> bool:
-    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`."""
+    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`. Without
+    locks of open files, nobody can use it."""
+    try:
+        return _take_use(fd, fcntl.F_WRLCK, timeout_s)
+    except OSError:
+        return True
+
+
+def _take_use(fd: int, kind: int, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
             return True
         except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:

@@ -134,7 +134,7 @@ class CopyOperation:
     sums: dict[int, int] = field(default_factory=dict)  # of a store: checksums of arrived chunks, by position
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
     unpins: bool = False
-    is_placed: bool = False  # its client has been told where to copy
+    placement: wire.Placement | None = None  # the answer that has told its client where to copy
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ class Client:
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped
-    placed: dict[int, CopyOperation] = field(default_factory=dict)  # by number: operations whose bytes it copies itself
+    own_copies: list[CopyOperation] = field(default_factory=list)  # operations whose bytes it copies itself
     queued: int = 0  # operations in progress
     queued_chunks: int = 0  # and their chunks
     dead: bool = False

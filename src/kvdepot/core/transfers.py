@@ -83,6 +83,8 @@ class Transfers:
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
         instance = self._admit(client, request.instance)
+        if repeated := self._repeated(client, number):
+            return self._answer_again(repeated)
         for part in request.shards:
             check_shards(part, instance.layout)
             check_source(part)
@@ -129,6 +131,8 @@ class Transfers:
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
         instance = self._admit(client, request.instance)
+        if repeated := self._repeated(client, number):
+            return self._answer_again(repeated)
         for part in request.shards:
             check_shards(part, instance.layout)
         check_targets(request.shards)
@@ -180,6 +184,8 @@ class Transfers:
     def _start(
         self, operation: CopyOperation, pieces: list[CopyPiece], fence: Callable[[], int] | None = None, ticket: int = 0
     ) -> list[Action]:
+        if isinstance(operation.instance.mapped, CopiedByClient):
+            operation.client.own_copies.append(operation)
         operation.client.queued += 1
         operation.client.queued_chunks += len(operation.pieces)
         operation.instance.copies += 1
@@ -218,12 +224,12 @@ class Transfers:
                 operation.sums.pop(i, None)
             elif not operation.is_store:
                 operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], sums[i - token.first])
-            elif not operation.is_placed or i in operation.sums:
+            elif operation.placement is None or i in operation.sums:
                 operation.sums[i] = sums[i - token.first]
         if operation.tasks:
             return []
         mapped = operation.instance.mapped
-        if isinstance(mapped, CopiedByClient) and not operation.is_placed and not operation.client.dead:
+        if isinstance(mapped, CopiedByClient) and operation.placement is None and not operation.client.dead:
             return self._place(operation, mapped)
         return self._end(operation, wall)
 
@@ -233,23 +239,31 @@ class Transfers:
         """Tell a client that copies itself where the bytes are, or belong. It may withdraw its registration meanwhile:
         a connection that recovers does, and sends nothing else before that is answered."""
         client = operation.client
-        operation.is_placed = True
-        number = next(self._numbers)
-        client.placed[number] = operation
         places = [
             wire.Place(place, chunk.shards[rank].extents)
             for i, (place, (chunk, rank)) in enumerate(zip(operation.places, operation.chunks, strict=True))
             if (i in operation.sums if operation.is_store else operation.results[place])
         ]
         operation.instance.copies -= 1
-        placement = wire.Placement(number, *mapped.owner, places)
-        return [Reply(client.identity, operation.number, placement), *self._unmap_unused(client, operation.instance)]
+        operation.placement = wire.Placement(next(self._numbers), *mapped.owner, places)
+        return [*self._answer_again(operation), *self._unmap_unused(client, operation.instance)]
+
+    def _repeated(self, client: Client, number: bytes) -> CopyOperation | None:
+        """The operation that a client asks for again, because its connection broke before the answer arrived. Its
+        chunks are not stored yet, and its client must learn where they are."""
+        return next((each for each in client.own_copies if each.number == number), None)
+
+    def _answer_again(self, operation: CopyOperation) -> list[Action]:
+        if operation.placement is None:
+            return []  # the answer is still to come
+        return [Reply(operation.client.identity, operation.number, operation.placement)]
 
     def complete(self, client: Client, number: bytes, request: wire.Complete, wall: int) -> list[Action]:
         """End an operation whose bytes the client has copied. Raises UnknownRequest, and then changes nothing."""
-        operation = client.placed.pop(request.operation, None)
+        operation = next((each for each in client.own_copies if _is_placed_as(each, request.operation)), None)
         if operation is None:
             raise UnknownRequest(f"no store or retrieve {request.operation} waits for its bytes")
+        client.own_copies.remove(operation)
         operation.number = number
         operation.instance.copies += 1
         if not operation.is_store:
@@ -264,9 +278,10 @@ class Transfers:
     def leave(self, client: Client, wall: int) -> list[Action]:
         """End the operations whose bytes a client was to copy: its process is gone, or it has closed its connection,
         after which it copies no more."""
-        placed, client.placed = client.placed, {}
+        placed = [each for each in client.own_copies if each.placement is not None]
+        client.own_copies.clear()
         actions: list[Action] = []
-        for operation in placed.values():
+        for operation in placed:
             operation.instance.copies += 1
             actions += self._end(operation, wall)
         return actions
@@ -325,6 +340,10 @@ class Transfers:
                 done = sum(results[first : first + keys])
                 self._sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
                 first += keys
+
+
+def _is_placed_as(operation: CopyOperation, number: int) -> bool:
+    return operation.placement is not None and operation.placement.operation == number
 
 
 def _log_end(what: str, done: int, operation: CopyOperation) -> None:

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
-from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
+from kvdepot.errors import BadRequest, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
 from kvdepot.library.link import Link
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
 from kvdepot.memory.copier import Bytes, views
@@ -110,13 +110,32 @@ class _Answered:
     value: object
 
 
-def _read(value: object) -> wire.Placement | _Answered:
-    if isinstance(value, list) and len(value) == 4 and isinstance(value[1], str):
+class _Awaited:
+    """The answer to a store or retrieve. What is placed once its call has given up is given back when that is known."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._is_given_up = False
+
+    def read(self, value: object) -> wire.Placement | _Answered:
+        """Convert the answer. Raises ProtocolError."""
+        if not (isinstance(value, list) and len(value) == 4 and isinstance(value[1], str)):
+            return _Answered(value)
         try:
-            return msgspec.convert(value, wire.Placement)
+            placed = msgspec.convert(value, wire.Placement)
         except msgspec.ValidationError as exc:
             raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
-    return _Answered(value)
+        if self._is_given_up:
+            self._client.ask(wire.Complete(placed.operation, False))
+        return placed
+
+    def give_up(self, future: MessagingFuture[wire.Placement | _Answered]) -> None:
+        """Nobody waits for the answer any more."""
+        self._is_given_up = True
+        with contextlib.suppress(KVDepotError):
+            placed = future.result(0)  # it may have arrived meanwhile
+            if isinstance(placed, wire.Placement):
+                self._client.ask(wire.Complete(placed.operation, False))
 
 
 class Namespace:
@@ -134,7 +153,6 @@ class Namespace:
         self._instance = secrets.randbits(62)
         self._is_registered = False
         self._registering = threading.Lock()  # a second registration would end what uses the first
-        self._late: list[MessagingFuture[wire.Placement | _Answered]] = []  # that nobody waits for any more
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
@@ -311,7 +329,6 @@ class Namespace:
     def _call(self, work: Callable[[Client], int]) -> int:
         """The result of the server's work; 0 if there is no server, or none that answers in time."""
         with self._link.call() as client:
-            self._settle_late(client)
             try:
                 self._register(client)
                 return work(client)
@@ -382,11 +399,12 @@ class Namespace:
 
         first: number of its first chunk.
         """
-        future = client.ask(message, _read)
+        awaited = _Awaited(client)
+        future = client.ask(message, awaited.read)
         try:
             placed = future.result(_ANSWER_S)
-        except DeadlineExceeded:
-            self._late.append(future)
+        except BaseException:
+            awaited.give_up(future)
             raise
         if isinstance(placed, _Answered):
             return placed.value
@@ -409,18 +427,6 @@ class Namespace:
             return answer.result(_ANSWER_S)
         except UnknownRequest:
             return False
-
-    def _settle_late(self, client: Client) -> None:
-        """Complete what was placed after its call had given up."""
-        late, self._late = self._late, []
-        for future in late:
-            if not future.query():
-                self._late.append(future)
-                continue
-            with contextlib.suppress(KVDepotError):
-                placed = future.result(0)
-                if isinstance(placed, wire.Placement):
-                    client.ask(wire.Complete(placed.operation, False))
 
 
 class _Moves(Protocol):

@@ -6,6 +6,7 @@ that finds a file of that name takes it over, once its lock is free, but refuses
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -107,7 +108,8 @@ class Arena:
         try:
             return self._claim_unused(boot)
         finally:
-            locks.end_use(self._fd)
+            with contextlib.suppress(OSError):  # a kernel without locks of open files
+                locks.end_use(self._fd)
 
     def _claim_unused(self, boot: bytes) -> ArenaHeader:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None

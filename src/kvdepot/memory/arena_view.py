@@ -21,6 +21,8 @@ from kvdepot.errors import Unavailable
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import ArenaHeader
 
+_USE_S = 5.0
+
 
 class ArenaView:
     """The arena of one run of a server, mapped readable and writable. Any thread."""
@@ -49,11 +51,12 @@ class ArenaView:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy within: the arena's bytes. Blocks for moments. Raises Unavailable if the server has been replaced."""
+        """Copy within: the arena's bytes. Blocks for moments. Raises Unavailable if the server has been replaced, or
+        where the kernel has no locks of open files."""
         with self._lock:
+            if not self._users and not locks.use(self._fd, _USE_S):
+                raise Unavailable("the arena is being taken over by another server, which hangs")
             self._users += 1
-            if self._users == 1:
-                locks.use(self._fd)
         try:
             header = ArenaHeader.read(self._fd, self.key[0])
             if header is None or header.boot != self.key[1]:
