@@ -97,13 +97,14 @@ def identity(model: torch.nn.Module) -> str:
     hasher.update(json.dumps(facts).encode())
     weights = {**dict(model.named_buffers()), **model.state_dict()}
     size = sum(each.nbytes for each in weights.values() if isinstance(each, torch.Tensor))
+    step = _SAMPLE_BYTES if size <= _WHOLE_BYTES else _STEP_BYTES
     for name in sorted(weights):
-        _hash(hasher, name, weights[name], size <= _WHOLE_BYTES)
+        _hash(hasher, name, weights[name], step)
     return hasher.hexdigest()[:32]
 
 
 def _describe(model: torch.nn.Module) -> str:
-    """What the model computes with besides its weights, as JSON: configuration, attention kernels, adapters."""
+    """All that a model computes with besides its weights, as JSON: configuration, attention kernels, adapters."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     kernels = [[getattr(c, f"_{kind}_implementation", None) for kind in ("attn", "experts")] for c in configs]
     adapters = [
@@ -171,29 +172,30 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data.as_subclass(torch.Tensor)
 
 
-def _hash(hasher: blake3, name: str, value: object, is_whole: bool) -> None:
-    """Add an entry of a state dict to a digest."""
+def _hash(hasher: blake3, name: str, value: object, step: int) -> None:
+    """Add an entry of a state dict to a digest: of large tensors, 4 KiB of each `step` bytes."""
     if isinstance(value, torch.Tensor):
         for leaf in _leaves(value):
             hasher.update(f"{name} {leaf.dtype} {list(leaf.shape)}\0".encode())
-            _hash_tensor(hasher, leaf, is_whole, bool(_BY_ROW.search(name)))
+            for part in _parts(_plain(leaf), name, step):
+                hasher.update(part.contiguous().cpu().numpy())
     elif isinstance(value, Mapping | list | tuple):
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _hash(hasher, f"{name}[{key}]", each, is_whole)
+            _hash(hasher, f"{name}[{key}]", each, step)
     elif isinstance(value, str | bytes | int | float | torch.dtype | torch.Size | None):
         hasher.update(f"{name} {value!r}\0".encode())
     else:
         raise ConfigError(f"kvdepot.hf cannot identify {name} of this model's weights: a {type(value).__name__}")
 
 
-def _hash_tensor(hasher: blake3, tensor: torch.Tensor, is_whole: bool, by_row: bool) -> None:
-    data = _plain(tensor).contiguous().reshape(-1).view(torch.uint8)
-    parts = [data]
-    if not is_whole and data.numel() > _SMALL_BYTES:
-        end = data.numel() // _STEP_BYTES * _STEP_BYTES
-        parts = [data[:end].view(-1, _STEP_BYTES)[:, :_SAMPLE_BYTES], data[max(end, data.numel() - _SAMPLE_BYTES) :]]
-        parts.insert(1, data[end : end + _SAMPLE_BYTES])
-        if by_row and tensor.ndim == 2:
-            parts.append(data.view(len(tensor), -1)[:, :_ROW_BYTES])
-    for part in parts:
-        hasher.update(part.contiguous().cpu().numpy())
+def _parts(tensor: torch.Tensor, name: str, step: int) -> Iterator[torch.Tensor]:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() <= _SMALL_BYTES or step <= _SAMPLE_BYTES:
+        yield data
+        return
+    end = data.numel() // step * step
+    yield data[:end].view(-1, step)[:, :_SAMPLE_BYTES]
+    yield data[end : end + _SAMPLE_BYTES]
+    yield data[-_SAMPLE_BYTES:]
+    if tensor.ndim == 2 and _BY_ROW.search(name):
+        yield data.view(len(tensor), -1)[:, :_ROW_BYTES]

@@ -56,7 +56,7 @@ class RecordingLayer(DynamicSlidingWindowLayer):
 
 
 class Geometry(NamedTuple):
-    """What layers of one kind have in common. window: tokens before a position that they attend to; 0: all."""
+    """The shape of the KV of layers of one kind. window: tokens before a position that they attend to; 0: all."""
 
     heads: int
     key_dim: int
@@ -101,7 +101,7 @@ def length_of(cache: Cache) -> int:
 
 
 class CacheLayout:
-    """What each layer of a model's caches keeps, and the depot's shapes for it."""
+    """The KV and states that the layers of a model's caches keep, and the depot's shapes for them."""
 
     def __init__(self, cache: Cache) -> None:
         """cache: one that the model has filled. Raises ConfigError if it cannot be served."""
@@ -133,7 +133,7 @@ class CacheLayout:
 
     @property
     def _kinds(self) -> tuple[object, ...]:
-        """What caches of one model have in common, whether they keep windows whole, in part or not at all."""
+        """The part that is equal in all caches of a model, whether they keep windows whole, in part or not at all."""
         heads = {index: geometry[:3] for geometry, layers in self.groups for index in layers}
         return self.dtype, heads, [part[:-1] for part in self.states]
 

@@ -7,7 +7,6 @@ far as this process can know it; a load finds KV of the weights that the model h
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from kvdepot.library.namespace import Namespace
 
 __all__ = ["PrefixCache"]
-
-log = logging.getLogger(__name__)
 
 TokenIds: TypeAlias = "torch.Tensor | Sequence[int] | Sequence[Sequence[int]]"
 
