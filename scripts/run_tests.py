@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # importing vLLM takes ten seconds
+WITHOUT_VLLM = ["--ignore", "tests/vllm", "--ignore", "tests/huggingface", "tests"]  # importing vLLM takes ten seconds
 BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of tests/conftest.py, the longest first
 PARTS = {
     "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],

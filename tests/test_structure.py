@@ -30,10 +30,11 @@ LAYERS = """
     testing
     cli
     integrations
+    hf
 """
 """From the lowest layer up: a line may import only from the lines before it."""
 
-OLD_PLACES = {"adapters", "contract", "keys", "metrics", "status"}
+OLD_PLACES = {"adapters", "contract", "hf", "keys", "metrics", "status"}
 """Documented import paths: re-exports, each of a few lines."""
 
 

@@ -1,0 +1,358 @@
+"""`kvdepot.hf.PrefixCache`: caches of a transformers model, loaded from a depot and stored in it.
+
+Called on the thread that runs the model. Invariant: KV is stored under the identity of the weights that computed it, as
+far as this process can know it; a load finds KV of the weights that the model has now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
+from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
+
+if TYPE_CHECKING:
+    from kvdepot.library.depot import Depot
+    from kvdepot.library.namespace import Namespace
+
+__all__ = ["PrefixCache"]
+
+TokenIds: TypeAlias = "torch.Tensor | Sequence[int] | Sequence[Sequence[int]]"
+
+_PROBE_TOKENS, _PROBE_SPLIT = 16, 11
+_MOST_DIFFERENCE = 0.15
+"""Limit of the check below: bfloat16 gives 0.01 to 0.03, a cache that is not used as it should be 0.3 and more."""
+_MOST_OPENED = 8
+"""Versions of a model that are remembered: adapters may take turns."""
+_REFUSED = {
+    "assistant_model": "assisted decoding takes tokens back",
+    "prompt_lookup_num_tokens": "assisted decoding takes tokens back",
+    "inputs_embeds": "a depot's keys are tokens",
+    "negative_prompt_ids": "it needs a second cache",
+    "prefill_chunk_size": "prompts are computed in parts already",
+}
+"""Arguments of `generate` that are refused, and why."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """One version of the model: what its caches are like, and where the depot has its KV."""
+
+    layout: CacheLayout
+    namespace: Namespace
+    revision: str
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """A batch: `ids[batch, columns]` on the CPU, and the columns of padding at the left of each row."""
+
+    ids: torch.Tensor
+    pads: list[int]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tokens and the padding of each row."""
+        return iter([(row[pad:], pad) for row, pad in zip(self.ids, self.pads, strict=True)])
+
+    @property
+    def columns(self) -> int:
+        return int(self.ids.shape[1])
+
+
+class PrefixCache:
+    """The prefixes of a model in a depot.
+
+    depot: from `kvdepot.connect`. model: of transformers, in evaluation mode. chunk_tokens: as of `Depot.namespace`.
+    Reads a part of all weights and computes a few tokens. Raises ConfigError for a model that is not served, and says
+    why; BadRequest for an argument that is wrong.
+    """
+
+    def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0) -> None:
+        refuse_unserved(model)
+        self._depot = depot
+        self._model = model
+        self._asked_tokens = chunk_tokens
+        self._media = media_tokens(model)
+        self._opened: dict[bytes, _Opened] = {}
+        self._namespace = self._open().namespace
+        self._check_continuation()
+
+    def __repr__(self) -> str:
+        return f"<kvdepot.hf.PrefixCache {type(self._model).__name__}, {self.chunk_tokens} tokens a chunk>"
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk: prefixes are stored and found in multiples of it."""
+        size: int = self._namespace.chunk_tokens
+        return size
+
+    def load(
+        self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, past: Cache | None = None
+    ) -> tuple[Cache, int]:
+        """The longest stored prefix of a prompt as a cache for the model, and the number of its tokens; 0: a miss.
+
+        The prompt's last token is never loaded: the model has to compute it. input_ids: one prompt, or a batch, which
+        is padded on the left as `attention_mask` says; then the number is that of its columns, equal for all rows.
+        past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
+        """
+        prompts, opened = self._prompts(input_ids, attention_mask), self._open()
+        layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
+        if len(prompts.pads) > 1 and not layout.is_plain:
+            columns = self._find_common(prompts, opened)
+        loaded = [self._load(tokens[: max(0, columns - pad)], opened) for tokens, pad in prompts]
+        ends = [n + pad if n else 0 for (_, n), pad in zip(loaded, prompts.pads, strict=True)]
+        if not min(ends) or (len(set(ends)) > 1 and not layout.is_plain):
+            return target, 0
+        if past is None and prompts.pads == [0]:
+            return loaded[0]
+        layout.merge(target, [cache for cache, _ in loaded], prompts.pads, min(ends))
+        return target, min(ends)
+
+    def store(self, input_ids: TokenIds, past: Cache) -> int:
+        """Store the KV of a prompt, or of a batch without padding. Returns the tokens that the depot has then, in whole
+        chunks, of the row that has fewest.
+
+        past: what the model has computed for these tokens; it may have seen more, or fewer. Raises BadRequest: for a
+        cache of another model, or of weights that were changed since; for padding; and where windows have dropped, or
+        states have passed, the end of the last whole chunk.
+        """
+        prompts, opened = self._prompts(input_ids, None), self._open()
+        revision = getattr(past, "kvdepot_revision", opened.revision)
+        if revision != opened.revision:
+            raise BadRequest("the cache is of another model, or the weights were changed since: compute it again")
+        opened.layout.check(past, len(prompts.pads))
+        return min(self._put(tokens, past, row, opened) for row, (tokens, _) in enumerate(prompts))
+
+    def generate(self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, **arguments: object) -> object:
+        """The answer of `model.generate` to these arguments, with prefixes loaded, and the prompts' chunks stored.
+
+        The prompts of a batch are computed one by one, the tokens after them together. past_key_values: an empty cache
+        to use, such as a StaticCache. Raises BadRequest, also for arguments that are not served.
+        """
+        prompts, opened = self._prompts(input_ids, attention_mask), self._open()
+        given, copies = arguments.pop("past_key_values", None), self._copies(arguments)
+        is_single = given is None and copies == 1 and prompts.pads == [0]
+        caches = []
+        for tokens, _ in prompts:
+            cache, end = self._prefill(tokens, opened)
+            if not is_single:
+                self._compute(tokens[end:-1], cache)
+            caches.append(cache)
+        past = caches[0] if is_single else self._target(given, opened)
+        if not is_single and prompts.columns > 1:
+            rows = [cache for cache in caches for _ in range(copies)]
+            pads = [pad for pad in prompts.pads for _ in range(copies)]
+            opened.layout.merge(past, rows, pads, prompts.columns - 1)
+        device = self._model.device
+        mask = torch.ones_like(prompts.ids)
+        for row, pad in zip(mask, prompts.pads, strict=True):
+            row[:pad] = 0
+        arguments |= {"input_ids": prompts.ids.to(device), "attention_mask": mask.to(device), "past_key_values": past}
+        answer = self._model.generate(**arguments, cache_implementation=None)
+        if is_single and not opened.layout.states and self._open() is opened:
+            sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
+            with contextlib.suppress(BadRequest):  # a way of decoding that took tokens back
+                self._put(sequences[0].cpu(), past, 0, opened)
+        return answer
+
+    # -- the depot
+
+    def _open(self) -> _Opened:
+        """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
+        if self._model.training:
+            raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
+        mark = fingerprint(self._model)
+        found = self._opened.get(mark)
+        if found is None:
+            if len(self._opened) >= _MOST_OPENED:
+                self._opened.clear()
+            try:
+                layout = CacheLayout(self._probe(self._probe_tokens())[1])
+            except (AttributeError, TypeError) as exc:
+                raise ConfigError(
+                    f"kvdepot.hf does not serve {type(self._model).__name__} in this release of transformers: it keeps "
+                    f"a cache of its own ({exc})"
+                ) from exc
+            revision = identity(self._model)
+            namespace = self._depot.namespace(
+                model=type(self._model).__name__,
+                revision=revision,
+                dtype=str(layout.dtype).removeprefix("torch."),
+                shape=layout.shapes,
+                chunk_tokens=self._asked_tokens,
+            )
+            found = self._opened[mark] = _Opened(layout, namespace, revision)
+        return found
+
+    def _find_common(self, prompts: _Prompts, opened: _Opened) -> int:
+        """The columns after which all rows can resume; 0 if there are none. Windows and states resume nowhere else."""
+        columns = prompts.columns - 1
+        while True:
+            prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
+            ends = [n + pad if (n := opened.namespace.contains(prefix)) else 0 for prefix, pad in prefixes]
+            if not min(ends) or min(ends) == max(ends):
+                return min(ends)
+            columns = min(ends)
+
+    def _load(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
+        """A new cache with the longest stored prefix of one prompt, and the number of its tokens."""
+        layout, namespace, ids = opened.layout, opened.namespace, tokens.numpy()
+        cache, count = self._target(None, opened), namespace.contains(ids) if len(ids) else 0
+        if not count:
+            return cache, 0
+        pairs, states = layout.buffers(count), torch.empty(layout.state_bytes, dtype=torch.uint8)
+        arguments = layout.by_shape(pairs) + ([states] if layout.states else [])
+        count = namespace.get_into(ids[:count], arguments if len(arguments) > 1 else arguments[0])
+        if count:
+            layout.fill(cache, pairs, layout.reaches(namespace.chunk_tokens), count)
+            layout.fill_states(cache, states)
+        return cache, count
+
+    def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
+        """Store the whole chunks of a row of a cache. Raises BadRequest if it has not all that a load would need."""
+        layout, namespace = opened.layout, opened.namespace
+        length, size = layout.length(cache), namespace.chunk_tokens
+        end = min(len(tokens), length) // size * size
+        ids = tokens[:end].numpy()
+        if not end or (stored := namespace.contains(ids)) == end:
+            return end
+        if layout.states and end != length:
+            raise BadRequest(
+                f"states are stored at the end of a chunk, but this cache has seen {length} tokens: store it at {end}, "
+                "or use generate()"
+            )
+        held = layout.read(cache, row)
+        reaches = layout.reaches(size)
+        step = min((reach for reach in reaches if reach), default=end)
+        ends = [end] if layout.states else range(end, stored, -step)
+        whole = [e for e in ends if all(h.first <= max(0, e - (r or e)) for h, r in zip(held, reaches, strict=True))]
+        if end not in whole:
+            raise BadRequest(
+                f"this cache has dropped KV that its windows need at token {end}: compute with the cache that load() "
+                "returns, also after a miss, or use generate()"
+            )
+        for each in reversed(whole):  # the chunks of a window are stored up to each end, so that any can be resumed
+            found = layout.arguments(held, reaches, each)
+            if layout.states:
+                found.append(layout.state(cache, row))
+            stored = namespace.put(ids[:each], found if len(found) > 1 else found[0])
+        return stored
+
+    # -- the model
+
+    def _prefill(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
+        """A cache of a prompt up to the last chunk's end before its last token, which is stored too; its length."""
+        end = (len(tokens) - 1) // self.chunk_tokens * self.chunk_tokens
+        cache, count = self._load(tokens[:end], opened)
+        if count < end:
+            self._compute(tokens[count:end], cache)
+            self._put(tokens[:end], cache, 0, opened)
+        return cache, end
+
+    def _compute(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+        """Append tokens of one prompt to a cache; the last one's logits."""
+        if not len(tokens):
+            return None
+        few = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
+        ids = tokens[None].to(self._model.device)
+        with torch.no_grad():
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **few)
+        if output.get("past_key_values") is not cache:
+            own = type(output.get("past_key_values", output.get("cache_params"))).__name__
+            raise ConfigError(
+                f"kvdepot.hf does not serve {type(self._model).__name__}: it keeps a cache of its own ({own})"
+            )
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits
+
+    def _target(self, given: object, opened: _Opened | None) -> Cache:
+        """An empty cache: the caller's, or a new one. Raises BadRequest if the caller's has tokens."""
+        if given is not None and not isinstance(given, Cache):
+            raise BadRequest(f"pass an empty cache of transformers, not {type(given).__name__}")
+        if given is not None and (length_of(given) or not given.layers):
+            raise BadRequest("pass an empty cache: DynamicCache(config=model.config), or a StaticCache after reset()")
+        cache = new_cache(self._model) if given is None else given
+        if opened is not None:
+            cache.kvdepot_revision = opened.revision
+        return cache
+
+    def _probe_tokens(self) -> torch.Tensor:
+        size = self._model.config.get_text_config(decoder=True).vocab_size
+        usable = [token for token in range(size) if token not in self._media]
+        return torch.tensor((usable * _PROBE_TOKENS)[1 : _PROBE_TOKENS + 1])
+
+    def _probe(self, *parts: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+        """The logits after tokens that are computed in these parts, and the cache."""
+        cache = self._target(None, None)
+        logits = [self._compute(part, cache) for part in parts][-1]
+        assert logits is not None
+        return logits, cache
+
+    def _check_continuation(self) -> None:
+        """Raise ConfigError if the model does not compute from a cache what it computes at once.
+
+        The difference between the two must be far smaller than what the first tokens change at all.
+        """
+        tokens = self._probe_tokens()
+        first, rest = tokens[:_PROBE_SPLIT], tokens[_PROBE_SPLIT:]
+        whole, split, alone = (self._probe(*parts)[0] for parts in ([tokens], [first, rest], [rest]))
+        if not (whole - split).norm() <= _MOST_DIFFERENCE * (whole - alone).norm():
+            raise ConfigError(
+                f"kvdepot.hf does not serve {type(self._model).__name__} in this release of transformers: computing a "
+                "prompt in two parts gives other logits than computing it at once"
+            )
+
+    # -- arguments
+
+    def _prompts(self, input_ids: TokenIds, attention_mask: torch.Tensor | None) -> _Prompts:
+        try:
+            ids = torch.as_tensor(input_ids)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise BadRequest(f"input_ids must be token ids, as tokenizer(...).input_ids gives them: {exc}") from exc
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim not in {1, 2}:
+            raise BadRequest(
+                f"input_ids must be integers [tokens] or [batch, tokens], not {ids.dtype} {list(ids.shape)}: pass "
+                "tokenizer(...).input_ids"
+            )
+        if not ids.numel():
+            raise BadRequest("input_ids is empty: pass at least one token")
+        ids = ids.detach().long().cpu().reshape(-1, ids.shape[-1])
+        if self._media and not self._media.isdisjoint(ids.unique().tolist()):
+            raise BadRequest("prompts with images or sounds are not served: their KV does not depend on tokens alone")
+        pads = [0] * len(ids) if attention_mask is None else self._pads(ids, attention_mask)
+        pad, begin = (getattr(self._model.config, f"{name}_token_id", None) for name in ("pad", "bos"))
+        if attention_mask is None and len(ids) > 1 and pad != begin and pad in ids[:, 0].tolist():
+            raise BadRequest("this batch is padded: pass its attention_mask; store() takes only rows without padding")
+        return _Prompts(ids, pads)
+
+    def _pads(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> list[int]:
+        mask = torch.as_tensor(attention_mask).cpu().reshape(-1, ids.shape[-1]) != 0
+        pads = [int(pad) for pad in (~mask).sum(1)]
+        if len(mask) != len(ids) or any(bool(row[:pad].any()) for row, pad in zip(mask, pads, strict=True)):
+            raise BadRequest("attention_mask must mask padding on the left: set tokenizer.padding_side = 'left'")
+        if max(pads) == ids.shape[1]:
+            raise BadRequest("a row of the batch is empty: pass at least one token")
+        return pads
+
+    def _copies(self, arguments: dict[str, object]) -> int:
+        """The rows that generation makes of each prompt. Raises BadRequest for arguments that are not served."""
+        for name, value in arguments.items():
+            if name in _REFUSED and value is not None:
+                raise BadRequest(f"kvdepot.hf does not serve {name}: {_REFUSED[name]}. Use model.generate")
+            if isinstance(value, torch.Tensor) and not (name == "token_type_ids" and not value.any()):
+                raise BadRequest(f"kvdepot.hf does not serve {name}: KV must depend on tokens alone")
+        if arguments.pop("cache_implementation", None) not in {None, "dynamic"}:
+            raise BadRequest("pass past_key_values=StaticCache(config=model.config, max_cache_len=...), not a name")
+        config = arguments.get("generation_config") or self._model.generation_config
+        names = ("num_beams", "num_return_sequences", "use_cache")
+        beams, answers, is_cached = (arguments.get(name, getattr(config, name, None)) for name in names)
+        if is_cached is False:
+            raise BadRequest("use_cache=False leaves nothing to load or store: use model.generate")
+        return max(int(str(beams or 1)), int(str(answers or 1)))

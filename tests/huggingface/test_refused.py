@@ -1,0 +1,209 @@
+"""Models, caches and arguments that are not served: the error says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvdepot
+from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.hf import PrefixCache
+from tests.huggingface.models import CHUNK, compute, make, prompt
+
+IDS = prompt(50)
+
+
+def encoder_decoder() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    ).eval()
+
+
+def on_the_meta_device() -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def in_training() -> Any:
+    return make().train()
+
+
+def states_alone() -> Any:
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8}
+    config = transformers.Mamba2Config(**shape, state_size=8, n_groups=1, chunk_size=16)
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+def rotation_by_length() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    name = "rope_parameters" if hasattr(transformers.LlamaConfig(), "rope_parameters") else "rope_scaling"
+    return make(**{name: rope})
+
+
+def always_from_zero(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    positions = named.pop("position_ids", inputs[-1])
+    return inputs[:1], {**named, "position_ids": positions - positions.min()}
+
+
+def that_ignores_its_cache() -> Any:
+    model = make()
+    model.model.rotary_emb.register_forward_pre_hook(always_from_zero, with_kwargs=True)
+    return model
+
+
+def a_path() -> Any:
+    return "Qwen/Qwen3-0.6B"
+
+
+MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (encoder_decoder, ConfigError, "encoder-decoder"),
+    (on_the_meta_device, BadRequest, r"meta device.*from_pretrained"),
+    (in_training, BadRequest, r"call model.eval\(\)"),
+    (states_alone, ConfigError, "Mamba2ForCausalLM: it keeps a cache of its own"),
+    (rotation_by_length, ConfigError, "rotary embeddings of type 'dynamic'"),
+    (that_ignores_its_cache, ConfigError, "in two parts gives other logits"),
+    (a_path, BadRequest, "pass a model of transformers.*not str"),
+]
+
+
+@pytest.mark.parametrize(("make_model", "error", "message"), MODELS, ids=[each[0].__name__ for each in MODELS])
+def test_models_that_are_not_served_are_refused(
+    library: kvdepot.Depot, make_model: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        PrefixCache(library, make_model(), CHUNK)
+
+
+def test_caches_that_are_not_served_are_refused(library: kvdepot.Depot) -> None:
+    model = make()
+    cache = PrefixCache(library, model, CHUNK)
+    other = make(num_key_value_heads=4)
+    of_another, full = transformers.DynamicCache(config=other.config), transformers.DynamicCache(config=model.config)
+    compute(other, IDS, of_another)
+    compute(model, IDS, full)
+    own = cache.load(IDS)[0]
+
+    class OwnLayer(type(full.layers[0])):  # type: ignore[misc]
+        pass
+
+    class OwnCache(transformers.DynamicCache):  # type: ignore[misc]
+        pass
+
+    strange = OwnCache(config=model.config)
+    strange.layers = [OwnLayer() for _ in strange.layers]
+    compute(model, IDS, strange)
+    for past, message in (
+        (of_another, "cache of another model"),
+        (PrefixCache(library, other, CHUNK).load(IDS)[0], "another model"),
+        (full.layers, "pass a cache of transformers.*not list"),
+        (own, "no attention: pass the cache that the model has filled"),
+        (strange, "does not serve OwnCache with OwnLayer"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            cache.store(IDS, past)
+    with pytest.raises(BadRequest, match="this cache has 1 rows, and input_ids has 2"):
+        cache.store(prompt(50, batch=2), full)
+    for past, message in (
+        (full, "pass an empty cache"),
+        (transformers.DynamicCache(), r"DynamicCache\(config=model.config\)"),
+        ("static", "pass an empty cache of transformers, not str"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            cache.load(IDS, past=past)
+    assert cache.store(IDS, full) == 48
+    small = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(BadRequest, match="a static cache of 32 tokens is too small for 48: raise max_cache_len"):
+        cache.load(IDS, past=small)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (IDS.float(), r"must be integers \[tokens\] or \[batch, tokens\], not torch.float32 \[1, 50\]"),
+        (IDS > 5, "not torch.bool"),
+        ("a prompt", r"as tokenizer\(...\).input_ids gives them"),
+        (["a", "prompt"], r"as tokenizer\(...\).input_ids gives them"),
+        (None, r"as tokenizer\(...\).input_ids gives them"),
+        ([[1, 2], [3]], r"as tokenizer\(...\).input_ids gives them"),
+        (IDS[None], r"not torch.int64 \[1, 1, 50\]"),
+        ([], "input_ids"),
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        (-IDS, "integers in"),
+        (IDS + (1 << 40), "integers in"),
+    ],
+)
+def test_what_are_no_tokens_is_refused(library: kvdepot.Depot, ids: Any, message: str) -> None:
+    model = make(seed=7)
+    cache = PrefixCache(library, model, CHUNK)
+    full = cache.load(IDS)[0]
+    compute(model, IDS, full)
+    with pytest.raises(BadRequest, match=message):
+        cache.load(ids)
+    with pytest.raises(BadRequest, match=message):
+        cache.store(ids, full)
+
+
+@pytest.mark.parametrize("ids", [IDS[0].tolist(), IDS.tolist(), IDS.int(), IDS[0]], ids=["row", "rows", "int", "flat"])
+def test_all_forms_of_tokens_are_one_prompt(library: kvdepot.Depot, ids: Any) -> None:
+    model = make(seed=8)
+    cache = PrefixCache(library, model, CHUNK)
+    cache.generate(IDS, max_new_tokens=1)
+    assert cache.load(ids)[1] == 48
+
+
+def test_padding_must_be_at_the_left_and_masked(library: kvdepot.Depot) -> None:
+    model, ids = make(), prompt(50, batch=2)
+    cache, past = PrefixCache(library, model, CHUNK), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=past, use_cache=True)
+    mask = torch.ones_like(ids)
+    mask[1, 40:] = 0
+    with pytest.raises(BadRequest, match="padding on the left: set"):
+        cache.load(ids, mask)
+    with pytest.raises(BadRequest, match="a row of the batch is empty"):
+        cache.load(ids, torch.zeros_like(ids))
+    ids[1, :7] = 0
+    with pytest.raises(BadRequest, match="pass its attention_mask"):
+        cache.generate(ids)
+    with pytest.raises(BadRequest, match="takes only rows without padding"):
+        cache.store(ids, past)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"assistant_model": 1}, "assisted decoding takes tokens back"),
+        ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds: a depot's keys are tokens"),
+        ({"pixel_values": torch.zeros(1)}, "pixel_values: KV must depend on tokens alone"),
+        ({"cache_implementation": "static"}, "past_key_values=StaticCache"),
+        ({"use_cache": False}, "nothing to load or store"),
+        ({"past_key_values": "static"}, "not str"),
+    ],
+)
+def test_arguments_of_generation_are_refused_by_name(library: kvdepot.Depot, arguments: Any, message: str) -> None:
+    cache = PrefixCache(library, make(seed=9), CHUNK)
+    with pytest.raises(BadRequest, match=message):
+        cache.generate(IDS, **arguments)
+
+
+def test_prompts_with_images_are_refused(library: kvdepot.Depot) -> None:
+    model = make()
+    model.config.image_token_id = int(IDS[0, 20])
+    cache = PrefixCache(library, model, CHUNK)
+    with pytest.raises(BadRequest, match="images or sounds"):
+        cache.load(IDS)
+
+
+def test_use_after_close_is_refused(depot: Any) -> None:
+    with kvdepot.connect(depot.url) as connected:
+        model = make()
+        cache = PrefixCache(connected, model, CHUNK)
+        past, _ = cache.load(IDS)
+        compute(model, IDS, past)
+    for call in (lambda: cache.load(IDS), lambda: cache.store(IDS, past), lambda: cache.generate(IDS)):
+        with pytest.raises(BadRequest, match="this depot is closed"):
+            call()
