@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 38_860,
-    "test lines": 45_600,
-    "functions with more than 5 parameters": 13,
-    "boolean parameters": 65,
-    "Any": 116,
+    "source lines": 42_241,
+    "test lines": 50_074,
+    "functions with more than 5 parameters": 15,
+    "boolean parameters": 66,
+    "Any": 115,
     "docstrings that are fragments": 7,
-    "classes that share a name": 24,
+    "classes that share a name": 32,
     "test names above 80 characters": 0,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}

@@ -91,7 +91,7 @@ class _Server:
 
 
 class IntegrationConformance:
-    """What users expect of every engine beside a depot. Subclass it in a test module."""
+    """The tests of an engine beside a depot. Subclass it in a test module."""
 
     prompt_tokens = 400
     """Tokens of a test's prompts: several chunks."""
