@@ -55,6 +55,11 @@ def scale_in_place(model: Any) -> None:
     model.model.layers[2].mlp.down_proj.weight.data += 0.01  # counted by no version of the tensor
 
 
+def edit_one_value(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[5, 7] += 1
+
+
 def replace_a_tensor(model: Any) -> None:
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() * 2)
 
@@ -76,8 +81,8 @@ def use_less_precision(model: Any) -> None:
 
 
 CHANGES = [
-    step, load_others, scale_in_place, replace_a_tensor, rotate_otherwise, attend_otherwise, configure_otherwise,
-    use_less_precision,
+    step, load_others, scale_in_place, edit_one_value, replace_a_tensor, rotate_otherwise, attend_otherwise,
+    configure_otherwise, use_less_precision,
 ]  # fmt: skip
 
 
@@ -115,6 +120,7 @@ def test_a_cache_of_weights_that_were_changed_is_not_stored(library: kvdepot.Dep
 
 def test_weights_that_change_during_generation_store_no_answer(library: kvdepot.Depot) -> None:
     model = make()
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
     cache, seen = PrefixCache(library, model, CHUNK), []
 
     def change_once(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -126,6 +132,8 @@ def test_weights_that_change_during_generation_store_no_answer(library: kvdepot.
     answer = cache.generate(IDS, max_new_tokens=20, do_sample=False, logits_processor=[change_once])
     assert isinstance(answer, torch.Tensor) and len(seen) == 20
     assert cache.load(answer)[1] == 0
+    model.load_state_dict(weights)
+    assert cache.load(answer)[1] == WHOLE
 
 
 class Int8Linear(torch.nn.Module):

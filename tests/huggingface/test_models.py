@@ -146,6 +146,42 @@ def test_a_batch_of_windows_is_loaded_where_all_rows_can_resume(library: kvdepot
     assert cache.store(ids, past) == WHOLE
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind not in PLAIN])
+def test_rows_that_resume_at_different_columns_are_a_miss(library: kvdepot.Depot, kind: str) -> None:
+    model = make(kind)
+    cache, ids = PrefixCache(library, model, CHUNK), prompt(TOKENS, batch=2)
+    mask = torch.ones_like(ids)
+    ids[0, :13], mask[0, :13] = 0, 0
+    expected = greedy(model, ids, attention_mask=mask)
+    cached(cache, ids, attention_mask=mask)
+    past, n = cache.load(ids, mask)
+    assert n == past.get_seq_length() == 0
+    assert torch.equal(greedy(model, ids, attention_mask=mask, past_key_values=past), expected)
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_loaded_window_is_stored_no_further_than_it_reaches(library: kvdepot.Depot, kind: str) -> None:
+    model = make(kind)
+    cache, ids = PrefixCache(library, model, CHUNK), prompt(TOKENS)
+    expected = cached(cache, ids)
+    past, n = cache.load(ids)
+    assert n == WHOLE
+    cache._namespace.delete(expected[0].tolist())
+    assert cache.load(ids)[1] == 0
+    assert cache.store(ids, past) == WHOLE
+    assert cache.load(ids[:, : WHOLE // 2 + 1])[1] == 0
+    assert torch.equal(cached(cache, ids), expected)
+
+
+def test_a_static_window_that_is_full_is_not_stored(library: kvdepot.Depot) -> None:
+    model = make("mistral", sliding_window=CHUNK)
+    cache, ids = PrefixCache(library, model, CHUNK), prompt(WHOLE)
+    static = transformers.StaticCache(config=model.config, max_cache_len=128)
+    compute(model, ids, static)
+    with pytest.raises(BadRequest, match="has dropped KV that its windows need at token 96"):
+        cache.store(ids, static)
+
+
 @pytest.mark.parametrize("kind", SERVED)
 def test_beams_answer_as_without_a_depot(library: kvdepot.Depot, kind: str) -> None:
     model = make(kind)

@@ -105,7 +105,8 @@ class PrefixCache:
         prompts, opened = self._prompts(input_ids, attention_mask), self._open()
         layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
         if len(prompts.pads) > 1 and not layout.is_plain:
-            columns = self._find_common(prompts, opened)
+            prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
+            columns = min(pad + opened.namespace.contains(prefix) for prefix, pad in prefixes)
         loaded = [self._load(tokens[: max(0, columns - pad)], opened) for tokens, pad in prompts]
         ends = [n + pad if n else 0 for (_, n), pad in zip(loaded, prompts.pads, strict=True)]
         if not min(ends) or (len(set(ends)) > 1 and not layout.is_plain):
@@ -190,16 +191,6 @@ class PrefixCache:
             )
             found = self._opened[mark] = _Opened(layout, namespace, revision)
         return found
-
-    def _find_common(self, prompts: _Prompts, opened: _Opened) -> int:
-        """The columns after which all rows can resume; 0 if there are none. Windows and states resume nowhere else."""
-        columns = prompts.columns - 1
-        while True:
-            prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
-            ends = [n + pad if (n := opened.namespace.contains(prefix)) else 0 for prefix, pad in prefixes]
-            if not min(ends) or min(ends) == max(ends):
-                return min(ends)
-            columns = min(ends)
 
     def _load(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
         """A new cache with the longest stored prefix of one prompt, and the number of its tokens."""
