@@ -19,8 +19,6 @@ import struct
 import time
 from pathlib import Path
 
-from kvdepot.errors import Unavailable
-
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of `flock` on file systems that do not have it, such as Lustre and NFS without locks."""
 _TRIES, _PAUSE_S = 3, 0.008
@@ -79,12 +77,9 @@ def use(fd: int, timeout_s: float) -> bool:
     """Record in the kernel that this open file is in use, until `end_use` or its last process ends. Waits while another
     process refuses it; False after `timeout_s`. Threads with one open file share one use.
 
-    Raises Unavailable where the kernel has no locks of open files.
+    Raises OSError where the kernel has no locks of open files.
     """
-    try:
-        return _take_use(fd, fcntl.F_RDLCK, timeout_s)
-    except OSError as exc:
-        raise Unavailable(f"this kernel has no locks of open files (F_OFD_SETLK): {exc.strerror}") from exc
+    return _take_use(fd, fcntl.F_RDLCK, timeout_s)
 
 
 def end_use(fd: int) -> None:
@@ -92,12 +87,12 @@ def end_use(fd: int) -> None:
 
 
 def refuse_use(fd: int, timeout_s: float) -> bool:
-    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`. Without
-    locks of open files, nobody can use it."""
+    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`, and if
+    the kernel cannot tell. Where it has no locks of open files, nobody can use one."""
     try:
         return _take_use(fd, fcntl.F_WRLCK, timeout_s)
-    except OSError:
-        return True
+    except OSError as exc:
+        return exc.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def _take_use(fd: int, kind: int, timeout_s: float) -> bool:

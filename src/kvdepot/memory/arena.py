@@ -97,7 +97,7 @@ class Arena:
                 time.sleep(0.01)
                 continue
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
-        if not locks.refuse_use(self._fd, _USE_WAIT_S):
+        if self.taken_over and not locks.refuse_use(self._fd, _USE_WAIT_S):
             # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
             log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
             self.path.unlink(missing_ok=True)

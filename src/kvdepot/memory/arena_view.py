@@ -49,13 +49,20 @@ class ArenaView:
         if hasattr(self, "_lock"):  # the mapping goes with its last array
             os.close(self._fd)
 
+    def _begin_use(self) -> None:
+        try:
+            if not locks.use(self._fd, _USE_S):
+                raise Unavailable("the arena is being taken over by another server, which hangs")
+        except OSError as exc:
+            raise Unavailable(f"this kernel has no locks of open files (F_OFD_SETLK): {exc.strerror}") from exc
+
     @contextlib.contextmanager
     def use(self) -> Iterator[npt.NDArray[np.uint8]]:
         """Copy within: the arena's bytes. Blocks for moments. Raises Unavailable if the server has been replaced, or
         where the kernel has no locks of open files."""
         with self._lock:
-            if not self._users and not locks.use(self._fd, _USE_S):
-                raise Unavailable("the arena is being taken over by another server, which hangs")
+            if not self._users:
+                self._begin_use()
             self._users += 1
         try:
             header = ArenaHeader.read(self._fd, self.key[0])
