@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_241,
-    "test lines": 50_074,
+    "source lines": 42_234,
+    "test lines": 50_118,
     "functions with more than 5 parameters": 15,
     "boolean parameters": 66,
     "Any": 115,
