@@ -11,7 +11,9 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.protocol import wire
 
 COPY = wire.Store | wire.Retrieve
-_REPEATABLE = wire.Lookup | wire.EndSession | wire.Unregister
+_LATE = wire.EndSession | wire.Complete
+"""Requests that a live server must get, however late: else it keeps what they release."""
+_REPEATABLE = wire.Lookup | wire.Unregister | _LATE
 
 Done: TypeAlias = Callable[[object], None]
 """Called once with the outcome of a request: its value, or a KVDepotError."""
@@ -116,14 +118,14 @@ class Requests:
 
     def lose(self, error: KVDepotError, waits: Callable[[PendingRequest, bool], bool]) -> None:
         """The server is lost, but may still touch blocks or come back: fail the requests that cannot wait. Sent copies
-        wait until no server can carry them out. Ends of sessions are parked: servers hold pins. Others are parked if
+        wait until no server can carry them out. What releases something is parked (servers hold it), others if
         `waits` returns True for the request, and whether it was never sent."""
         unsent, self.parked = self.parked, set()
         for number, item in list(self.pending.items()):
             is_unsent = number in unsent
             if number not in self.pending:
                 continue
-            if isinstance(item.request, wire.EndSession) or waits(item, is_unsent):
+            if isinstance(item.request, _LATE) or waits(item, is_unsent):
                 self.parked.add(number)
             elif is_unsent or not isinstance(item.request, COPY):
                 self.end(number, error)

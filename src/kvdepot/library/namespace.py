@@ -126,7 +126,7 @@ class _Awaited:
         except msgspec.ValidationError as exc:
             raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
         if self._is_given_up:
-            self._client.ask(wire.Complete(placed.operation, False))
+            self._client.ask(wire.Complete(placed.operation, False), deadline_s=None)
         return placed
 
     def give_up(self, future: MessagingFuture[wire.Placement | _Answered]) -> None:
@@ -135,7 +135,7 @@ class _Awaited:
         with contextlib.suppress(KVDepotError):
             placed = future.result(0)  # it may have arrived meanwhile
             if isinstance(placed, wire.Placement):
-                self._client.ask(wire.Complete(placed.operation, False))
+                self._client.ask(wire.Complete(placed.operation, False), deadline_s=None)
 
 
 class Namespace:
@@ -421,7 +421,7 @@ class Namespace:
                             part[:], chunk = chunk[: len(part)], chunk[len(part) :]
             copied = True
         finally:
-            answer = client.ask(wire.Complete(placed.operation, copied))
+            answer = client.ask(wire.Complete(placed.operation, copied), deadline_s=None)
             client.pump()
         try:
             return answer.result(_ANSWER_S)
