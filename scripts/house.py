@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_234,
-    "test lines": 50_118,
+    "source lines": 42_282,
+    "test lines": 50_134,
     "functions with more than 5 parameters": 15,
     "boolean parameters": 66,
-    "Any": 115,
+    "Any": 116,
     "docstrings that are fragments": 7,
     "classes that share a name": 32,
     "test names above 80 characters": 0,

@@ -73,7 +73,7 @@ class LayoutError(BadRequest, code="layout"):
 
 
 class UnknownRequest(BadRequest, code="unknown_request"):
-    """No lookup was submitted for this request id."""
+    """No lookup was submitted for this request id, or no store or retrieve was placed."""
 
 
 class ProtocolError(KVDepotError, code="protocol"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvdepot.devices.by_client import CopiedByClient
+from kvdepot.errors import UnknownRequest
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -67,7 +68,10 @@ class PlacementMachine(RuleBasedStateMachine):
         self.ask(b"one", prompt("a", 5), 5, True, True)
         self.hear()
         self._write(self.asked[0], PAGE)
-        self._complete(self.asked[0])
+        assert self._complete(self.asked[0]) is True
+        self.ask(b"one", prompt("a", 5), 5, False, True)
+        self.hear()
+        assert self._complete(self.asked[0]) == [True] * 5
 
     def teardown(self) -> None:
         if hasattr(self, "desk"):
@@ -138,11 +142,15 @@ class PlacementMachine(RuleBasedStateMachine):
         if placed:
             self._complete(data.draw(st.sampled_from(placed)))
 
-    def _complete(self, each: Asked) -> None:
+    def _complete(self, each: Asked) -> object:
         assert each.placement is not None
+        of_another_server = wire.Complete(each.placement.operation, b"an other", True)
+        assert isinstance(self.desk.ask(each.client, of_another_server), UnknownRequest)
         read = {key: self.bytes[start : start + PAGE].tobytes() for key, start in each.places()}
         self.asked.remove(each)
-        answer = self.desk.ask(each.client, wire.Complete(each.placement.operation, each.written == PAGE))
+        answer = self.desk.ask(
+            each.client, wire.Complete(each.placement.operation, each.placement.boot, each.written == PAGE)
+        )
         if isinstance(each.request, wire.Retrieve):
             assert isinstance(answer, list)
             hashes = each.request.shards[0].hashes
@@ -152,6 +160,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert not is_served or read[key] == truth(key), "wrong bytes are served"
         else:
             assert isinstance(answer, bool) and (each.written == PAGE or not answer or not each.places())
+        return answer
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())

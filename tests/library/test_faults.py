@@ -159,9 +159,15 @@ def test_an_interrupted_wait_leaves_nothing_placed(start_depot: StartDepot, conn
 
     client.wait = waits  # type: ignore[method-assign]
     thread = threading.Thread(target=interrupt)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored by what a shell starts in the background
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        put(ns, 2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            put(ns, 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     server.process.send_signal(signal.SIGCONT)
     eventually(lambda: check(ns, 1) == COUNT and not depot.status().operations, 20)
@@ -225,7 +231,7 @@ def test_a_connection_cut_before_the_placement_arrives_loses_nothing(
             assert put(ns, 1) == COUNT
             results: list[int] = []
             thread = threading.Thread(target=lambda: results.append(put(ns, 2) if do == "put" else check(ns, 1)))
-            proxy.delay_s = 0.3  # the answer is cut off on its way
+            proxy.delay_s = 2.0  # the answer is cut off on its way
             thread.start()
             eventually(lambda: depot.status().operations)
             proxy.cut()

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.protocol import wire
+from kvdepot.protocol.layout import BY_CLIENT
 
 COPY = wire.Store | wire.Retrieve
 _LATE = wire.EndSession | wire.Complete
@@ -138,7 +139,9 @@ class Requests:
                 continue
             is_copy = isinstance(pending.request, COPY)
             if pending.may_repeat and (is_copy or isinstance(pending.request, _REPEATABLE)):
-                pending.may_repeat, pending.born = not is_copy, now
+                # Where the client copies, the server that knows a store or retrieve answers it again.
+                copies = isinstance(pending.request, COPY) and self.device(pending.request.instance) == BY_CLIENT
+                pending.may_repeat, pending.born = copies or not is_copy, now
                 self.parked.add(number)
             else:
                 self.end(number, Unavailable("the connection broke; the answer is lost"))

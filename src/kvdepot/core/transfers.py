@@ -82,9 +82,9 @@ class Transfers:
 
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
-        instance = self._admit(client, request.instance)
         if repeated := self._repeated(client, number):
             return self._answer_again(repeated)
+        instance = self._admit(client, request.instance)
         for part in request.shards:
             check_shards(part, instance.layout)
             check_source(part)
@@ -130,9 +130,9 @@ class Transfers:
 
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
-        instance = self._admit(client, request.instance)
         if repeated := self._repeated(client, number):
             return self._answer_again(repeated)
+        instance = self._admit(client, request.instance)
         for part in request.shards:
             check_shards(part, instance.layout)
         check_targets(request.shards)
@@ -260,7 +260,7 @@ class Transfers:
 
     def complete(self, client: Client, number: bytes, request: wire.Complete, wall: int) -> list[Action]:
         """End an operation whose bytes the client has copied. Raises UnknownRequest, and then changes nothing."""
-        operation = next((each for each in client.own_copies if _is_placed_as(each, request.operation)), None)
+        operation = next((each for each in client.own_copies if _is_placed_as(each, request)), None)
         if operation is None:
             raise UnknownRequest(f"no store or retrieve {request.operation} waits for its bytes")
         client.own_copies.remove(operation)
@@ -342,8 +342,9 @@ class Transfers:
                 first += keys
 
 
-def _is_placed_as(operation: CopyOperation, number: int) -> bool:
-    return operation.placement is not None and operation.placement.operation == number
+def _is_placed_as(operation: CopyOperation, request: wire.Complete) -> bool:
+    placed = operation.placement
+    return placed is not None and (placed.operation, placed.boot) == (request.operation, request.boot)
 
 
 def _log_end(what: str, done: int, operation: CopyOperation) -> None:

@@ -95,7 +95,7 @@ class Depot:
         weights. chunk_tokens: tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or
         impossible facts. Does not block.
         """
-        shapes = (shape,) if isinstance(shape, Shape | State) else tuple(shape or ())
+        shapes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
         with self._link.call() as client:
             least = 0 if client.has_free_chunks else client.chunk_size
             return Namespace(self._link, ModelFacts(model, revision, dtype, shapes, adapter, chunk_tokens).fit(least))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import zmq
 
 from kvdepot.client.socket import Client
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, LayoutError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
 
 
@@ -48,10 +48,13 @@ class Link:
                 self._idle.notify_all()
 
     def arena(self, name: str, boot: bytes) -> ArenaView:
-        """The arena of a placement. Raises LayoutError, ArenaError or Unavailable."""
+        """The arena of a placement. Raises ArenaError or Unavailable."""
         view = self._view
         if view is None or view.key != (name, boot):
-            view = self._view = ArenaView(name, boot)
+            try:
+                view = self._view = ArenaView(name, boot)
+            except (LayoutError, OSError, ValueError) as exc:  # its file is gone, or address space is short
+                raise Unavailable(f"the arena cannot be mapped: {exc}") from exc
         return view
 
     def close(self) -> bool:

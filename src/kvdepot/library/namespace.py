@@ -7,12 +7,12 @@ its memory until then.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import secrets
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from kvdepot.client.socket import Client, MessagingFuture, check_type
+from kvdepot.client.socket import Client, check_type
 from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
-from kvdepot.errors import BadRequest, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
+from kvdepot.errors import BadRequest, Busy, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
 from kvdepot.library.link import Link
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
 from kvdepot.memory.copier import Bytes, views
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 _CHUNK_BYTES = 2 << 20
 """Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
+_TRIES, _PAUSE_S = 20, 0.5
+"""Tries of completing a copy, and pauses between them, while the server refuses this client's many requests."""
 _LEAST_TOKENS, _MOST_TOKENS = 16, 256
 _STATE_TOKENS = 256
 """Tokens per chunk where layers have states: each chunk has all of them."""
@@ -64,10 +66,10 @@ class ModelFacts:
         missing or impossible."""
         for name, others in (("model", "models"), ("revision", "weights"), ("dtype", "precisions")):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
+            if not isinstance(value, str) or not value or not value.isprintable():
                 raise BadRequest(f"a namespace needs {name}: without it, KV of other {others} could be served")
-        if not isinstance(self.adapter, str):
-            raise BadRequest(f"adapter must be a text, not {type(self.adapter).__name__}")
+        if not isinstance(self.adapter, str) or not (self.adapter + "x").isprintable():
+            raise BadRequest(f"adapter must be a printable text, not {type(self.adapter).__name__}")
         if self.dtype not in ITEM_BYTES:
             raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype[:40]!r}")
         if not self.shapes or not all(isinstance(each, Shape | State) for each in self.shapes):
@@ -111,10 +113,12 @@ class _Answered:
 
 
 class _Awaited:
-    """The answer to a store or retrieve. What is placed once its call has given up is given back when that is known."""
+    """The answer to a store or retrieve. What is placed for a call that has given up is given back once it is known."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._lock = threading.Lock()
+        self._placed: wire.Placement | None = None
         self._is_given_up = False
 
     def read(self, value: object) -> wire.Placement | _Answered:
@@ -125,17 +129,23 @@ class _Awaited:
             placed = msgspec.convert(value, wire.Placement)
         except msgspec.ValidationError as exc:
             raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
-        if self._is_given_up:
-            self._client.ask(wire.Complete(placed.operation, False), deadline_s=None)
+        with self._lock:
+            self._placed = placed
+            is_given_up = self._is_given_up
+        if is_given_up:
+            self._give_back(placed)
         return placed
 
-    def give_up(self, future: MessagingFuture[wire.Placement | _Answered]) -> None:
+    def give_up(self) -> None:
         """Nobody waits for the answer any more."""
-        self._is_given_up = True
-        with contextlib.suppress(KVDepotError):
-            placed = future.result(0)  # it may have arrived meanwhile
-            if isinstance(placed, wire.Placement):
-                self._client.ask(wire.Complete(placed.operation, False), deadline_s=None)
+        with self._lock:
+            self._is_given_up = True
+            placed = self._placed
+        if placed is not None:
+            self._give_back(placed)
+
+    def _give_back(self, placed: wire.Placement) -> None:
+        self._client.ask(wire.Complete(placed.operation, placed.boot, False), deadline_s=None)
 
 
 class Namespace:
@@ -332,7 +342,8 @@ class Namespace:
             try:
                 self._register(client)
                 return work(client)
-            except UnknownInstance:
+            except UnknownInstance as exc:
+                log.warning("not stored or loaded: %s", exc)
                 self._is_registered = False
                 return 0
             except BadRequest:
@@ -404,7 +415,7 @@ class Namespace:
         try:
             placed = future.result(_ANSWER_S)
         except BaseException:
-            awaited.give_up(future)
+            awaited.give_up()
             raise
         if isinstance(placed, _Answered):
             return placed.value
@@ -421,12 +432,18 @@ class Namespace:
                             part[:], chunk = chunk[: len(part)], chunk[len(part) :]
             copied = True
         finally:
-            answer = client.ask(wire.Complete(placed.operation, copied), deadline_s=None)
+            answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
             client.pump()
-        try:
-            return answer.result(_ANSWER_S)
-        except UnknownRequest:
-            return False
+        for _ in range(_TRIES):
+            try:
+                return answer.result(_ANSWER_S)
+            except UnknownRequest:
+                log.info("not stored or loaded: its server has been replaced")
+                return False
+            except Busy:  # too many requests in this second; the server keeps what it has placed until it hears this
+                time.sleep(_PAUSE_S)
+                answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
+        return answer.result(_ANSWER_S)
 
 
 class _Moves(Protocol):

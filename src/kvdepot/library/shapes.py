@@ -108,7 +108,7 @@ def plain(kv: Kv, item_bytes: int) -> Plain:
         kv = kv.detach().view(integers).numpy()
     if not isinstance(kv, np.ndarray):
         raise BadRequest(f"KV must be a NumPy array or a torch tensor, not {type(kv).__name__}")
-    if kv.dtype.itemsize != item_bytes:
+    if kv.dtype.itemsize != item_bytes or kv.dtype.hasobject:
         raise BadRequest(f"KV of {kv.dtype} in a namespace whose values have {item_bytes} bytes")
     return kv.view(_PLAIN[item_bytes])
 
@@ -140,7 +140,7 @@ def state_bytes(kv: Kv, size: int) -> npt.NDArray[np.uint8]:
     """The memory of a state. Raises BadRequest unless it is one contiguous array of this many bytes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(kv, torch.Tensor):
-        kv = plain(kv, kv.element_size())
+        kv = plain(kv, kv.element_size()) if kv.element_size() in _PLAIN else None
     if not isinstance(kv, np.ndarray) or kv.nbytes != size or not kv.flags.c_contiguous:
         found = f"{kv.nbytes} bytes" if isinstance(kv, np.ndarray) else type(kv).__name__
         raise BadRequest(f"a state must be a contiguous array of {size} bytes, not {found}")

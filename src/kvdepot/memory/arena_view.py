@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,6 +23,17 @@ from kvdepot.memory import shm
 from kvdepot.memory.arena_header import ArenaHeader
 
 _USE_S = 5.0
+
+
+_views: weakref.WeakSet[ArenaView] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for view in list(_views):
+        view.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class ArenaView:
@@ -41,13 +53,19 @@ class ArenaView:
         self.key = name, boot
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         shm.advise_huge(self.bytes.ctypes.data, len(self.bytes))
-        shm.do_not_fork(self.bytes.ctypes.data, len(self.bytes))
+        _views.add(self)
         self._lock = threading.Lock()
         self._users = 0
 
     def __del__(self) -> None:
         if hasattr(self, "_lock"):  # the mapping goes with its last array
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the file, and with it end any use: a forked child's copy of it would outlive the parent's."""
+        if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
 
     def _begin_use(self) -> None:
         try:

@@ -212,10 +212,12 @@ class Complete(_Message, frozen=True):
     """End a store or retrieve whose bytes the client itself copies (layout.copied_by_client). Answer: that of the store
     or retrieve.
 
-    operation: from its `Placement`. copied: whether a store's bytes are all in the arena; else nothing is stored.
+    operation, boot: from its `Placement`; a later server may use the same number. copied: whether a store's bytes are
+    all in the arena; else nothing is stored.
     """
 
     operation: int
+    boot: bytes
     copied: bool = True
 
 

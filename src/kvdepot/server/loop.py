@@ -295,7 +295,11 @@ class Server:
         self._act(self.depot.stop_waiting())
         deadline = time.monotonic() + self._config.drain_s
         while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
-            zmq.zmq_poll([(self._wake, zmq.POLLIN)], int(left * 1000) + 1)
+            awaited: list[tuple[Any, int]] = [(self._wake, zmq.POLLIN)]
+            if any(client.own_copies for client in self.depot.clients):  # which end with a message
+                awaited.append((self._listener.socket, zmq.POLLIN))
+                self._receive(_BATCH)
+            zmq.zmq_poll(awaited, int(left * 1000) + 1)
             self._collect()
         if self.depot.operations:
             log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)
