@@ -207,3 +207,37 @@ def test_use_after_close_is_refused(depot: Any) -> None:
     for call in (lambda: cache.load(IDS), lambda: cache.store(IDS, past), lambda: cache.generate(IDS)):
         with pytest.raises(BadRequest, match="this depot is closed"):
             call()
+
+
+def test_arguments_that_the_prompt_is_computed_without_are_refused(library: kvdepot.Depot) -> None:
+    cache = PrefixCache(library, make(seed=8), CHUNK)
+    with pytest.raises(BadRequest, match="does not serve adapter_names: the prompt is computed without it"):
+        cache.generate(IDS, adapter_names=["b"], max_new_tokens=2)
+
+
+def test_beams_of_the_models_own_configuration_are_seen(library: kvdepot.Depot) -> None:
+    model = make(seed=9)
+    cache, short = PrefixCache(library, model, CHUNK), IDS[:, :10]
+    model.generation_config.num_beams = 3
+    given = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    answer = cache.generate(short, generation_config=given)
+    assert cache.load(answer)[1] == 0, "a beam is no answer"
+
+
+def test_a_cache_of_beam_search_is_not_stored(library: kvdepot.Depot) -> None:
+    model = make(seed=10)
+    cache = PrefixCache(library, model, CHUNK)
+    past = cache.load(IDS)[0]
+    compute(model, IDS, past)
+    past.reorder_cache(torch.tensor([0]))
+    with pytest.raises(BadRequest, match="beam search"):
+        cache.store(IDS, past)
+
+
+def test_autocast_has_prefixes_of_its_own(library: kvdepot.Depot) -> None:
+    cache = PrefixCache(library, make(seed=11), CHUNK)
+    cache.generate(IDS, max_new_tokens=2, do_sample=False)
+    assert cache.load(IDS)[1] == 48
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cache.load(IDS)[1] == 0
+    assert cache.load(IDS)[1] == 48

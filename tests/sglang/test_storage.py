@@ -40,6 +40,12 @@ def _published(tmp_path_factory: pytest.TempPathFactory) -> None:
     parts.publish(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(autouse=True)
+def _not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test's engines are processes of their own, whose weights have not changed yet."""
+    monkeypatch.setattr("kvdepot.integrations.sglang.identity._are_updated", False)
+
+
 @pytest.fixture(scope="module")
 def depot() -> Iterator[Depot]:
     server = Depot(chunk_size="auto").wait_ready()
@@ -191,6 +197,17 @@ class TestRanks:
         assert ranks[0].batch_set_v1(names, slots) == [True]
         assert ranks[1].batch_exists(names) == 1 and ranks[1].batch_get_v1(names, slots) == [True]
         assert torch.equal(pools[0].kv_buffer[:PAGE], pools[1].kv_buffer[:PAGE])
+
+    def test_what_is_attached_again_after_an_update_has_a_name_of_its_own(
+        self, depot: Depot, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names, slots = hashes(71), torch.arange(PAGE)
+        first = make(config(depot.url), ("kv", host_pool(device_pool())))
+        assert first.batch_set_v1(names, slots) == [True]
+        monkeypatch.setattr("kvdepot.integrations.sglang.identity._are_updated", True)
+        again = [make(config(depot.url), ("kv", host_pool(device_pool()))) for _ in range(2)]
+        assert again[0].batch_exists(names) == 0 and again[0].batch_set_v1(names, slots) == [True]
+        assert [each.batch_exists(names) for each in (*again, first)] == [1, 0, 1]
 
 
 class TestHybrid:

@@ -55,7 +55,14 @@ def refuse_unserved(model: torch.nn.Module) -> None:
                 f"kvdepot.hf does not serve rotary embeddings of type {found!r} ({kind}): a prefix's KV depends on "
                 "the length of the whole prompt"
             )
+    has_media = any(getattr(model.config, f"{kind}_config", None) for kind in ("vision", "audio", "speech", "video"))
+    if has_media and not media_tokens(model):
+        raise ConfigError(f"kvdepot.hf does not serve {kind}: nothing in its tokens tells where a prompt has images")
+    if any(getattr(module, "gate_up_proj_precision_config", None) is not None for module in model.modules()):
+        raise ConfigError("kvdepot.hf cannot identify MXFP4 experts: load the model with Mxfp4Config(dequantize=True)")
     for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ConfigError(f"kvdepot.hf does not serve activated LoRA ({name!r}): it depends on the whole prompt")
         if getattr(config, "is_prompt_learning", False):
             raise ConfigError(f"kvdepot.hf does not serve adapters of virtual tokens ({config.peft_type} {name!r})")
     for name, tensor in _tensors(model):
@@ -106,14 +113,21 @@ def identity(model: torch.nn.Module) -> str:
 def _describe(model: torch.nn.Module) -> str:
     """All that a model computes with besides its weights, as JSON: configuration, attention kernels, adapters."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
+    kinds = {model.device.type, "cpu"}
+    casts = [[kind, str(torch.get_autocast_dtype(kind))] for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
     kernels = [[getattr(c, f"_{kind}_implementation", None) for kind in ("attn", "experts")] for c in configs]
     adapters = [
-        [name, each._active_adapter, each._disable_adapters, each.merged_adapters, getattr(each, "scaling", None)]
+        [
+            name,
+            each._active_adapter,
+            each._disable_adapters,
+            *(getattr(each, f, None) for f in ("merged_adapters", "scaling")),
+        ]
         for name, each in model.named_modules()
         if "_disable_adapters" in vars(each)
     ]
     peft = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
-    facts = [type(model).__qualname__, model.config.to_dict(), kernels, adapters, peft]
+    facts = [type(model).__qualname__, model.config.to_dict(), kernels, adapters, peft, casts]
     return json.dumps(_without_places(facts), sort_keys=True, default=_as_json)
 
 

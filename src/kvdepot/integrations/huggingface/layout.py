@@ -55,6 +55,23 @@ class RecordingLayer(DynamicSlidingWindowLayer):
         self.first = self.cumulative_length - self.keys.shape[-2]
 
 
+class OwnCache(DynamicCache):
+    """A cache of this package, which records whether its rows were exchanged: by beam search, whose answers are in
+    another order than its rows."""
+
+    is_reordered = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows."""
+        super().reorder_cache(beam_idx)
+        self.is_reordered = True
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        super().batch_select_indices(indices)
+        self.is_reordered = True
+
+
 class Geometry(NamedTuple):
     """The shape of the KV of layers of one kind. window: tokens before a position that they attend to; 0: all."""
 
@@ -85,7 +102,7 @@ class Held:
 
 def new_cache(model: torch.nn.Module) -> Cache:
     """An empty dynamic cache of a model, whose windows record."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = OwnCache(config=model.config.get_text_config(decoder=True))
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = RecordingLayer(layer.sliding_window)

@@ -39,6 +39,11 @@ _REFUSED = {
     "prefill_chunk_size": "prompts are computed in parts already",
 }
 """Arguments of `generate` that are refused, and why."""
+_ARGUMENTS = {
+    "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "streamer",
+    "tokenizer", "token_type_ids", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+}  # fmt: skip
+"""Arguments of `generate`, beside the fields of its configuration, that change no KV of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class PrefixCache:
         if revision != opened.revision:
             raise BadRequest("the cache is of another model, or the weights were changed since: compute it again")
         opened.layout.check(past, len(prompts.pads))
+        if getattr(past, "is_reordered", False):
+            raise BadRequest("this cache is of beam search, whose rows are not those of its answers: use generate()")
         return min(self._put(tokens, past, row, opened) for row, (tokens, _) in enumerate(prompts))
 
     def generate(self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, **arguments: object) -> object:
@@ -160,6 +167,7 @@ class PrefixCache:
         if is_single and not opened.layout.states and self._open() is opened:
             sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
             with contextlib.suppress(BadRequest):  # a way of decoding that took tokens back
+                opened.layout.check(past, 1)
                 self._put(sequences[0].cpu(), past, 0, opened)
         return answer
 
@@ -167,7 +175,7 @@ class PrefixCache:
 
     def _open(self) -> _Opened:
         """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
-        if self._model.training:
+        if any(module.training and (any(module.children()) or _is_random(module)) for module in self._model.modules()):
             raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
         mark = fingerprint(self._model)
         found = self._opened.get(mark)
@@ -341,9 +349,20 @@ class PrefixCache:
                 raise BadRequest(f"kvdepot.hf does not serve {name}: KV must depend on tokens alone")
         if arguments.pop("cache_implementation", None) not in {None, "dynamic"}:
             raise BadRequest("pass past_key_values=StaticCache(config=model.config, max_cache_len=...), not a name")
-        config = arguments.get("generation_config") or self._model.generation_config
-        names = ("num_beams", "num_return_sequences", "use_cache")
-        beams, answers, is_cached = (arguments.get(name, getattr(config, name, None)) for name in names)
+        given, default = arguments.get("generation_config"), self._model.generation_config
+        for name in arguments.keys() - _ARGUMENTS:
+            if not hasattr(default, name):
+                raise BadRequest(f"kvdepot.hf does not serve {name}: the prompt is computed without it")
+
+        def resolved(name: str) -> object:
+            values = (arguments.get(name), getattr(given, name, None), getattr(default, name, None))
+            return next((value for value in values if value is not None), None)
+
+        beams, answers, is_cached = map(resolved, ("num_beams", "num_return_sequences", "use_cache"))
         if is_cached is False:
             raise BadRequest("use_cache=False leaves nothing to load or store: use model.generate")
         return max(int(str(beams or 1)), int(str(answers or 1)))
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    return "dropout" in type(module).__name__.lower()

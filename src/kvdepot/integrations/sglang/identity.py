@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -31,17 +32,24 @@ _HARMLESS = re.compile(
 )
 """Arguments of SGLang that do not change KV, or that differ from start to start; paths of models are replaced by the
 contents of their files. All others count: an unknown one costs a shared page at most."""
+_UNREAD = (
+    "quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path", "decrypted_config_file",
+    "decrypted_draft_config_file",
+)  # fmt: skip
+"""Arguments that name files which change KV, and of which only the path is known."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-_UPDATES = ("update_weights_from", "load_weights_from", "receive_weights_from")
+_UPDATES = ("begin_weight_update", "update_weights_from", "load_weights_from", "receive_weights_from")
 _SETTLED_S = 2.0
 """Weights that changed less than this before the engine was started count as changed while it loaded them."""
 
 
 class EngineIdentity(NamedTuple):
-    """An engine's facts. label: for people. run: names this run of the engine, equally in all its processes."""
+    """An engine's facts. label: for people. run: names this start of this process, and no other."""
 
     label: str
     facts: str
+    # A trainer's engine starts again with the same parent, port and seed, and other weights. Nothing that is new with
+    # each start is equal in all ranks, so engines of several ranks find nothing in what is their own.
     run: str
 
     def name(self, pool: str, facts: str, epoch: int) -> str:
@@ -66,7 +74,7 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
     parent = os.getppid()  # which starts all ranks
     ticks = int(Path(f"/proc/{parent}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    run = json.dumps([boot, parent, ticks, str(arguments.get("random_seed")), str(arguments.get("port"))])
+    started = json.dumps([boot, parent, ticks, str(arguments.get("random_seed")), str(arguments.get("port"))])
     began_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     facts: dict[str, object] = {
         "arguments": {key: value for key, value in sorted(arguments.items()) if not _HARMLESS.fullmatch(key)},
@@ -81,9 +89,15 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
     weights = [_weights(arguments, origin, version_of, revision) for origin, version_of in origins]
     facts["weights"] = [digest for digest, _ in weights]
     if any(changed_at > began_at - _SETTLED_S for _, changed_at in weights):
-        facts["private"] = run
+        facts["private"] = started
+    if unread := [name for name in _UNREAD if arguments.get(name) and not revision]:
+        raise ConfigError(
+            f"kvdepot does not read the files of --{unread[0].replace('_', '-')}, which change KV. Set "
+            '"kvdepot.weights_revision" in --hicache-storage-backend-extra-config to a name for the versions of all '
+            "files, and change the name whenever one of them changes"
+        )
     path = str(arguments.get("model_path") or model_name or "sglang")
-    return EngineIdentity(Path(path).name, json.dumps(facts, sort_keys=True, default=str), run)
+    return EngineIdentity(Path(path).name, json.dumps(facts, sort_keys=True, default=str), secrets.token_hex(16))
 
 
 def _adapters(arguments: dict[str, object]) -> list[object]:
@@ -127,6 +141,12 @@ def _weights(arguments: dict[str, object], origin: object, version: object, name
 
 _notices: list[Callable[[], None]] = []
 _watched: set[type] = set()
+_are_updated = False
+
+
+def are_updated() -> bool:
+    """Whether the weights of a model in this process have changed since it was first watched."""
+    return _are_updated
 
 
 def watch_updates(notice: Callable[[], None]) -> None:
@@ -154,6 +174,8 @@ def forget_updates(notice: Callable[[], None]) -> None:
 def _noticed(update: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(update)
     def noticed(*args: object, **options: object) -> object:
+        global _are_updated
+        _are_updated = True
         for notice in _notices:
             notice()
         return update(*args, **options)

@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
 from kvdepot.errors import ConfigError, DeadlineExceeded, Unavailable
-from kvdepot.integrations.sglang.identity import forget_updates, identify, watch_updates
+from kvdepot.integrations.sglang.identity import are_updated, forget_updates, identify, watch_updates
 from kvdepot.integrations.sglang.pages import KV, HostPool, PagePool, PageStore, connect
 from kvdepot.integrations.sglang.settings import ServerStarter, read_settings
 
@@ -61,6 +61,9 @@ class KVDepotHiCache(HiCacheStorage):
         self._cleared: list[tuple[HostPool, Callable[[], None]]] = []  # pools, and their own `clear`
         self._moved = {kind: deque[tuple[int, float]](maxlen=_MOST_MOVED) for kind in ("get", "set")}
         watch_updates(self._store.suspend)
+        if are_updated():  # before the backend was detached, or while it was: what is in memory is no file's
+            self._store.suspend()
+            self._store.flushed()
 
     def __repr__(self) -> str:
         return f"<KVDepotHiCache {self._store!r}>"
