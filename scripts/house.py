@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_357,
-    "test lines": 50_184,
+    "source lines": 42_365,
+    "test lines": 50_196,
     "functions with more than 5 parameters": 15,
     "boolean parameters": 66,
     "Any": 116,

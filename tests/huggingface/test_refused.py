@@ -241,3 +241,15 @@ def test_autocast_has_prefixes_of_its_own(library: kvdepot.Depot) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert cache.load(IDS)[1] == 0
     assert cache.load(IDS)[1] == 48
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id"])
+def test_a_batch_padded_as_its_model_or_its_tokenizer_does_is_refused(library: kvdepot.Depot, name: str) -> None:
+    model = make(seed=12, bos_token_id=1, **{"pad_token_id": None, "eos_token_id": 3, name: 2})
+    cache, padded = PrefixCache(library, model, CHUNK), prompt(50, batch=2)
+    padded[1, :4] = 2
+    past = cache.load(IDS)[0]
+    with pytest.raises(BadRequest, match="this batch is padded: pass its attention_mask"):
+        cache.load(padded)
+    with pytest.raises(BadRequest, match="only rows without padding"):
+        cache.store(padded, past)

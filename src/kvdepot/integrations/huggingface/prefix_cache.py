@@ -326,10 +326,18 @@ class PrefixCache:
         if self._media and not self._media.isdisjoint(ids.unique().tolist()):
             raise BadRequest("prompts with images or sounds are not served: their KV does not depend on tokens alone")
         pads = [0] * len(ids) if attention_mask is None else self._pads(ids, attention_mask)
-        pad, begin = (getattr(self._model.config, f"{name}_token_id", None) for name in ("pad", "bos"))
-        if attention_mask is None and len(ids) > 1 and pad != begin and pad in ids[:, 0].tolist():
+        if attention_mask is None and len(ids) > 1 and not self._padding().isdisjoint(ids[:, 0].tolist()):
             raise BadRequest("this batch is padded: pass its attention_mask; store() takes only rows without padding")
         return _Prompts(ids, pads)
+
+    def _padding(self) -> set[object]:
+        """Tokens that pad batches, as far as the model says: tokenizers without one pad with the end of a sequence."""
+        configs = self._model.config, self._model.generation_config
+        found: set[object] = set()
+        for name in ("pad_token_id", "eos_token_id"):
+            for value in (getattr(config, name, None) for config in configs):
+                found |= set(value) if isinstance(value, list) else {value}
+        return found - {getattr(config, "bos_token_id", None) for config in configs} - {None}
 
     def _pads(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> list[int]:
         mask = torch.as_tensor(attention_mask).cpu().reshape(-1, ids.shape[-1]) != 0
