@@ -567,7 +567,7 @@ def test_several_shapes_want_one_kv_each(make: MakeNamespace) -> None:
         ("model", ""), ("model", None), ("revision", ""), ("revision", None), ("dtype", ""), ("dtype", "bf16"),
         ("dtype", np.float16), ("adapter", None), ("adapter", 3), ("shape", []), ("shape", [SMALL, None]),
         ("shape", (2, 2, 16, 2, 8)), ("shape", None), ("chunk_tokens", -1), ("chunk_tokens", True),
-        ("chunk_tokens", 16.0), ("chunk_tokens", 1 << 40),
+        ("chunk_tokens", 16.0), ("chunk_tokens", 1 << 40), ("model", "\ud800"), ("adapter", "a\nb"),
     ],
 )  # fmt: skip
 def test_facts_that_are_missing_or_impossible_are_refused(

@@ -137,11 +137,11 @@ class Requests:
             pending = self.pending.get(number)
             if pending is None:
                 continue
-            is_copy = isinstance(pending.request, COPY)
-            if pending.may_repeat and (is_copy or isinstance(pending.request, _REPEATABLE)):
+            request = pending.request
+            if pending.may_repeat and isinstance(request, COPY | _REPEATABLE):
                 # Where the client copies, the server that knows a store or retrieve answers it again.
-                copies = isinstance(pending.request, COPY) and self.device(pending.request.instance) == BY_CLIENT
-                pending.may_repeat, pending.born = copies or not is_copy, now
+                pending.may_repeat = not isinstance(request, COPY) or self.device(request.instance) == BY_CLIENT
+                pending.born = now
                 self.parked.add(number)
             else:
                 self.end(number, Unavailable("the connection broke; the answer is lost"))

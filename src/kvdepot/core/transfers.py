@@ -92,6 +92,7 @@ class Transfers:
         pieces: list[CopyPiece] = []
         complete = True
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
+        first = 0
         for part, namespace in zip(request.shards, namespaces, strict=True):
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
@@ -101,12 +102,12 @@ class Transfers:
             operation.requests.append((part.request, part.model, count))
             run = Run(part.hashes, size, part.parent, part.depth + 1, salt, part.continues)
             made = self._index.reserve(namespace, part.rank, run, wall)
-            first = sum(keys for _, _, keys in operation.requests[:-1])
             for place, chunk in zip(made.places, made.chunks, strict=True):
                 operation.chunks.append((chunk, part.rank))
                 extents, block_ids = chunk.shards[part.rank].extents, ids[place * blocks : (place + 1) * blocks]
                 pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
-                operation.places.append(first + place)
+            operation.places += [first + place for place in made.places]
+            first += count
             self._counters["known_chunks"] += made.known
             if made.refusal is not None:
                 self._counters[_REFUSED[made.refusal]] += made.refused

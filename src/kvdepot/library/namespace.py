@@ -66,10 +66,12 @@ class ModelFacts:
         missing or impossible."""
         for name, others in (("model", "models"), ("revision", "weights"), ("dtype", "precisions")):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value or not value.isprintable():
+            if not isinstance(value, str) or not value:
                 raise BadRequest(f"a namespace needs {name}: without it, KV of other {others} could be served")
-        if not isinstance(self.adapter, str) or not (self.adapter + "x").isprintable():
-            raise BadRequest(f"adapter must be a printable text, not {type(self.adapter).__name__}")
+        if not isinstance(self.adapter, str):
+            raise BadRequest(f"adapter must be a text, not {type(self.adapter).__name__}")
+        if not (self.model + self.revision + self.adapter).isprintable():
+            raise BadRequest("model, revision and adapter must be printable text")
         if self.dtype not in ITEM_BYTES:
             raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype[:40]!r}")
         if not self.shapes or not all(isinstance(each, Shape | State) for each in self.shapes):
@@ -196,9 +198,9 @@ class Namespace:
     def get(self, tokens: Sequence[int]) -> tuple[Plain | list[Plain] | None, int]:
         """Load the KV of the longest stored prefix: its arrays, or None, and its number of tokens; 0 is a miss.
 
-        The arrays are NumPy's, of integers of the size of a value: `array.view(dtype)`, or torch.from_numpy(array).view
-        (dtype), gives them their type. They are as for `put`; those of a window have its last tokens. Raises BadRequest
-        for wrong tokens.
+        The arrays are NumPy's, of unsigned integers as wide as a value: `array.view(dtype)` gives them their type. They
+        are as for `put`; those of a window begin with the first chunk that is needed. Raises BadRequest for wrong
+        tokens.
         """
         made: list[tuple[Plain, int]] = []
 

@@ -175,7 +175,8 @@ class PrefixCache:
 
     def _open(self) -> _Opened:
         """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
-        if any(module.training and (any(module.children()) or _is_random(module)) for module in self._model.modules()):
+        training = [module for module in self._model.modules() if module.training]
+        if any(any(module.children()) or "dropout" in type(module).__name__.lower() for module in training):
             raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
         mark = fingerprint(self._model)
         found = self._opened.get(mark)
@@ -370,7 +371,3 @@ class PrefixCache:
         if is_cached is False:
             raise BadRequest("use_cache=False leaves nothing to load or store: use model.generate")
         return max(int(str(beams or 1)), int(str(answers or 1)))
-
-
-def _is_random(module: torch.nn.Module) -> bool:
-    return "dropout" in type(module).__name__.lower()
