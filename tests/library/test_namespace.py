@@ -48,6 +48,14 @@ def check(found: Any, kv: Array, shape: Shape, end: int, first: int = 0) -> None
 # -- forms of KV
 
 
+def test_several_threads_copy_much_kv(make: MakeNamespace) -> None:
+    shape, count = Shape(layers=32, heads=8, head_dim=64), 512  # 32 MiB
+    ns, tokens, kv = make(shape), random_tokens(count, 1), random_kv(shape, count, 1)
+    target = np.zeros_like(kv)
+    assert ns.put(tokens, kv) == ns.get_into(tokens, target) == count
+    assert np.array_equal(target, kv)
+
+
 @pytest.mark.parametrize("shape", [SMALL, HEADS, MLA], ids=["tokens", "heads", "MLA"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8"])
 def test_every_bit_of_every_dtype_comes_back_from_numpy_and_torch(
