@@ -13,7 +13,6 @@ import pytest
 from kvdepot.errors import InternalError, TierError
 from kvdepot.tiers import Usage, disk, parse
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.disk import folder
 from kvdepot.tiers.worker import Find, Forget, Forgotten, Probe, TierWorker
 from tests.conftest import HANG_S
 from tests.tiers.faulty import MemoryTier
@@ -68,7 +67,7 @@ def test_whatever_ends_the_counting_of_a_folder_ends_the_waiting_for_it(
     def fail(path: str) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(folder, "objects_in", fail)
+    monkeypatch.setattr(disk, "objects_in", fail)
     tier = parse(f"disk://{tmp_path}/kv?capacity_gib=1").open()
     with pytest.raises(TierError, match="cannot count its objects: MemoryError"):
         tier.find([])
