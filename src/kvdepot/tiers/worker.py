@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -218,18 +219,15 @@ class TierWorker:
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
-        self._refused: KVDepotError | None = None
         self._logged = ""  # the last error that is not of this package
-        self._has_begun = False  # the constructor has waited for the tier long enough
-        config.module()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
-        opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
-        opening.start()
-        opening.join(_OPEN_S)
-        with self._ready:
-            self._has_begun = True
-        if isinstance(self._refused, ConfigError):
-            raise self._refused
-        self._log_refused()
+        config.module()  # here, however long it takes: a URL that makes no sense must be found while `wait` waits
+        opened: Future[Tier] = Future()
+        name = f"kvdepot-{config.kind}-open"
+        threading.Thread(target=self._open_first, args=(opened,), name=name, daemon=True).start()
+        wait([opened], _OPEN_S)
+        if opened.done() and isinstance(refused := opened.exception(), ConfigError):
+            raise refused
+        opened.add_done_callback(self._log_refused)  # now, or when it has failed
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -263,19 +261,15 @@ class TierWorker:
         """Whether a thread still runs after `stop`, and may yet touch the arena."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def _open_first(self) -> None:
+    def _open_first(self, opened: Future[Tier]) -> None:
         try:
-            self._open()
+            opened.set_result(self._open())
         except BaseException as exc:  # noqa: BLE001 - the top of a thread
-            with self._ready:
-                self._refused = self._failure("opening it", exc)
-                if not self._has_begun:
-                    return  # the constructor's to raise or to log
-            self._log_refused()
+            opened.set_exception(self._failure("opening it", exc))
 
-    def _log_refused(self) -> None:
-        if self._refused is not None:
-            log.warning("tier %s is unavailable: %s", self._config.name, self._refused)
+    def _log_refused(self, opened: Future[Tier]) -> None:
+        if (refused := opened.exception()) is not None:
+            log.warning("tier %s is unavailable: %s", self._config.name, refused)
 
     def _open(self) -> Tier:
         with self._opening:
