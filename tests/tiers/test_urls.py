@@ -211,7 +211,7 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
     ):
         outcomes: SimpleQueue[object] = SimpleQueue()
         tier_worker = TierWorker(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
-        tier_worker.submit(Probe(None, 0))
+        tier_worker.submit(Probe(0))
         outcome = outcomes.get(timeout=HANG_S)
         tier_worker.stop(5.0)
         assert isinstance(outcome, TierError) and "unknown command" in str(outcome)

@@ -47,14 +47,14 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
     worker = TierWorker(config, arena, lambda _, outcome: outcomes.put(outcome), Codec())
     try:
         for _ in range(5):  # more than it has threads
-            worker.submit(Find(None, 0, [], b""))
+            worker.submit(Find(0, [], b""))
             assert isinstance(outcomes.get(timeout=HANG_S), InternalError)
         errors = [each for each in caplog.records if each.levelno == logging.ERROR]
         assert len(errors) == 1 + panics_on_open, "not one a call"
         is_open = True
-        worker.submit(Forget(None, 0, "", []))
+        worker.submit(Forget(0, "", []))
         assert outcomes.get(timeout=HANG_S) == Forgotten(0)
-        worker.submit(Probe(None, 0))
+        worker.submit(Probe(0))
         assert isinstance(outcomes.get(timeout=HANG_S), Usage)
     finally:
         worker.stop(HANG_S)

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,53 +66,66 @@ class Part:
 # -- tier tasks
 
 
-@dataclass(slots=True)
+LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
+"""The kinds of call, as they are shown."""
+
+
+@dataclass(slots=True, eq=False)
 class _Task:
-    """token: the caller's; it comes back with the outcome. tier: the tier's number."""
+    """A call of a tier. It comes back with the outcome; core/tiering/ has subclasses that say what it is for.
 
-    token: object
-    tier: int
-
-
-@dataclass(slots=True)
-class Find(_Task):
-    """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted.
-
-    is_wanted: whether a lookup still waits for the answer. A callable, because the tier's thread evaluates it when the
-    task starts: a find that no lookup waits for costs no call to the store.
+    tier: the tier's number. kind: of the call; empty for a probe.
     """
+
+    tier: int
+    kind: ClassVar[str] = REMOVALS
+
+
+@dataclass(slots=True, eq=False)
+class Find(_Task):
+    """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted."""
+
+    kind = LOOKUPS
 
     objects: list[tuple[Facts, bytes]]
     salt: bytes
-    is_wanted: Callable[[], bool] = lambda: True
+
+    def is_wanted(self) -> bool:
+        """Whether the answer is still awaited, asked when a tier's thread starts the task: otherwise, the store is not
+        called."""
+        return True
 
     @property
     def names(self) -> list[str]:
         return [facts.name(self.salt, key) for facts, key in self.objects]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Load(_Task):
     """Read shards into the arena. Outcome: Loaded."""
 
+    kind = READS
+
     parts: list[Part]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Save(_Task):
     """Write shards. Outcome: Saved."""
 
+    kind = WRITES
+
     parts: list[Part]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Erase(_Task):
     """Remove objects. Outcome: Erased."""
 
     names: list[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Forget(_Task):
     """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten."""
 
@@ -120,12 +133,14 @@ class Forget(_Task):
     namespaces: list[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Probe(_Task):
     """Check whether the tier responds. Outcome: its Usage."""
 
+    kind = ""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Enforce(_Task):
     """Let a local tier follow these rules, and remove what they do not allow. Outcome: Enforced."""
 
@@ -198,10 +213,10 @@ TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotte
 
 
 class TierWorker:
-    """One tier's threads. They call `report(token, outcome)` for every finished task."""
+    """One tier's threads. They call `report(tier_task, outcome)` for every finished task."""
 
     def __init__(
-        self, config: TierConfig, arena: Memory, report: Callable[[object, TierOutcome], None], codec: Codec
+        self, config: TierConfig, arena: Memory, report: Callable[[TierTask, TierOutcome], None], codec: Codec
     ) -> None:
         """Open the tier, in the background if that takes long; if it fails, each task tries again. Raises
         ConfigError."""
@@ -301,7 +316,7 @@ class TierWorker:
                 outcome = self._failure(type(tier_task).__name__, exc)
             if isinstance(outcome, Loaded | Saved):
                 outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
-            self._report(tier_task.token, outcome)
+            self._report(tier_task, outcome)
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
         """The error to answer, without secrets. Logs an error that is not of this package, unless it was the last one.
@@ -319,7 +334,7 @@ class TierWorker:
 
 
 def start_workers(
-    tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[object, TierOutcome], None]
+    tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[TierTask, TierOutcome], None]
 ) -> list[TierWorker]:
     """Start one worker per tier; one that is unavailable now may open later. rules: of all tiers, at the start. Raises
     ConfigError."""

@@ -18,9 +18,9 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_hidden
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.index.runs import Run
-from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
+from kvdepot.core.tiering.forgetting import Forgettings
 from kvdepot.core.tiering.speed import RETRY_S, SLACK
-from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
+from kvdepot.core.tiering.tier import TASK_BYTES, TierState, facts_of, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.protocol.wire import Tail
@@ -127,19 +127,18 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class FindToken(Token):
-    """The token of a Find."""
-
-    kind = LOOKUPS
+class LookupFind(Find):
+    """A Find of one tier lookup."""
 
     tier_lookup: TierLookup
 
+    def is_wanted(self) -> bool:
+        return self.tier_lookup.is_awaited()
+
 
 @dataclass(slots=True, eq=False)
-class LoadToken(Token):
-    """The token of a Load."""
-
-    kind = READS
+class ArrivalLoad(Load):
+    """A Load of shards for which tier lookups wait."""
 
     arrivals: list[Arrival]  # one per part
 
@@ -205,10 +204,7 @@ class Lookups:
         objects = [(facts[group][rank], tier_lookup.key(i)) for group, i, rank in tier_lookup.wanted]
         for tier in asked:
             tier.finding += 1
-        return [
-            Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
-            for tier in asked
-        ]
+        return [LookupFind(tier.number, objects, tier_lookup.salt, tier_lookup) for tier in asked]
 
     def _worth_asking(self, tier_lookup: TierLookup, tiers: list[TierState]) -> list[TierState]:
         """The tiers that may be faster than computing; if there are none, one that is due to be tried again."""
@@ -251,9 +247,9 @@ class Lookups:
             ]
         return missing
 
-    def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
+    def located(self, find: LookupFind, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Find."""
-        tier, tier_lookup = token.tier, token.tier_lookup
+        tier, tier_lookup = self._tiers[find.tier], find.tier_lookup
         if isinstance(outcome, Located):
             tier.speed.found(tier_lookup.begun, now)
             tier.speed.counted(int(any(outcome.there)))
@@ -367,7 +363,7 @@ class Lookups:
             for batch in _batches(arrivals):
                 tier.loading += 1
                 parts = [part_of(each.chunk, each.rank, each.shard) for each in batch]
-                tier_tasks.append(Load(LoadToken(tier, batch), number, parts))
+                tier_tasks.append(ArrivalLoad(number, parts, batch))
         if not tier_lookup.waiting.total():
             self.end(tier_lookup)
         return tier_tasks
@@ -462,9 +458,9 @@ class Lookups:
 
     # -- what arrives
 
-    def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
+    def arrived(self, load: ArrivalLoad, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Load."""
-        tier, arrivals = token.tier, token.arrivals
+        tier, arrivals = self._tiers[load.tier], load.arrivals
         tier.loading -= 1
         if isinstance(outcome, Loaded):
             shards = outcome.shards
@@ -483,7 +479,7 @@ class Lookups:
             tier.counters["loaded_chunks"] += self._settle(arrival, header, tier)
         tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
         tier.counters["corrupt_chunks"] += len(corrupt)
-        decisions: list[LookupDecision] = [Erase(EraseToken(tier), tier.number, corrupt)] if corrupt else []
+        decisions: list[LookupDecision] = [Erase(tier.number, corrupt)] if corrupt else []
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
