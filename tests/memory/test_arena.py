@@ -8,8 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,13 +36,6 @@ assert locks.lock(os.open(last, os.O_RDWR))
 print("up", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    yield name
-    (SHM / name).unlink(missing_ok=True)
 
 
 def test_a_table_is_read_whole_however_little_the_system_reads_at_once(

@@ -12,7 +12,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from urllib.parse import quote
 
-import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from kvdepot.tiers.urls import HARMLESS_OPTIONS, redact, shown
 from kvdepot.tiers.worker import Probe, TierWorker
 from tests.cli.command import run
 from tests.conftest import HANG_S
+from tests.tiers.faulty import Area
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
@@ -203,14 +203,13 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
     caplog.set_level(logging.DEBUG)
     echo = Echo()
     (tmp_path / "password").write_text(password)
-    arena = type("Arena", (), {"bytes": np.zeros(4096, np.uint8)})()
     said = []
     for url in (
         f"redis://me:{quote(password, safe='')}@127.0.0.1:{echo.port}/0",
         f"redis://127.0.0.1:{echo.port}/0?password_file={tmp_path}/password",
     ):
         outcomes: SimpleQueue[object] = SimpleQueue()
-        tier_worker = TierWorker(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
+        tier_worker = TierWorker(parse(url), Area(4096), lambda _, outcome, to=outcomes: to.put(outcome), Codec())
         tier_worker.submit(Probe(0))
         outcome = outcomes.get(timeout=HANG_S)
         tier_worker.stop(5.0)

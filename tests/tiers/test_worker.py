@@ -7,7 +7,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvdepot.errors import InternalError, TierError
@@ -15,7 +14,7 @@ from kvdepot.tiers import Usage, disk, parse
 from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.worker import Find, Forget, Forgotten, Probe, TierWorker
 from tests.conftest import HANG_S
-from tests.tiers.faulty import MemoryTier
+from tests.tiers.faulty import Area, MemoryTier
 
 
 class Panic(BaseException):
@@ -42,9 +41,8 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
 
     monkeypatch.setattr(disk, "open", open_tier)
     outcomes: SimpleQueue[object] = SimpleQueue()
-    arena = type("Arena", (), {"bytes": np.zeros(4096, np.uint8)})()
     config = parse("disk:///nowhere?capacity_gib=1&threads=1")
-    worker = TierWorker(config, arena, lambda _, outcome: outcomes.put(outcome), Codec())
+    worker = TierWorker(config, Area(4096), lambda _, outcome: outcomes.put(outcome), Codec())
     try:
         for _ in range(5):  # more than it has threads
             worker.submit(Find(0, [], b""))

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
+from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
@@ -33,6 +34,7 @@ from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.rules import Rules
 
 log = logging.getLogger(__name__)
+sparing_log = Sparing(log)
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -234,7 +236,6 @@ class TierWorker:
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
-        self._logged = ""  # the last error that is not of this package
         config.module()  # here, however long it takes: a URL that makes no sense must be found while `wait` waits
         opened: Future[Tier] = Future()
         name = f"kvdepot-{config.kind}-open"
@@ -319,18 +320,18 @@ class TierWorker:
             self._report(tier_task, outcome)
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
-        """The error to answer, without secrets. Logs an error that is not of this package, unless it was the last one.
-        (A panic of a library's Rust code is a BaseException.)"""
+        """The error to answer, without secrets. Logs an error that is not of this package. (A panic of a library's Rust
+        code is a BaseException.)"""
         if isinstance(exc, KVDepotError):
             return type(exc)(self._config.redact(exc))
         # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
         calls = traceback.extract_tb(exc.__traceback__)
         where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
-        said = f"{what} failed: {type(exc).__name__}: {self._config.redact(exc)} ({where})"
-        if said != self._logged:
-            self._logged = said
-            log.error("tier %s: %s; further errors of this kind are not logged", self._config.name, said)
-        return InternalError(f"{what}: {type(exc).__name__}")
+        kind = type(exc).__name__
+        sparing_log.error(
+            "tier %s: %s failed: %s: %s (%s)", self._config.name, what, kind, self._config.redact(exc), where
+        )
+        return InternalError(f"{what}: {kind}")
 
 
 def start_workers(
