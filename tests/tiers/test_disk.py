@@ -641,6 +641,8 @@ def test_a_directory_that_was_removed_is_made_anew_and_one_moved_away_comes_back
     eventually(lambda: tier.usage().bytes == 0)
     assert write(tier, 1) and there(tier, 1, 2) == [1]
     root.rename(root.with_name("elsewhere"))
+    with pytest.raises(TierError, match="gone"):
+        tier.forget("", "")  # or what it has would be served when it is back
     root.mkdir()
     (root / "thesis.tex").touch()
     _is_gone(tier)

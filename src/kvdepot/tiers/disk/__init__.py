@@ -59,7 +59,6 @@ from kvdepot.tiers.disk.directory import (
     path_of,
     prune,
     remove,
-    spaces_in,
     transfer,
 )
 from kvdepot.tiers.disk.ledger import Entry, Ledger
@@ -411,29 +410,27 @@ class Disk:
         with self._directory.call():
             self._wait_counted()
             trash: dict[str, list[Entry]] = {}
-            kept: set[str] = set()
+            is_refused = False
             with contextlib.ExitStack() as frozen:  # meanwhile no object is created or removed by others
                 for lock in (self._evicting, *self._names):
                     frozen.enter_context(lock)
-                targets: dict[str, str] = {}
-                for place, path in spaces_in(self._root, salt, space):
-                    target = self._unused(TRASH)
+                for place, entries in self._ledger.spaces(salt, space).items():
+                    path, target = f"{self._root}/{place[:2]}/{place}", self._unused(TRASH)
                     try:
                         self._directory.with_parents(target, partial(os.rename, path, target))
+                    except FileNotFoundError:
+                        self._directory.check_here()  # otherwise others have removed this space
                     except OSError as exc:
-                        kept.add(place)
+                        is_refused = True
                         self._directory.failed("forget", exc)
                         continue
-                    targets[place], trash[target] = target, []
+                    for entry in entries:
+                        self._ledger.take(entry.name)
+                    trash[target] = entries
                     prune(self._root, path)
-                for entry in self._ledger.forget(salt, space, kept):
-                    if (place := entry.name[:65]) in targets:
-                        trash[targets[place]].append(entry)
-                    else:  # others have removed its directory
-                        self._ledger.settle(entry)
             for target, entries in trash.items():
                 self._discard(target, entries)
-            if kept:
+            if is_refused:
                 raise TierError(f"{self._root} does not allow removing objects")
             return sum(map(len, trash.values()))
 
