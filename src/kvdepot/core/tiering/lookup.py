@@ -83,6 +83,10 @@ class TierLookup:
     def groups(self) -> list[Namespace]:
         return self.namespace.groups
 
+    def loading_tiers(self) -> set[int]:
+        """The tiers whose loads it waits for."""
+        return {number for number, count in self.waiting.items() if count}
+
     def compute_s(self, chunks: int) -> float:
         """The time in which the engine would compute this many chunks; infinity if that is unknown."""
         return chunks * self.namespace.chunk_tokens / self.speed if self.speed else float("inf")
@@ -514,26 +518,24 @@ class Lookups:
 
     def goes_on(self, tier_lookup: TierLookup) -> bool:
         """Whether all tiers that a tier lookup waits for have answered something since its deadline was set."""
-        awaited = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
-        since = max(tier_lookup.begun, tier_lookup.extended)
+        awaited, since = tier_lookup.owing | tier_lookup.loading_tiers(), max(tier_lookup.begun, tier_lookup.extended)
         return all(self._tiers[number].breaker.last_success > since for number in awaited)
 
     def late_tiers(self, tier_lookup: TierLookup, now: float) -> list[TierState]:
         """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""
-        loads = {number for number, count in tier_lookup.waiting.items() if count}
-        late = tier_lookup.owing | loads
-        for number in late:
-            tier = self._tiers[number]
-            if number in loads:
-                tier.speed.load_late(tier_lookup.sizes[number], tier_lookup.load_begun, now)
+        loads = tier_lookup.loading_tiers()
+        late = [self._tiers[number] for number in tier_lookup.owing | loads]
+        for tier in late:
+            if tier.number in loads:
+                tier.speed.load_late(tier_lookup.sizes[tier.number], tier_lookup.load_begun, now)
             else:
                 tier.speed.find_late(tier_lookup.begun, now)
-            if tier_lookup.is_trial:
-                continue
+        if tier_lookup.is_trial:
+            return []
+        for tier in late:
             tier.counters["late"] += 1
             log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
-        failed = late if not tier_lookup.is_trial else set()
-        return [self._tiers[n] for n in failed if self._tiers[n].breaker.last_success < tier_lookup.begun]
+        return [tier for tier in late if tier.breaker.last_success < tier_lookup.begun]
 
     def end(self, tier_lookup: TierLookup) -> None:
         """End a tier lookup, to be answered with what is in memory by now. It keeps its holds until `release`."""
