@@ -21,8 +21,9 @@ import pytest
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import MIB, TierConformance, content, name_of, together
-from kvdepot.tiers import Blob, Tier, parse
+from kvdepot.tiers import Blob, Tier, disk, parse
 from kvdepot.tiers.disk import Disk
+from kvdepot.tiers.disk.ledger import Ledger
 from tests.conftest import HANG_S, eventually
 from tests.tiers.disk_child import SIZES, stamped
 
@@ -653,6 +654,23 @@ def test_a_directory_that_was_removed_is_made_anew_and_one_moved_away_comes_back
     root.with_name("elsewhere").rename(root)
     eventually(lambda: tier.usage().objects == 1)
     assert read(tier, 1) == content(1, 10_000) and write(tier, 2)
+
+
+def test_while_a_directory_is_opened_again_calls_are_refused(
+    root: Path, start: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = start()
+    assert write(tier, 1)
+    shutil.rmtree(root)
+    _is_gone(tier)
+
+    def open_ledger(*settings: Any) -> Ledger:
+        _is_gone(tier)
+        return Ledger(*settings)
+
+    monkeypatch.setattr(disk, "Ledger", open_ledger)
+    eventually(lambda: tier.usage().objects == 0)
+    assert there(tier, 1) == [] and write(tier, 1)
 
 
 def test_what_is_not_mounted_is_not_made_anew_underneath(

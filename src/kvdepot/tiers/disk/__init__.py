@@ -132,14 +132,15 @@ class Disk:
 
     def _open(self) -> None:
         """Lock the directory, and begin to count its objects, in the background if that takes long."""
-        self._directory = Directory(self._path, self._tally)
-        self._root = self._directory.root
+        directory = Directory(self._path, self._tally)
+        self._root = directory.root
         self._ledger = Ledger(self._capacity_bytes, self._policy, self._rules)
         self._litter: dict[str, list[Entry]] = {}
         """Paths to remove, and the entries that are settled when that is done."""
         self._counted = threading.Event()
         """Set once the objects are counted; until then nothing is written: what is not counted cannot be bounded."""
         self._counting = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
+        self._directory = directory  # last: from now on, calls are let in
         self._counting.start()
         self._counted.wait(_PATIENCE_S)
 
