@@ -133,7 +133,7 @@ def test_a_store_that_is_down_at_the_start_is_named_in_log_status_and_command(
     assert "hunter2" not in depot.logged() + said
 
 
-def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_and_a_stop_nothing(
+def test_a_hung_store_delays_lookups_to_their_deadline_but_neither_hits_nor_a_stop(
     start_depot: StartDepot, redis_server: RedisServer
 ) -> None:
     url = f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=30"

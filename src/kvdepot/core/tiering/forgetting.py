@@ -54,6 +54,7 @@ class Forgetting:
     chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
     objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
+    saves: dict[int, set[Save]] = field(default_factory=dict)  # by tier: those that it waits for
     ended: bool = False  # answered, or about to be
 
     def covers(self, namespace: Namespace, salt: bytes) -> bool:
@@ -99,8 +100,6 @@ class Forgettings:
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began
-        # By tier: forgettings that wait for saves, and these saves.
-        self._waiting: dict[int, list[tuple[set[Save], Forgetting]]] = {tier.number: [] for tier in tiers}
 
     def __repr__(self) -> str:
         return f"<Forgettings {len(self)}>"
@@ -116,21 +115,17 @@ class Forgettings:
         """Begin a forgetting in each tier, at once or after the tier's saves in progress."""
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.name: 0 for tier in self._tiers}
+        forgetting.saves = {tier.number: set(tier.saving) for tier in self._tiers}
         self._under_way[forgetting] = None
-        for tier in self._tiers:
-            self._waiting[tier.number].append((set(tier.saving), forgetting))
-        return [tier_task for tier in self._tiers for tier_task in self._dispatch(tier)]
+        return [forgetting.tier_task(tier) for tier in self._tiers if not tier.saving]
 
     def save_ended(self, save: Save) -> list[Forget]:
         """Begin the forgettings in this tier that were waiting for this save alone."""
-        for saves, _ in self._waiting[save.tier]:
-            saves.discard(save)
-        return self._dispatch(self._tiers[save.tier])
-
-    def _dispatch(self, tier: TierState) -> list[Forget]:
-        waiting = self._waiting[tier.number]
-        self._waiting[tier.number] = [(saves, forgetting) for saves, forgetting in waiting if saves]
-        return [forgetting.tier_task(tier) for saves, forgetting in waiting if not saves]
+        waiting = [forgetting for forgetting in self._under_way if save in forgetting.saves[save.tier]]
+        for forgetting in waiting:
+            forgetting.saves[save.tier].discard(save)
+        tier = self._tiers[save.tier]
+        return [forgetting.tier_task(tier) for forgetting in waiting if not forgetting.saves[save.tier]]
 
     def tier_ended(self, task: TierForget, outcome: Forgotten | KVDepotError) -> bool:
         """Note a tier's outcome; returns whether the forgetting is to be answered now."""

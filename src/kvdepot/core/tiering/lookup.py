@@ -255,8 +255,7 @@ class Lookups:
         """Handle the end of a Find."""
         tier, tier_lookup = self._tiers[find.tier], find.tier_lookup
         if isinstance(outcome, Located):
-            tier.speed.found(tier_lookup.begun, now)
-            tier.speed.counted(int(any(outcome.there)))
+            tier.speed.found(tier_lookup.begun, now, int(any(outcome.there)))
         if not isinstance(outcome, KVDepotError):
             tier.speed.reached_at = now
         tier.finding -= 1
