@@ -2,8 +2,8 @@
 
     python -m tests.tiers.mooncake_servers URL [OPTION=VALUE...]
 
-It does what lines on its stdin say, and answers each with a line. `write NUMBER SIZE` and `read NUMBER SIZE` are of the
-objects of kvdepot.testing.tiers; `begin NUMBER SIZE` writes one and does not end.
+It does what lines on its stdin say, and answers each with a line: `read NUMBER SIZE` reads an object of
+kvdepot.testing.tiers, `begin NUMBER SIZE` writes one and does not end.
 """
 
 from __future__ import annotations
@@ -57,34 +57,26 @@ class Host:
         self._log.close()
 
 
-def serve(url: str, options: dict[str, str]) -> None:
+def serve(url: str, options: list[str]) -> None:
     """What a Host's process does."""
     from kvdepot.testing.tiers import content, name_of
     from kvdepot.tiers import Blob, parse
     from kvdepot.tiers.mooncake import PREFIX
 
-    query = "&".join(f"{name}={value}" for name, value in options.items())
-    tier = parse(f"{url}?{query}").open()
-    memory = bytearray(64 << 20)
-    tier.attach([memoryview(memory)])
+    tier = parse(f"{url}?{'&'.join(options)}").open()
+    memory = memoryview(bytearray(64 << 20))
+    tier.attach([memory])
     for line in sys.stdin:
-        command, *numbers = line.split()
-        answer = command
-        if command in ("write", "read"):
+        answer, *numbers = line.split()
+        if numbers:
             number, size = map(int, numbers)
-            target = memoryview(memory)[:size]
-            if command == "write":
-                target[:] = content(number, size)
-                answer = str(tier.write([Blob(name_of(number), [target])])[0])
+            if answer == "begin":
+                answer = str(tier._pool._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
             else:
-                target[:] = bytes(size)
-                found = tier.read([Blob(name_of(number), [target])])[0]
-                answer = "missing" if found < 0 else "right" if target == content(number, size) else "wrong"
-        elif command == "begin":
-            number, size = map(int, numbers)
-            answer = str(tier._pool._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
+                found = tier.read([Blob(name_of(number), [memory[:size]])])[0]
+                answer = "missing" if found < 0 else "right" if memory[:size] == content(number, size) else "wrong"
         print(answer, flush=True)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], dict(option.split("=", 1) for option in sys.argv[2:]))
+    serve(sys.argv[1], sys.argv[2:])

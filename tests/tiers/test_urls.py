@@ -9,7 +9,6 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from urllib.parse import quote
 
 import pytest
@@ -19,16 +18,12 @@ from hypothesis import strategies as st
 from kvdepot.config import load, masked
 from kvdepot.errors import ConfigError, KVDepotError, TierError
 from kvdepot.tiers import Options, convert, parse
-from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
 from kvdepot.tiers.mooncake import MooncakeOptions
 from kvdepot.tiers.object import ObjectOptions
 from kvdepot.tiers.redis import RedisOptions
 from kvdepot.tiers.urls import HARMLESS_OPTIONS, redact, shown
-from kvdepot.tiers.worker import Probe, TierWorker
 from tests.cli.command import run
-from tests.conftest import HANG_S
-from tests.tiers.faulty import Area
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
@@ -208,13 +203,9 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
         f"redis://me:{quote(password, safe='')}@127.0.0.1:{echo.port}/0",
         f"redis://127.0.0.1:{echo.port}/0?password_file={tmp_path}/password",
     ):
-        outcomes: SimpleQueue[object] = SimpleQueue()
-        tier_worker = TierWorker(parse(url), Area(4096), lambda _, outcome, to=outcomes: to.put(outcome), Codec())
-        tier_worker.submit(Probe(0))
-        outcome = outcomes.get(timeout=HANG_S)
-        tier_worker.stop(5.0)
-        assert isinstance(outcome, TierError) and "unknown command" in str(outcome)
-        said += [*traceback.format_exception(outcome), caplog.text]
+        with pytest.raises(TierError, match="unknown command") as failed:
+            parse(url).open().usage()
+        said += [*traceback.format_exception(failed.value), caplog.text]
     echo.close()
     words = [word.strip("'\"") for word in "".join(said).replace(str(tmp_path), "").split()]
     assert password not in words
