@@ -651,6 +651,9 @@ def test_a_directory_that_was_removed_is_made_anew_and_one_moved_away_comes_back
     root.with_name("elsewhere").rename(root)
     eventually(lambda: tier.usage().objects == 1)
     assert read(tier, 1) == content(1, 10_000) and write(tier, 2)
+    tier.close()
+    with pytest.raises(TierError, match="closed"):
+        tier.usage()  # which opens one that is gone
 
 
 def test_while_a_directory_is_opened_again_calls_are_refused(
