@@ -86,13 +86,12 @@ def _versions() -> str:
     from kvdepot.protocol import wire
     from kvdepot.tiers import format as tier_format
 
-    older = ", ".join(str(each) for each in arena_header.READABLE if each != arena_header.VERSION) or "none"
     rows = [
         ("protocol between engines and server", wire.VERSION, "none", "refused on both sides, with the code `version`"),
         (
             "chunks in memory (the arena)",
             arena_header.VERSION,
-            older,
+            "none",
             "the file is refused, and the message says what to do",
         ),
         ("objects in tiers", tier_format.VERSION, "none", "a miss"),

@@ -319,7 +319,7 @@ class _Liar:
         model = pick.of(("m", "m" * 300)) + str(self.number(2))
         ranks = 1 + pick.below(2) if pick.below(8) else self.number(4)
         if pick.below(4):
-            return NamespaceRecord(number, "", model, ranks, 2, layouts)
+            return NamespaceRecord(number, "", model, ranks, 2, layouts, 0, 0, number, [(0, 2)])
         groups = pick.of(([(0, 2), (2, 2)], [(0, 2), (0, 2)], [(1, 2)], [(2, 2), (1, 3)]))
         group, first = (number % len(groups), 0) if pick.below(4) else (self.number(3), self.number(3))
         return NamespaceRecord(number, "", model, ranks, 2, layouts, pick.of((0, 64)), group, first, groups)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply, Stop
@@ -30,7 +30,12 @@ from kvdepot.tiers import TierConfig
 from kvdepot.tiers.worker import TierTask
 from tests.core.heard import Heard
 
-__all__ = ["ArenaName", "Harness", "PlainLiveness"]
+__all__ = ["ArenaName", "Harness", "PlainLiveness", "kind_of"]
+
+
+def kind_of(tier_task: TierTask) -> str:
+    """Find, Load, Save, ...: the name of its class in tiers/worker.py."""
+    return next(str(kind.__name__) for kind in get_args(TierTask) if isinstance(tier_task, kind))
 
 
 @dataclass

@@ -18,6 +18,7 @@ from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
 from kvdepot.tiers.worker import MOST_PARTS, Mover, TierTask
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup
+from tests.harness import kind_of
 
 TRUTH: dict[tuple[bytes, int, str, int], bytes] = {}
 """What a chunk's bytes are, on any host: by key, rank, model and KV cache group."""
@@ -75,7 +76,7 @@ class Host(Desk):
             outcome = mover.run(tier_task, self.depot.wall)
         except KVDepotError as exc:
             outcome = exc
-        self.finished(tier_task.token, outcome)
+        self.finished(tier_task, outcome)
         return tier_task
 
     def rest(self) -> None:
@@ -96,7 +97,7 @@ class Host(Desk):
         return self.answers[asked]
 
     def kinds(self) -> list[str]:
-        return [type(tier_task).__name__ for tier_task in self.tier_tasks]
+        return [kind_of(tier_task) for tier_task in self.tier_tasks]
 
     def assert_quiet(self) -> None:
         """Nothing is held, waits or is on its way."""

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
-from kvdepot.core.tiering.forgetting import EraseToken, Erasures, Unsaved
+from kvdepot.core.tiering.forgetting import DroppedErase, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
@@ -314,7 +314,7 @@ def test_a_tier_that_cannot_erase_is_counted() -> None:
     asked = host.send(b"one", drop(prompt("a", 4)))
     (erase,) = host.tier_tasks
     host.tier_tasks.clear()
-    host.finished(erase.token, Busy("no"))
+    host.finished(erase, Busy("no"))
     assert host.answers[asked] == 4
     assert host.depot.status().tiers[0].counters["unreleased_chunks"] == 4
     host.assert_quiet()
@@ -334,8 +334,8 @@ def test_the_objects_erased_at_once_are_bounded_for_any_ranks_and_chunks() -> No
     while erases:
         (erase,) = erases
         names += erase.names
-        assert len(erase.names) <= 64 and isinstance(erase.token, EraseToken) and erasures
-        erases = erasures.ended(erase.token, Erased())
+        assert len(erase.names) <= 64 and isinstance(erase, DroppedErase) and erasures
+        erases = erasures.ended(erase, Erased())
     assert names == [facts_of(namespace, rank).name(b"", key) for key in keys for rank in range(200)]
     assert not erasures
 

@@ -99,7 +99,7 @@ def record(**changes: Any) -> ShardRecord:
 def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(changes: dict[str, Any]) -> None:
     memory = memoryview(bytearray(16 * SLOT_BYTES))
     records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
+    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
     records.write(record(**changes))
     records.write(record(key=b"g" * 32, extents=((START + 5 * PAGE, PAGE),)))
     after = make(memory=memory)
@@ -111,7 +111,7 @@ def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(chan
 def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
     memory = memoryview(bytearray(16 * SLOT_BYTES))
     records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
+    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
     records.write(record(extents=((START, 3 * PAGE),), size=3 * PAGE))
     records.write(record(key=b"g" * 32, extents=((START + 2 * PAGE, PAGE),)))
     records.write(record(key=b"h" * 32, extents=((START + 3 * PAGE, PAGE),)))
@@ -125,7 +125,7 @@ def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
 def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     memory = memoryview(bytearray(16 * SLOT_BYTES))
     records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
+    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
     records.write(record(serial=2, checksum=22))
     records.write(record(serial=1, checksum=11, extents=((START + PAGE, PAGE),)))
     after = make(memory=memory)
@@ -215,46 +215,10 @@ def test_a_server_of_another_chunk_size_finds_each_model_under_its_own() -> None
     assert Rack((0, 2), index=after).boundary(chain) == 6
 
 
-class OldNamespaceRecord(msgspec.Struct, tag=0, array_like=True):
-    """As kvdepot wrote it before models had groups."""
-
-    number: int
-    tenant: str
-    model: str
-    world_size: int
-    blocks_in_chunk: int
-    layouts: dict[int, bytes]
-
-
-def test_a_record_of_format_2_is_one_unbounded_group_of_the_servers_chunk_size() -> None:
+def test_a_record_of_some_ranks_is_replaced_by_one_of_all() -> None:
     memory = bytearray(40 * SLOT_BYTES)
-    records, chain = Records(memoryview(memory)), PROMPTS[1]
-    old: Any = OldNamespaceRecord(3, "", "m", 2, BLOCKS, {rank: fingerprint(0, rank) for rank in range(2)})
-    assert records.write(old) is not None
-    for number, key in enumerate(chain):
-        for rank in range(2):
-            place = START + (2 * number + rank) * PAGE
-            parent = chain[number - 1] if number else b"root"
-            records.write(ShardRecord(3, rank, key, parent, number + 1, ((place, PAGE),), PAGE, 2 * number + rank, 7))
-    index = make(memory=memory)
-    restored = restore(index)
-    index.validate()
-    assert (restored.shards, restored.chunks, restored.dropped, restored.damaged) == (8, 4, [], [])
-    (namespace,) = index.namespaces.all()
-    assert namespace.is_simple and namespace.groups == [namespace] and namespace.trunk is namespace
-    assert (namespace.number, namespace.chunk_tokens, namespace.chunks[chain[3]].depth) == (3, CHUNK_TOKENS, 4)
-    assert boundary(index, chain, "m", 2) == 4
-    same = index.namespaces.find("m", 2, 1, fingerprint(0, 1), BLOCKS, size=PAGE, chunk_tokens=CHUNK_TOKENS)
-    assert same is namespace
-    after, _ = restarted(index)
-    assert facts(after) == facts(index)
-
-
-def test_an_old_record_of_some_ranks_is_replaced_by_one_of_all() -> None:
-    memory = bytearray(40 * SLOT_BYTES)
-    old: Any = OldNamespaceRecord(1, "", "m", 2, BLOCKS, {0: fingerprint(0, 0)})
     records = Records(memoryview(memory))
-    records.write(old)
+    records.write(NamespaceRecord(1, "", "m", 2, BLOCKS, {0: fingerprint(0, 0)}, CHUNK_TOKENS, 0, 1, [(0, BLOCKS)]))
     records.write(ShardRecord(1, 0, PROMPTS[1][0], b"root", 1, ((START, PAGE),), PAGE, 1, 7))
     index = make(memory=memory)
     restore(index)

@@ -24,6 +24,7 @@ from tests.conftest import clear
 from tests.core.desk import PER_CHUNK, group_stores, instance_of, layout, prompt, retrieve, shards, store
 from tests.core.groups import SHAPES, Reaches, deepest, wire_groups
 from tests.core.host import Host, look, new_host
+from tests.harness import kind_of
 from tests.tiers.faulty import FaultyTier, MemoryTier
 
 # -- loads
@@ -225,7 +226,7 @@ def test_a_kind_of_call_that_always_fails_while_others_succeed_is_a_fault(call: 
     done = len(host.done)
     use(FAILURES)
     kinds = {"find": ["Save"], "read": ["Save"], "write": ["Find", "Load"]}[call]
-    assert [type(each).__name__ for each in host.done[done:]] == kinds, "it is not asked in vain, and used for the rest"
+    assert [kind_of(each) for each in host.done[done:]] == kinds, "it is not asked in vain, and used for the rest"
     wait_s = 1.0
     for i in range(FAILURES + 1, FAILURES + 4):  # it still fails when it is tried again, ever more rarely
         host.pass_time(wait_s + 1.5)
@@ -249,8 +250,8 @@ def test_an_outcome_that_is_none_of_its_task_is_a_bug_and_raises(tier: MemoryTie
     host = new_host(tier)
     host.send(b"one", look(prompt("a", 2)))
     (find,) = host.tier_tasks
-    with pytest.raises(AssertionError, match="FindToken ended with Erased"):
-        host.finished(find.token, Erased())
+    with pytest.raises(AssertionError, match="LookupFind ended with Erased"):
+        host.finished(find, Erased())
 
 
 def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:

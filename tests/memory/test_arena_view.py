@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -30,13 +28,6 @@ FIRST, SECOND = b"bootone1", b"boottwo2"
 AT = SIZE // 2
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    yield name
-    (SHM / name).unlink(missing_ok=True)
-
-
 def die(name: str) -> None:
     """Leave an arena as a server does that dies."""
     Arena(name, SIZE, FIRST).close(remove=False)
@@ -50,17 +41,6 @@ def boot_of(name: str) -> bytes:
         return header.boot
     finally:
         os.close(fd)
-
-
-def test_both_sides_see_the_same_bytes(name: str) -> None:
-    arena = Arena(name, SIZE, FIRST)
-    view = ArenaView(name, FIRST)
-    arena.bytes[AT] = 5
-    with view.use() as seen:
-        assert seen[AT] == 5
-        seen[AT + 1] = 6
-    assert arena.bytes[AT + 1] == 6
-    arena.close()
 
 
 def test_a_view_is_of_one_run_of_a_server(name: str) -> None:

@@ -30,6 +30,10 @@ NAMESPACES = st.builds(
     world_size=st.integers(1, 9),
     blocks_in_chunk=st.integers(1, 9),
     layouts=st.dictionaries(st.integers(0, 8), st.binary(min_size=32, max_size=32), max_size=9),
+    chunk_tokens=st.integers(0, 512),
+    group=st.integers(0, 3),
+    first=st.integers(1, 9),
+    groups=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), max_size=4),
 )
 
 

@@ -257,7 +257,7 @@ class Checks:
 
     def check_reserved(self, tier_task: Load) -> None:
         """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
-        arrivals = tier_task.token.arrivals
+        arrivals = tier_task.arrivals
         for part, arrival in zip(tier_task.parts, arrivals, strict=True):
             if arrival.is_given_up:
                 assert arrival.shard.extents == part.extents

@@ -17,7 +17,7 @@ import numpy as np
 from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.clients import PendingLookup
 from kvdepot.core.index.recovery import restore
-from kvdepot.core.tiering.forgetting import EraseToken
+from kvdepot.core.tiering.forgetting import DroppedErase
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import Allocator
@@ -30,7 +30,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
-from tests.harness import Harness
+from tests.harness import Harness, kind_of
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.groups import longest
 from tests.sim.lookups import Behind, Waits, keys_in
@@ -222,7 +222,7 @@ class Server(Checks, Harness):
                     self.world.counters[f"server_killed_during_{kind}"] += 1
             for tier_worker in self.tier_workers:
                 for tier_task in tier_worker.running:
-                    self.world.counters[f"server_killed_during_tier_{type(tier_task.tier_task).__name__.lower()}"] += 1
+                    self.world.counters[f"server_killed_during_tier_{kind_of(tier_task.tier_task).lower()}"] += 1
                 tier_worker.stop()
             self.file.left = self.shards()
             self._tear_record()
@@ -385,10 +385,8 @@ class Server(Checks, Harness):
                 for chunk in namespace.chunks.values():
                     if forgot.covers(namespace.model, chunk.salt):
                         self.condemned[chunk.key] = self.world.now
-            for tier_task in {
-                type(running.tier_task) for tier_worker in self.tier_workers for running in tier_worker.running
-            }:
-                self.world.counters[f"forgotten_during_tier_{tier_task.__name__.lower()}"] += 1
+            for kind in {kind_of(running.tier_task) for each in self.tier_workers for running in each.running}:
+                self.world.counters[f"forgotten_during_tier_{kind.lower()}"] += 1
         if self.depot.removals:
             self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
         Harness.deliver(self, identity, frame)
@@ -612,22 +610,22 @@ class Server(Checks, Harness):
         if self.closing:
             return
         counters = self.world.counters
-        tier = tier_task.token.tier
+        tier = self.depot.tiering._tiers[tier_task.tier]
         usable = tier.breaker.usable
         if isinstance(tier_task, Load):
-            arrivals = tier_task.token.arrivals
+            arrivals = tier_task.arrivals
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
-        is_erased = isinstance(tier_task.token, EraseToken) and isinstance(outcome, Erased)
-        counters["corrupt_erased"] += is_erased and not tier_task.token.dropped
+        is_erased = isinstance(outcome, Erased) and not isinstance(tier_task, DroppedErase)
+        counters["corrupt_erased"] += is_erased
         self.doing = tier_task
-        self.finished(tier_task.token, outcome)
+        self.finished(tier_task, outcome)
         if isinstance(tier_task, Load):
             keys = {each.chunk.key for each in late if not each.chunk.gone}
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
         elif isinstance(tier_task, Save):
-            for chunk, _, demotion in tier_task.token.batch:
+            for chunk, _, demotion in tier_task.batch:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable

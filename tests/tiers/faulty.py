@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from kvdepot.errors import TierError
 from kvdepot.tiers import ABSENT, Blob, Enforcing, Tier, Usage
 from kvdepot.tiers.rules import Rules
 
-__all__ = ["FAULTS", "FaultyTier", "MemoryTier"]
+__all__ = ["FAULTS", "Area", "FaultyTier", "MemoryTier"]
 
 _T = TypeVar("_T")
 
@@ -33,6 +35,16 @@ FAULTS = {
     "swell": "read answers that an object is larger than the buffers",
 }
 """Faults by name. The rate of a fault is the fraction of calls, or of objects in calls, that it affects."""
+
+
+class Area:
+    """An arena without a file."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+
+    def ensure(self, offset: int, size: int) -> bool:
+        return True
 
 
 class MemoryTier:

@@ -20,7 +20,7 @@ import pytest
 from kvdepot.errors import TierError
 from kvdepot.testing.tiers import content, name_of
 from kvdepot.tiers import Blob, Tier
-from tests.conftest import HANG_S, ends, eventually
+from tests.conftest import HANG_S, ends, eventually, suspend
 from tests.ports import free_port
 
 BUCKET = "kvdepot-test"
@@ -72,8 +72,7 @@ class Server:
     def stopped(self) -> Iterator[None]:
         """Not a word from it meanwhile; connections are taken by the kernel all the same."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        suspend(self.process.pid)
         try:
             yield
         finally:
@@ -131,6 +130,21 @@ class S3Server(Server):
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.status == 200
+
+
+class MooncakeMaster(Server):
+    """`mooncake_master`, which knows where the objects of a pool are. The package is not imported for it (`needed`)."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None and spec.origin is not None
+        port, command = free_port(), Path(spec.origin).with_name("mooncake_master")
+        own = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        super().__init__([str(command), *own, f"--metrics_port={free_port()}", *flags], port, directory)
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://127.0.0.1:{self.port}/"
 
 
 def put(tier: Tier, number: int, data: bytes) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -28,18 +26,15 @@ from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Saved
 from tests.conftest import HANG_S
-from tests.tiers.faulty import MemoryTier
+from tests.tiers.faulty import Area, MemoryTier
+from tests.tiers.servers import need
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def needed(name: str) -> Any:
-    """A library of an extra: where it is missing these tests are skipped, in CI they fail."""
-    return importlib.import_module(name) if os.environ.get("CI") else pytest.importorskip(name)
+need(modules=["zstandard", "cryptography"])
 
-
-zstandard = needed("zstandard")
-needed("cryptography")
+import zstandard  # noqa: E402
 
 FACTS = Facts("", "model", 1, 0, 16, 256, bytes(32))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -271,9 +266,12 @@ def test_encrypted_bytes_show_nothing_and_never_repeat(codec: Codec) -> None:
 @sealed
 @pytest.mark.parametrize(
     "change",
-    [{"facts": b"o" * 32}, {"key": b"o" * 32}, {"salt": b"o" * 16}, {"checksum": 9}, {"born": 9}, {"nonce": bytes(12)}],
+    [
+        {"facts": b"o" * 32}, {"key": b"o" * 32}, {"salt": b"o" * 16}, {"size": 9}, {"stored": 9}, {"checksum": 9},
+        {"born": 9}, {"coding": 9}, {"nonce": bytes(12)},
+    ],
     ids=lambda change: next(iter(change)),
-)
+)  # fmt: skip
 def test_encrypted_bytes_belong_to_their_header_alone(codec: Codec, change: dict[str, Any]) -> None:
     kv = normal(1000)
     header, rest = coding_of(codec, kv)
@@ -354,16 +352,6 @@ def test_without_its_library_a_codec_names_the_package_to_install(part: str) -> 
 # -- behind the tier worker
 
 
-class Area:
-    """An arena without a file."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = np.zeros(size, np.uint8)
-
-    def ensure(self, offset: int, size: int) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
 def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     codec: Codec, caplog: pytest.LogCaptureFixture
@@ -375,11 +363,11 @@ def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
     here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
     there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
-    assert Mover(shelf, area, codec, heads).run(Save(None, 0, [here]), 0.0) == Saved([True])
+    assert Mover(shelf, area, codec, heads).run(Save(0, [here]), 0.0) == Saved([True])
 
     def load(reader: Codec) -> Any:
         area.bytes[500000:] = 0
-        return Mover(shelf, area, reader, heads).run(Load(None, 0, [there]), 0.0).shards[0]
+        return Mover(shelf, area, reader, heads).run(Load(0, [there]), 0.0).shards[0]
 
     assert load(codec).names(FACTS, NO_SALT, b"k" * 32, size)
     assert (area.bytes[500032 : 500032 + size] == kv).all() and not area.bytes[500032 + size :].any()

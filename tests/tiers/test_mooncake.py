@@ -4,61 +4,71 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.testing.tiers import TierConformance, content, cut, name_of
+from kvdepot.testing.tiers import TierConformance, content, cut, name_of, together
 from kvdepot.tiers import Blob, Tier, parse
 from kvdepot.tiers.mooncake import MooncakeOptions, MooncakeTier
 from kvdepot.tiers.mooncake.membership import SPANS_UNDER_WAY
 from tests.conftest import HANG_S, ends, eventually
 from tests.ports import free_port
-from tests.tiers.mooncake_servers import Host, Master, needed
-from tests.tiers.servers import assert_all_fail
+from tests.tiers.mooncake_servers import Host
+from tests.tiers.servers import MooncakeMaster, assert_all_fail, need
 
-pytestmark = pytest.mark.faults  # joining a pool and leaving it takes a second
+need(modules=["mooncake"])
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    needed()
+StartMaster = Callable[..., MooncakeMaster]
 
 
 @pytest.fixture(scope="module")
-def pool(installed: None) -> Iterator[Master]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
     """A master, and a host with memory that outlives every tier of a test."""
-    with started(Master()) as master:
-        host = Host(master.url)
-        try:
-            host.wait_ready()
-            yield master
-        finally:
-            host.close()
+    master = MooncakeMaster(tmp_path_factory.mktemp("pool"))
+    host = Host(master.url)
+    yield master
+    host.close()
+    master.kill()
+
+
+@pytest.fixture
+def start_master(tmp_path: Path) -> Iterator[StartMaster]:
+    """Masters for one test."""
+    masters: list[MooncakeMaster] = []
+
+    def run(*flags: str) -> MooncakeMaster:
+        masters.append(MooncakeMaster(tmp_path, *flags))
+        return masters[-1]
+
+    yield run
+    for master in masters:
+        master.kill()
 
 
 class TestMooncake(TierConformance):
     shared: ClassVar[bool] = True
-    examples: ClassVar[int] = 2
+    keeps: ClassVar[bool] = False  # it does, but leaving and joining the pool takes seconds
+    examples: ClassVar[int] = 3
 
     def open_tier(self, place: Any) -> Tier:
         return joined(f"{place}?segment_gib=0&local_host=127.0.0.1")
 
     @pytest.fixture(scope="class")
     @classmethod
-    def sweeper(cls, pool: Master) -> Iterator[Tier]:
+    def sweeper(cls, pool: MooncakeMaster) -> Iterator[Tier]:
         """A client of the pool that is there all the time: joining it takes long."""
         tier = joined(f"{pool.url}?segment_gib=0&local_host=127.0.0.1")
         yield tier
         tier.close()
 
     @pytest.fixture
-    def place(self, pool: Master, sweeper: Tier) -> str:
+    def place(self, pool: MooncakeMaster, sweeper: Tier) -> str:
         sweeper.forget("", "")
         return pool.url
 
@@ -72,7 +82,7 @@ def memory() -> memoryview:
 
 
 @pytest.fixture
-def tier(pool: Master, memory: memoryview) -> Iterator[Tier]:
+def tier(pool: MooncakeMaster, memory: memoryview) -> Iterator[Tier]:
     """A client without memory for the pool: all that it stores lies with another process."""
     tier = join(pool)
     tier.attach([memory])
@@ -81,7 +91,7 @@ def tier(pool: Master, memory: memoryview) -> Iterator[Tier]:
     tier.close()
 
 
-def join(master: Master, segment_mib: int = 0) -> Tier:
+def join(master: MooncakeMaster, segment_mib: int = 0) -> Tier:
     return joined(f"{master.url}?segment_gib={segment_mib / 1024}&local_host=127.0.0.1")
 
 
@@ -97,6 +107,13 @@ def joined(url: str) -> Tier:
 
     found: Tier = eventually(try_it)
     return found
+
+
+def write_or_not(tier: Tier, number: int) -> bool:
+    try:
+        return write(tier, number)
+    except TierError:
+        return False
 
 
 def write(tier: Tier, number: int, size: int = MIB) -> bool:
@@ -119,7 +136,7 @@ def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryvi
     assert tier.usage().counters["staged_bytes"] == 0
 
 
-def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, memory: memoryview) -> None:
+def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: MooncakeMaster, memory: memoryview) -> None:
     tier = MooncakeTier(
         ("127.0.0.1", pool.port), MooncakeOptions(segment_gib=0, local_host="127.0.0.1", buffer_mib=1), registers=True
     )
@@ -142,7 +159,7 @@ def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, 
 
 @pytest.mark.parametrize("spare", [0, 16])
 def test_the_first_read_has_memory_of_just_the_objects_size_and_succeeds(
-    pool: Master, tier: Tier, spare: int, capfd: pytest.CaptureFixture[str]
+    pool: MooncakeMaster, tier: Tier, spare: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What worker.py offers has room for more than there is, as an object may be longer where it is encrypted."""
     assert write(tier, 1) and write(tier, 2)
@@ -160,42 +177,31 @@ def test_the_first_read_has_memory_of_just_the_objects_size_and_succeeds(
 
 def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(tier: Tier, memory: memoryview) -> None:
     """Beyond 2048 transfers to one host it hangs for a minute, and that host is lost to this client for ever."""
-    count, piece = 250, 512
-    failures: list[str] = []
+    count, piece, threads = 250, 512, 9
+    assert threads * count > 2048 > SPANS_UNDER_WAY
+    abreast = threading.Barrier(threads)
 
     def move(thread: int) -> None:
+        start = thread * 4 * MIB
+        places = [memory[start + 2 * i * piece : start + (2 * i + 1) * piece] for i in range(8 * count)]
         for turn in range(2):
-            number = 100 * thread + turn
-            together.wait(HANG_S)
-            start = thread * 4 * MIB
-            places = [memory[start + 2 * i * piece : start + (2 * i + 1) * piece] for i in range(8 * count)]
-            blobs = [Blob(name_of(8 * number + i), places[i * count : (i + 1) * count]) for i in range(8)]
-            data = [content(number + i, count * piece) for i in range(8)]
-            for blob, part in zip(blobs, data, strict=True):
-                for i, place in enumerate(blob.buffers):
-                    place[:] = part[i * piece : (i + 1) * piece]
-            if tier.write(blobs) != [True] * 8:
-                failures.append(f"write {number}")
+            abreast.wait(HANG_S)
+            blobs = [Blob(name_of(800 * thread + 8 * turn + i), places[i * count : (i + 1) * count]) for i in range(8)]
+            data = [content(800 * thread + 8 * turn + i, count * piece) for i in range(8)]
+            for place, part in zip(places, cut(memoryview(b"".join(data)), [piece] * (8 * count)), strict=True):
+                place[:] = part
+            assert tier.write(blobs) == [True] * 8
             for place in places:
                 place[:] = bytes(piece)
-            if tier.read(blobs) != [count * piece] * 8:
-                failures.append(f"read {number}")
-            if [b"".join(blob.buffers) for blob in blobs] != data:
-                failures.append(f"bytes {number}")
+            assert tier.read(blobs) == [count * piece] * 8
+            assert [b"".join(blob.buffers) for blob in blobs] == data
 
-    together = threading.Barrier(9)
-    threads = [threading.Thread(target=move, args=(thread,)) for thread in range(together.parties)]
-    assert len(threads) * count > 2048 > SPANS_UNDER_WAY
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    together(*(partial(move, thread) for thread in range(threads)))
     assert tier.usage().counters["failed"] == 0
 
 
-def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: Master, tier: Tier) -> None:
-    other = Host(pool.url, segment_mib=0).wait_ready()
+def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: MooncakeMaster, tier: Tier) -> None:
+    other = Host(pool.url, segment_mib=0)
     try:
         assert other.ask(f"begin 7 {MIB}") == "0"
         assert not write(tier, 7)
@@ -207,32 +213,20 @@ def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: Master,
 # -- room
 
 
-def test_a_full_pool_refuses_and_evicts_and_goes_on() -> None:
-    with started(Master(flags=("--default_kv_lease_ttl=100",))) as master:
-        tier = join(master, segment_mib=64)
-        try:
-            assert not write(tier, 1000, 80 * MIB), "larger than the pool"
-            stored = [write(tier, number, 4 * MIB) for number in range(40)]
-            assert all(stored[:10])
-            number = iter(range(40, 10_000))
-            assert eventually(lambda: write(tier, next(number), 4 * MIB)), "it did not make room"
-            found = tier.find([name_of(n) for n in range(40)])
-            assert sum(found) < 16
-            assert all(read(tier, n, 4 * MIB) in ("right", "missing") for n in range(40) if found[n])
-        finally:
-            tier.close()
+def test_a_full_pool_refuses_and_evicts_and_goes_on(start_master: StartMaster) -> None:
+    tier = join(start_master("--default_kv_lease_ttl=100"), segment_mib=64)
+    assert not write(tier, 1000, 80 * MIB), "larger than the pool"
+    stored = [write(tier, number, 4 * MIB) for number in range(40)]
+    assert all(stored[:10])
+    number = iter(range(40, 10_000))
+    assert eventually(lambda: write(tier, next(number), 4 * MIB)), "it did not make room"
+    found = tier.find([name_of(n) for n in range(40)])
+    assert sum(found) < 16
+    assert all(read(tier, n, 4 * MIB) in ("right", "missing") for n in range(40) if found[n])
+    tier.close()
 
 
 # -- failures
-
-
-@contextmanager
-def started(master: Master) -> Iterator[Master]:
-    try:
-        yield master.wait_ready()
-    finally:
-        master.close()
-
 
 BEATS = 50
 """A call that waits for a master that hangs takes seconds: hundreds of beats."""
@@ -262,82 +256,69 @@ def test_without_a_master_it_says_so() -> None:
         parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
 
 
-def test_a_master_that_is_killed_and_comes_back() -> None:
-    with started(Master()) as master:
-        tier = join(master, segment_mib=64)
-        assert write(tier, 1)
-        master.kill()
-        assert_all_fail(tier, ".")
-        again = Master(port=master.port)
-        with started(again):
-            eventually(lambda: write_or_not(tier, 2))
-            assert read(tier, 2) == "right" and read(tier, 1) == "missing"
-            tier.close()
+def test_a_master_that_is_killed_and_comes_back(start_master: StartMaster) -> None:
+    master = start_master()
+    tier = join(master, segment_mib=64)
+    assert write(tier, 1)
+    master.kill()
+    assert_all_fail(tier, ".")
+    master.start()
+    eventually(lambda: write_or_not(tier, 2))
+    assert read(tier, 2) == "right" and read(tier, 1) == "missing"
+    tier.close()
 
 
-def write_or_not(tier: Tier, number: int) -> bool:
-    try:
-        return write(tier, number)
-    except TierError:
-        return False
-
-
-def test_a_master_that_hangs_and_goes_on() -> None:
-    with started(Master(flags=("--put_start_discard_timeout_sec=1",))) as master:
-        tier = join(master, segment_mib=64)
-        assert write(tier, 1) and tier.read([Blob(name_of(1), [memoryview(bytearray(2 * MIB))])]) == [MIB]
-        master.stop()
+def test_a_master_that_hangs_and_goes_on(start_master: StartMaster) -> None:
+    master = start_master("--put_start_discard_timeout_sec=1")
+    tier = join(master, segment_mib=64)
+    assert write(tier, 1) and tier.read([Blob(name_of(1), [memoryview(bytearray(2 * MIB))])]) == [MIB]
+    with master.stopped():
         beat = Beat()
         assert_all_fail(tier, ".")
         assert beat.end() > BEATS, "the GIL was held"
-        master.go_on()
-        eventually(lambda: write_or_not(tier, 2))
-        assert read(tier, 2) == "right"
-        eventually(lambda: write_or_not(tier, 99))  # what it began while nobody answered is forgotten some time
-        tier.close()
+    eventually(lambda: write_or_not(tier, 2))
+    assert read(tier, 2) == "right"
+    eventually(lambda: write_or_not(tier, 99))  # what it began while nobody answered is forgotten some time
+    tier.close()
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_host_that_dies_takes_its_objects_along_and_nothing_else(how: str) -> None:
-    with started(Master(flags=("--client_ttl=2",))) as master:
-        other = Host(master.url).wait_ready()
-        tier = join(master)
-        try:
-            assert all(write(tier, number) for number in range(8))
-            assert [read(tier, number) for number in range(8)] == ["right"] * 8
-            own = join(master, segment_mib=64)
-            getattr(other, how)()
-            for number in range(8):
-                with ends():
-                    assert read(tier, number) == "missing"
-            eventually(lambda: tier.find([name_of(n) for n in range(8)]) == [False] * 8)
-            fresh = iter(range(100, 10_000))
-            number = eventually(lambda: stored(tier, next(fresh)))
-            assert read(tier, number) == "right" and read(own, number) == "right"
-            if how == "stop":
-                other.go_on()
-                eventually(lambda: other.ask(f"read {number} {MIB}") == "right")
-                assert tier.find([name_of(n) for n in range(8)]) == [False] * 8
-            own.close()
-        finally:
-            tier.close()
-            other.close()
-
-
-def stored(tier: Tier, number: int) -> int | None:
-    return number if write(tier, number) else None
+def test_a_host_that_dies_takes_its_objects_along_and_nothing_else(how: str, start_master: StartMaster) -> None:
+    master, names = start_master("--client_ttl=2"), [name_of(n) for n in range(8)]
+    other = Host(master.url)
+    tier = join(master)
+    try:
+        assert all(write(tier, number) for number in range(8))
+        assert [read(tier, number) for number in range(8)] == ["right"] * 8
+        own = join(master, segment_mib=64)
+        getattr(other, how)()
+        for number in range(8):
+            with ends():
+                assert read(tier, number) == "missing"
+        eventually(lambda: tier.find(names) == [False] * 8)
+        fresh = iter(range(100, 10_000))
+        number = eventually(lambda: n if write(tier, n := next(fresh)) else 0)
+        assert read(tier, number) == "right" and read(own, number) == "right"
+        if how == "stop":
+            other.go_on()
+            eventually(lambda: other.ask(f"read {number} {MIB}") == "right")
+            assert tier.find(names) == [False] * 8
+        own.close()
+        tier.close()
+    finally:
+        other.close()
 
 
 # -- what is said
 
 
-def test_an_address_or_a_segment_that_this_host_has_not_is_refused(pool: Master) -> None:
+def test_an_address_or_a_segment_that_this_host_has_not_is_refused(pool: MooncakeMaster) -> None:
     with pytest.raises(ConfigError, match="local_host"):
         parse(f"{pool.url}?local_host=192.0.2.1").open()
     with pytest.raises(TierError, match="joined"):
         parse(f"{pool.url}?segment_gib=60000").open()
 
 
-def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -> None:
+def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: MooncakeMaster) -> None:
     with ends(), pytest.raises(TierError):
         parse(f"{pool.url}?protocol=rdma&device=none_0&segment_gib=0").open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,52 +145,38 @@ def test_a_user_needs_the_commands_that_are_documented_and_no_others(server: Red
 
 
 def test_tls_checks_the_server_and_shows_a_certificate(start: Start, open_tier: OpenTier, tmp_path: Path) -> None:
-    certificates(tmp_path)
+    certificate(tmp_path)
     server = start(
-        "--tls-cert-file", "server.pem", "--tls-key-file", "server.key", "--tls-ca-cert-file", "ca.pem", tls=True
-    )  # fmt: skip
-    url = f"rediss://127.0.0.1:{server.port}?tls_ca={tmp_path}/ca.pem&timeout_s=5"
-    tier = open_tier(f"{url}&tls_cert={tmp_path}/client.pem&tls_key={tmp_path}/client.key")
+        "--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-ca-cert-file", "cert.pem", tls=True
+    )
+    place = f"127.0.0.1:{server.port}"
+    ca, client = f"tls_ca={tmp_path}/cert.pem", f"tls_cert={tmp_path}/cert.pem&tls_key={tmp_path}/key.pem"
+    tier = open_tier(f"rediss://{place}?{ca}&{client}&timeout_s=5")
     data = content(1, 3_000_001)
     assert put(tier, 1, data) and get(tier, 1, 4_000_000) == data
-    for unwelcome in (
-        url,
-        f"rediss://127.0.0.1:{server.port}?tls_cert={tmp_path}/client.pem&tls_key={tmp_path}/client.key",
-        f"redis://127.0.0.1:{server.port}",
-    ):
+    for unwelcome in (f"rediss://{place}?{ca}&timeout_s=5", f"rediss://{place}?{client}", f"redis://{place}"):
         with pytest.raises(TierError):
             open_tier(unwelcome).usage()
 
 
-def certificates(directory: Path) -> None:
-    """ca.pem, and server and client certificates of it."""
+def certificate(directory: Path) -> None:
+    """cert.pem and key.pem: a certificate of this host, of the server as of its clients, which itself is its CA."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-    ca = ec.generate_private_key(ec.SECP256R1())
-    now = datetime.datetime.now(datetime.timezone.utc)
-    for subject, key in (("ca", ca), ("server", ec.generate_private_key(ec.SECP256R1())),
-                         ("client", ec.generate_private_key(ec.SECP256R1()))):  # fmt: skip
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(name(subject))
-            .issuer_name(name("ca"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=subject == "ca", path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        )
-        made = builder.sign(ca, hashes.SHA256())
-        (directory / f"{subject}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-        plain = serialization.NoEncryption()
-        kind = serialization.PrivateFormat.PKCS8
-        (directory / f"{subject}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, plain))
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.timezone.utc)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvdepot")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+    builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    host = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = builder.add_extension(x509.SubjectAlternativeName([host]), False).sign(key, hashes.SHA256())
+    (directory / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    kind = serialization.PrivateFormat.PKCS8
+    plain = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
+    (directory / "key.pem").write_bytes(plain)
 
 
 # -- settings
@@ -235,30 +220,6 @@ def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored
     assert tier.write([Blob(name_of(0), [mib]), large, Blob(name_of(2), [mib])]) == [True, False, True]
     assert tier.find([name_of(n) for n in range(3)]) == [True, False, True]
     assert tier.usage().counters["refused"] == 1
-
-
-def test_an_object_that_is_read_in_several_parts_is_of_one_moment(server: RedisServer, open_tier: OpenTier) -> None:
-    tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
-    sizes = [3 << 20, (2 << 20) + 1, 5 << 20]
-    data = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
-    read = threading.Event()
-
-    def write(turn: int) -> None:
-        while not read.is_set():
-            turn += 1
-            put(tier, 1, data[turn % 3])
-
-    assert put(tier, 1, data[0])
-    writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in writers:
-        thread.start()
-    try:
-        for _ in range(40):
-            assert get(tier, 1, 5 << 20) in data
-    finally:
-        read.set()
-        for thread in writers:
-            thread.join()
 
 
 def test_a_full_server_refuses_writes_and_is_read_from(start: Start, open_tier: OpenTier) -> None:

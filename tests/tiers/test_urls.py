@@ -9,10 +9,8 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from urllib.parse import quote
 
-import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -20,15 +18,12 @@ from hypothesis import strategies as st
 from kvdepot.config import load, masked
 from kvdepot.errors import ConfigError, KVDepotError, TierError
 from kvdepot.tiers import Options, convert, parse
-from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
 from kvdepot.tiers.mooncake import MooncakeOptions
 from kvdepot.tiers.object import ObjectOptions
 from kvdepot.tiers.redis import RedisOptions
 from kvdepot.tiers.urls import HARMLESS_OPTIONS, redact, shown
-from kvdepot.tiers.worker import Probe, TierWorker
 from tests.cli.command import run
-from tests.conftest import HANG_S
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
@@ -203,19 +198,14 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
     caplog.set_level(logging.DEBUG)
     echo = Echo()
     (tmp_path / "password").write_text(password)
-    arena = type("Arena", (), {"bytes": np.zeros(4096, np.uint8)})()
     said = []
     for url in (
         f"redis://me:{quote(password, safe='')}@127.0.0.1:{echo.port}/0",
         f"redis://127.0.0.1:{echo.port}/0?password_file={tmp_path}/password",
     ):
-        outcomes: SimpleQueue[object] = SimpleQueue()
-        tier_worker = TierWorker(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
-        tier_worker.submit(Probe(None, 0))
-        outcome = outcomes.get(timeout=HANG_S)
-        tier_worker.stop(5.0)
-        assert isinstance(outcome, TierError) and "unknown command" in str(outcome)
-        said += [*traceback.format_exception(outcome), caplog.text]
+        with pytest.raises(TierError, match="unknown command") as failed:
+            parse(url).open().usage()
+        said += [*traceback.format_exception(failed.value), caplog.text]
     echo.close()
     words = [word.strip("'\"") for word in "".join(said).replace(str(tmp_path), "").split()]
     assert password not in words

@@ -7,16 +7,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvdepot.errors import InternalError, TierError
 from kvdepot.tiers import Usage, disk, parse
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.disk import folder
 from kvdepot.tiers.worker import Find, Forget, Forgotten, Probe, TierWorker
 from tests.conftest import HANG_S
-from tests.tiers.faulty import MemoryTier
+from tests.tiers.faulty import Area, MemoryTier
 
 
 class Panic(BaseException):
@@ -43,19 +41,18 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
 
     monkeypatch.setattr(disk, "open", open_tier)
     outcomes: SimpleQueue[object] = SimpleQueue()
-    arena = type("Arena", (), {"bytes": np.zeros(4096, np.uint8)})()
     config = parse("disk:///nowhere?capacity_gib=1&threads=1")
-    worker = TierWorker(config, arena, lambda _, outcome: outcomes.put(outcome), Codec())
+    worker = TierWorker(config, Area(4096), lambda _, outcome: outcomes.put(outcome), Codec())
     try:
         for _ in range(5):  # more than it has threads
-            worker.submit(Find(None, 0, [], b""))
+            worker.submit(Find(0, [], b""))
             assert isinstance(outcomes.get(timeout=HANG_S), InternalError)
         errors = [each for each in caplog.records if each.levelno == logging.ERROR]
         assert len(errors) == 1 + panics_on_open, "not one a call"
         is_open = True
-        worker.submit(Forget(None, 0, "", []))
+        worker.submit(Forget(0, "", []))
         assert outcomes.get(timeout=HANG_S) == Forgotten(0)
-        worker.submit(Probe(None, 0))
+        worker.submit(Probe(0))
         assert isinstance(outcomes.get(timeout=HANG_S), Usage)
     finally:
         worker.stop(HANG_S)
@@ -68,7 +65,7 @@ def test_whatever_ends_the_counting_of_a_folder_ends_the_waiting_for_it(
     def fail(path: str) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(folder, "objects_in", fail)
+    monkeypatch.setattr(disk, "objects_in", fail)
     tier = parse(f"disk://{tmp_path}/kv?capacity_gib=1").open()
     with pytest.raises(TierError, match="cannot count its objects: MemoryError"):
         tier.find([])

@@ -30,7 +30,6 @@ from kvdepot.core.report import SHOWN, Report, ServerFacts, namespace_figures, t
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import TierLookup
-from kvdepot.core.tiering.tier import Token
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.transfers import CopyToken, Transfers
 from kvdepot.core.usage import Usages
@@ -45,7 +44,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
-from kvdepot.tiers.worker import TierOutcome
+from kvdepot.tiers.worker import TierOutcome, TierTask
 
 log = logging.getLogger(__name__)
 
@@ -222,11 +221,11 @@ class Depot:
         return [Reply(client.identity, number, value)]
 
     def finished(
-        self, token: Token | CopyToken | Remapping, outcome: Outcome | TierOutcome, now: float = 0.0
+        self, token: TierTask | CopyToken | Remapping, outcome: Outcome | TierOutcome, now: float = 0.0
     ) -> list[Action]:
         """Handle the outcome of a task or tier task; see copier.Copier and worker.TierWorker."""
         self.now = now
-        if isinstance(token, Token):
+        if isinstance(token, TierTask):
             assert outcome is not None and not isinstance(outcome, list | Mapped)
             actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
         elif isinstance(token, CopyToken):

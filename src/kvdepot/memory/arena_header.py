@@ -39,8 +39,6 @@ for a dependency of the preceding store); with equal offsets both directions are
 """
 MAGIC = shm.ARENA_MAGIC
 VERSION = 3
-READABLE = (2, 3)
-"""Format 2 has the same bytes but for records of namespaces, which lack the fields of KV cache groups."""
 _HEADER = struct.Struct("<8sIIQQ8s")
 SECRET_OFFSET = 64
 
@@ -49,11 +47,9 @@ class ArenaHeader(NamedTuple):
     size: int
     table_bytes: int
     boot: bytes
-    version: int = VERSION
 
     def pack(self) -> bytes:
-        values = self.size, self.table_bytes, self.boot
-        return _HEADER.pack(MAGIC, self.version, crc32(_HEADER.pack(MAGIC, self.version, 0, *values)), *values)
+        return _HEADER.pack(MAGIC, VERSION, crc32(_HEADER.pack(MAGIC, VERSION, 0, *self)), *self)
 
     @classmethod
     def read(cls, fd: int, path: object) -> ArenaHeader | None:
@@ -64,12 +60,12 @@ class ArenaHeader(NamedTuple):
         magic, version, _, size, table_bytes, boot = _HEADER.unpack(data.ljust(_HEADER.size, b"\0"))
         if magic != MAGIC:
             raise ArenaError(f"{path} is not a kvdepot arena; remove it or choose another --arena-name")
-        if version not in READABLE:
+        if version != VERSION:
             raise ArenaError(
                 f"{path} was written in arena format {version}, this kvdepot has format {VERSION}: start the version "
                 f"that wrote it, or remove the file (its chunks are recomputed on demand)"
             )
-        header = cls(size, table_bytes, boot, version)
+        header = cls(size, table_bytes, boot)
         if header.pack() != data:
             raise ArenaError(
                 f"the header of {path} is damaged: remove the file (`kvdepot check --fix` does; its chunks are "
@@ -80,7 +76,7 @@ class ArenaHeader(NamedTuple):
     @staticmethod
     def is_damaged(fd: int) -> bool:
         """Whether this is an arena of our format; for one whose header `read` refuses."""
-        return os.pread(fd, 12, 0) in [MAGIC + version.to_bytes(4, "little") for version in READABLE]
+        return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
 
     def read_table(self, fd: int) -> bytearray:
         """The contents of the table, up to the file's end; allocates no memory for pages that were never written."""

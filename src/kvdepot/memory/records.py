@@ -46,8 +46,7 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
     """A namespace; see core/index/chunk.py. Records of shards refer to it by `number`.
 
     group: its place in `groups`, which has the reach and blocks per chunk of each KV cache group of its model. first:
-    number of the first group's namespace. Records of arena format 2 lack these fields and `chunk_tokens`: one
-    unbounded group.
+    number of the first group's namespace.
     """
 
     number: int
@@ -56,10 +55,10 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
     world_size: int
     blocks_in_chunk: int
     layouts: dict[int, bytes]
-    chunk_tokens: int = 0
-    group: int = 0
-    first: int = 0
-    groups: list[tuple[int, int]] = []
+    chunk_tokens: int
+    group: int
+    first: int
+    groups: list[tuple[int, int]]
 
 
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):

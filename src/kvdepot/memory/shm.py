@@ -56,8 +56,6 @@ _MAKING_S = 60.0
 """A file that has had a hidden name for longer than this was left by a dead process."""
 SECRET_BYTES = 16
 _MAP_FIXED = 16
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -227,12 +225,12 @@ def enter_pages(address: int, size: int) -> None:
 
 
 def advise_huge(address: int, size: int) -> None:
-    _libc.madvise(address, size, _MADV_HUGEPAGE)
+    _libc.madvise(address, size, mmap.MADV_HUGEPAGE)
 
 
 def do_not_fork(address: int, size: int) -> None:
     """Do not let forked processes inherit a mapping, and with it the open file and its lock."""
-    _libc.madvise(address, size, _MADV_DONTFORK)
+    _libc.madvise(address, size, mmap.MADV_DONTFORK)
 
 
 def left_tensors() -> Iterator[tuple[str, int]]:
@@ -304,14 +302,11 @@ class LivenessFile:
             os.ftruncate(fd, mmap.PAGESIZE)
             os.pwrite(fd, self.secret, _SECRET.start)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # With libc, because Python's mmap keeps a descriptor of its own.
-            address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-            if address == ctypes.c_void_p(-1).value:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            self._address = int(address)
+            # Python's mmap would keep a descriptor of its own.
+            self._address = _map(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
             do_not_fork(self._address, mmap.PAGESIZE)
             hidden.rename(path)
-        except OSError as exc:
+        except (OSError, KVDepotError) as exc:
             self._unmap()
             if fd >= 0:
                 hidden.unlink(missing_ok=True)

@@ -312,8 +312,8 @@ class TierConformance(Generic[Place]):
 
     def test_a_reader_never_sees_a_part_or_a_mixture_while_others_write_and_remove(self, tier: Tier) -> None:
         names = [name_of(n) for n in range(3)]
-        # Sizes that stores may treat differently; the version number determines the size.
-        sizes = [8, 4096, 65_536 + 8, 300_000]
+        # Sizes that stores may treat differently, such as in parts of a MiB; the version number determines the size.
+        sizes = [8, 4096, 65_536 + 8, 2 * MIB + 8]
         ended = threading.Event()
 
         def write(thread: int) -> None:
@@ -330,7 +330,7 @@ class TierConformance(Generic[Place]):
         def read() -> None:
             whole: set[int] = set()
             while len(whole) < 25 and not ended.is_set():
-                areas = [bytearray(300_000) for _ in names]
+                areas = [bytearray(sizes[-1]) for _ in names]
                 answers = tier.read([Blob(n, cut(memoryview(a), [9])) for n, a in zip(names, areas, strict=True)])
                 for size, area in zip(answers, areas, strict=True):
                     if size != ABSENT:

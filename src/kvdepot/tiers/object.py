@@ -45,7 +45,7 @@ from kvdepot.tiers.urls import redact, shown, shown_option
 
 if TYPE_CHECKING:  # obstore has these in its stubs alone
     from obstore import Bytes
-    from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
+    from obstore.store import ClientConfig, RetryConfig
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, Meta(ge=1, le=256, description="concurrent requests, for each of `threads`")] = 16
 
 
+_STORES: dict[str, Callable[..., S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "tls_ca": ("s3", "gs", "az")}
 
 
@@ -145,21 +146,9 @@ def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3
         client["root_certificate"] = Path(own.tls_ca).read_bytes()
     # A request that took all of `timeout_s` is not retried: the server hangs.
     retry: RetryConfig = {"max_retries": own.retries, "retry_timeout": limit}
-    if kind == "gs":
-        return GCSStore(bucket, prefix=prefix, client_options=client, retry_config=retry)
-    if kind == "az":
-        azure: AzureConfig = {}
-        if own.endpoint:
-            azure["endpoint"] = own.endpoint
-        if own.account:
-            azure["account_name"] = own.account
-        return AzureStore(bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry)
-    s3: S3Config = {}
-    if own.endpoint:
-        s3["endpoint"] = own.endpoint
-    if own.region:
-        s3["region"] = own.region
-    return S3Store(bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
+    values = {"endpoint": own.endpoint, "region": own.region, "account_name": own.account}
+    config = {name: value for name, value in values.items() if value}
+    return _STORES[kind](bucket, prefix=prefix, config=config, client_options=client, retry_config=retry)
 
 
 class ObjectTier:

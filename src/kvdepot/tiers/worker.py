@@ -13,16 +13,18 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
+from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
@@ -32,6 +34,7 @@ from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.rules import Rules
 
 log = logging.getLogger(__name__)
+sparing_log = Sparing(log)
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -65,53 +68,66 @@ class Part:
 # -- tier tasks
 
 
-@dataclass(slots=True)
+LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
+"""The kinds of call, as they are shown."""
+
+
+@dataclass(slots=True, eq=False)
 class _Task:
-    """token: the caller's; it comes back with the outcome. tier: the tier's number."""
+    """A call of a tier. It comes back with the outcome; core/tiering/ has subclasses that say what it is for.
 
-    token: object
-    tier: int
-
-
-@dataclass(slots=True)
-class Find(_Task):
-    """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted.
-
-    is_wanted: whether a lookup still waits for the answer. A callable, because the tier's thread evaluates it when the
-    task starts: a find that no lookup waits for costs no call to the store.
+    tier: the tier's number. kind: of the call; empty for a probe.
     """
+
+    tier: int
+    kind: ClassVar[str] = REMOVALS
+
+
+@dataclass(slots=True, eq=False)
+class Find(_Task):
+    """Check which objects (facts, key) of a salt exist. Outcome: Located, or Unwanted."""
+
+    kind = LOOKUPS
 
     objects: list[tuple[Facts, bytes]]
     salt: bytes
-    is_wanted: Callable[[], bool] = lambda: True
+
+    def is_wanted(self) -> bool:
+        """Whether the answer is still awaited, asked when a tier's thread starts the task: otherwise, the store is not
+        called."""
+        return True
 
     @property
     def names(self) -> list[str]:
         return [facts.name(self.salt, key) for facts, key in self.objects]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Load(_Task):
     """Read shards into the arena. Outcome: Loaded."""
 
+    kind = READS
+
     parts: list[Part]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Save(_Task):
     """Write shards. Outcome: Saved."""
 
+    kind = WRITES
+
     parts: list[Part]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Erase(_Task):
     """Remove objects. Outcome: Erased."""
 
     names: list[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Forget(_Task):
     """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten."""
 
@@ -119,12 +135,14 @@ class Forget(_Task):
     namespaces: list[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Probe(_Task):
     """Check whether the tier responds. Outcome: its Usage."""
 
+    kind = ""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Enforce(_Task):
     """Let a local tier follow these rules, and remove what they do not allow. Outcome: Enforced."""
 
@@ -197,10 +215,10 @@ TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotte
 
 
 class TierWorker:
-    """One tier's threads. They call `report(token, outcome)` for every finished task."""
+    """One tier's threads. They call `report(tier_task, outcome)` for every finished task."""
 
     def __init__(
-        self, config: TierConfig, arena: Memory, report: Callable[[object, TierOutcome], None], codec: Codec
+        self, config: TierConfig, arena: Memory, report: Callable[[TierTask, TierOutcome], None], codec: Codec
     ) -> None:
         """Open the tier, in the background if that takes long; if it fails, each task tries again. Raises
         ConfigError."""
@@ -218,18 +236,14 @@ class TierWorker:
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
-        self._refused: KVDepotError | None = None
-        self._logged = ""  # the last error that is not of this package
-        self._has_begun = False  # the constructor has waited for the tier long enough
-        config.module()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
-        opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
-        opening.start()
-        opening.join(_OPEN_S)
-        with self._ready:
-            self._has_begun = True
-        if isinstance(self._refused, ConfigError):
-            raise self._refused
-        self._log_refused()
+        config.module()  # here, however long it takes: a URL that makes no sense must be found while `wait` waits
+        opened: Future[Tier] = Future()
+        name = f"kvdepot-{config.kind}-open"
+        threading.Thread(target=self._open_first, args=(opened,), name=name, daemon=True).start()
+        wait([opened], _OPEN_S)
+        if opened.done() and isinstance(refused := opened.exception(), ConfigError):
+            raise refused
+        opened.add_done_callback(self._log_refused)  # now, or when it has failed
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -263,19 +277,15 @@ class TierWorker:
         """Whether a thread still runs after `stop`, and may yet touch the arena."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def _open_first(self) -> None:
+    def _open_first(self, opened: Future[Tier]) -> None:
         try:
-            self._open()
+            opened.set_result(self._open())
         except BaseException as exc:  # noqa: BLE001 - the top of a thread
-            with self._ready:
-                self._refused = self._failure("opening it", exc)
-                if not self._has_begun:
-                    return  # the constructor's to raise or to log
-            self._log_refused()
+            opened.set_exception(self._failure("opening it", exc))
 
-    def _log_refused(self) -> None:
-        if self._refused is not None:
-            log.warning("tier %s is unavailable: %s", self._config.name, self._refused)
+    def _log_refused(self, opened: Future[Tier]) -> None:
+        if (refused := opened.exception()) is not None:
+            log.warning("tier %s is unavailable: %s", self._config.name, refused)
 
     def _open(self) -> Tier:
         with self._opening:
@@ -307,25 +317,25 @@ class TierWorker:
                 outcome = self._failure(type(tier_task).__name__, exc)
             if isinstance(outcome, Loaded | Saved):
                 outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
-            self._report(tier_task.token, outcome)
+            self._report(tier_task, outcome)
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
-        """The error to answer, without secrets. Logs an error that is not of this package, unless it was the last one.
-        (A panic of a library's Rust code is a BaseException.)"""
+        """The error to answer, without secrets. Logs an error that is not of this package. (A panic of a library's Rust
+        code is a BaseException.)"""
         if isinstance(exc, KVDepotError):
             return type(exc)(self._config.redact(exc))
         # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
         calls = traceback.extract_tb(exc.__traceback__)
         where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
-        said = f"{what} failed: {type(exc).__name__}: {self._config.redact(exc)} ({where})"
-        if said != self._logged:
-            self._logged = said
-            log.error("tier %s: %s; further errors of this kind are not logged", self._config.name, said)
-        return InternalError(f"{what}: {type(exc).__name__}")
+        kind = type(exc).__name__
+        sparing_log.error(
+            "tier %s: %s failed: %s: %s (%s)", self._config.name, what, kind, self._config.redact(exc), where
+        )
+        return InternalError(f"{what}: {kind}")
 
 
 def start_workers(
-    tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[object, TierOutcome], None]
+    tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[TierTask, TierOutcome], None]
 ) -> list[TierWorker]:
     """Start one worker per tier; one that is unavailable now may open later. rules: of all tiers, at the start. Raises
     ConfigError."""

@@ -12,8 +12,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.quotas import queue
@@ -114,9 +112,6 @@ def _serial(item: tuple[int, ShardRecord]) -> int:
 def _add_namespace(
     index: Index, namespaces: dict[int, _Recorded], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
-    if not record.groups:  # of arena format 2
-        groups = [(0, record.blocks_in_chunk)]
-        record = msgspec.structs.replace(record, first=record.number, groups=groups)
     is_sound = (
         1 <= record.world_size <= 1 << 16
         and 0 <= record.number < _MOST

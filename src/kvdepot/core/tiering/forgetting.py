@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.tiering.tier import TierState, Token, facts_of
+from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
-from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten
+from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten, Save
 
 MOST_FORGETTINGS = 16
 """Most forgettings in progress."""
@@ -54,6 +54,7 @@ class Forgetting:
     chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
     objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
+    saves: dict[int, set[Save]] = field(default_factory=dict)  # by tier: those that it waits for
     ended: bool = False  # answered, or about to be
 
     def covers(self, namespace: Namespace, salt: bytes) -> bool:
@@ -78,17 +79,17 @@ class Forgetting:
             f"{self.model[:_SHOWN]!r} that this server knows, but may hold others; name those in full, or forget all"
         )
 
-    def tier_task(self, tier: TierState) -> Forget:
+    def tier_task(self, tier: TierState) -> TierForget:
         namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
             namespaces = {model_prefix(self.tenant or "", key_of_model(name)) for name in (self.model, *self.known)}
         salt = "" if self.salt is None else self.salt.hex()
-        return Forget(ForgetToken(tier, self), tier.number, salt, sorted(namespaces))
+        return TierForget(tier.number, salt, sorted(namespaces), self)
 
 
 @dataclass(slots=True, eq=False)
-class ForgetToken(Token):
-    """The token of a Forget."""
+class TierForget(Forget):
+    """A Forget of one tier."""
 
     forgetting: Forgetting
 
@@ -99,8 +100,6 @@ class Forgettings:
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began
-        # By tier: forgettings that wait for saves, and these saves.
-        self._waiting: dict[int, list[tuple[set[int], Forgetting]]] = {tier.number: [] for tier in tiers}
 
     def __repr__(self) -> str:
         return f"<Forgettings {len(self)}>"
@@ -116,28 +115,24 @@ class Forgettings:
         """Begin a forgetting in each tier, at once or after the tier's saves in progress."""
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.name: 0 for tier in self._tiers}
+        forgetting.saves = {tier.number: set(tier.saving) for tier in self._tiers}
         self._under_way[forgetting] = None
-        for tier in self._tiers:
-            self._waiting[tier.number].append((set(tier.saving), forgetting))
-        return [tier_task for tier in self._tiers for tier_task in self._dispatch(tier)]
+        return [forgetting.tier_task(tier) for tier in self._tiers if not tier.saving]
 
-    def save_ended(self, tier: TierState, number: int) -> list[Forget]:
+    def save_ended(self, save: Save) -> list[Forget]:
         """Begin the forgettings in this tier that were waiting for this save alone."""
-        for saves, _ in self._waiting[tier.number]:
-            saves.discard(number)
-        return self._dispatch(tier)
+        waiting = [forgetting for forgetting in self._under_way if save in forgetting.saves[save.tier]]
+        for forgetting in waiting:
+            forgetting.saves[save.tier].discard(save)
+        tier = self._tiers[save.tier]
+        return [forgetting.tier_task(tier) for forgetting in waiting if not forgetting.saves[save.tier]]
 
-    def _dispatch(self, tier: TierState) -> list[Forget]:
-        waiting = self._waiting[tier.number]
-        self._waiting[tier.number] = [(saves, forgetting) for saves, forgetting in waiting if saves]
-        return [forgetting.tier_task(tier) for saves, forgetting in waiting if not saves]
-
-    def tier_ended(self, token: ForgetToken, outcome: Forgotten | KVDepotError) -> bool:
+    def tier_ended(self, task: TierForget, outcome: Forgotten | KVDepotError) -> bool:
         """Note a tier's outcome; returns whether the forgetting is to be answered now."""
         objects = outcome.objects if isinstance(outcome, Forgotten) else NotForgotten(str(outcome))
-        token.forgetting.objects[token.tier.name] = objects
-        token.forgetting.owing.discard(token.tier.number)
-        return self._is_through(token.forgetting)
+        task.forgetting.objects[self._tiers[task.tier].name] = objects
+        task.forgetting.owing.discard(task.tier)
+        return self._is_through(task.forgetting)
 
     def memory_ended(self, forgetting: Forgetting, chunks: int) -> bool:
         """Note the end of the removal from memory; returns whether the forgetting is to be answered now."""
@@ -173,10 +168,8 @@ class Unsaved(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class EraseToken(Token):
-    """The token of an Erase. dropped: how many objects of chunks that were dropped it removes; 0: corrupt ones."""
-
-    dropped: int = 0
+class DroppedErase(Erase):
+    """An Erase of objects of chunks that were dropped. (Lookups erase corrupt ones.)"""
 
 
 class Erasures:
@@ -205,22 +198,20 @@ class Erasures:
 
     def dispatch(self) -> list[Erase]:
         """Erases to begin now, of at most _MOST_NAMES objects in each tier."""
-        erases = []
+        erases: list[Erase] = []
         for tier, queue in zip(self._tiers, self._queues, strict=True):
             if queue and tier.number not in self._erasing:
                 taken = [queue.popleft() for _ in range(min(_MOST_NAMES, len(queue)))]
                 names = [facts_of(part.namespace, rank).name(part.salt, part.key) for part, rank in taken]
                 self._erasing.add(tier.number)
-                erases.append(Erase(EraseToken(tier, len(names)), tier.number, names))
+                erases.append(DroppedErase(tier.number, names))
         return erases
 
-    def ended(self, token: EraseToken, outcome: Erased | KVDepotError) -> list[Erase]:
+    def ended(self, erase: DroppedErase, outcome: Erased | KVDepotError) -> list[Erase]:
         """Handle the end of an Erase; returns the next ones."""
-        if not token.dropped:
-            return []
-        self._erasing.discard(token.tier.number)
+        self._erasing.discard(erase.tier)
         if isinstance(outcome, KVDepotError):
-            queue = self._queues[token.tier.number]
-            token.tier.counters["unreleased_chunks"] += token.dropped + len(queue)
+            queue = self._queues[erase.tier]
+            self._tiers[erase.tier].counters["unreleased_chunks"] += len(erase.names) + len(queue)
             queue.clear()
         return self.dispatch()

@@ -18,9 +18,9 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_hidden
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.index.runs import Run
-from kvdepot.core.tiering.forgetting import EraseToken, Forgettings
+from kvdepot.core.tiering.forgetting import Forgettings
 from kvdepot.core.tiering.speed import RETRY_S, SLACK
-from kvdepot.core.tiering.tier import LOOKUPS, READS, TASK_BYTES, TierState, Token, facts_of, part_of
+from kvdepot.core.tiering.tier import TASK_BYTES, TierState, facts_of, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.protocol.wire import Tail
@@ -83,6 +83,10 @@ class TierLookup:
     def groups(self) -> list[Namespace]:
         return self.namespace.groups
 
+    def loading_tiers(self) -> set[int]:
+        """The tiers whose loads it waits for."""
+        return {number for number, count in self.waiting.items() if count}
+
     def compute_s(self, chunks: int) -> float:
         """The time in which the engine would compute this many chunks; infinity if that is unknown."""
         return chunks * self.namespace.chunk_tokens / self.speed if self.speed else float("inf")
@@ -127,19 +131,18 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class FindToken(Token):
-    """The token of a Find."""
-
-    kind = LOOKUPS
+class LookupFind(Find):
+    """A Find of one tier lookup."""
 
     tier_lookup: TierLookup
 
+    def is_wanted(self) -> bool:
+        return self.tier_lookup.is_awaited()
+
 
 @dataclass(slots=True, eq=False)
-class LoadToken(Token):
-    """The token of a Load."""
-
-    kind = READS
+class ArrivalLoad(Load):
+    """A Load of shards for which tier lookups wait."""
 
     arrivals: list[Arrival]  # one per part
 
@@ -205,10 +208,7 @@ class Lookups:
         objects = [(facts[group][rank], tier_lookup.key(i)) for group, i, rank in tier_lookup.wanted]
         for tier in asked:
             tier.finding += 1
-        return [
-            Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
-            for tier in asked
-        ]
+        return [LookupFind(tier.number, objects, tier_lookup.salt, tier_lookup) for tier in asked]
 
     def _worth_asking(self, tier_lookup: TierLookup, tiers: list[TierState]) -> list[TierState]:
         """The tiers that may be faster than computing; if there are none, one that is due to be tried again."""
@@ -251,12 +251,11 @@ class Lookups:
             ]
         return missing
 
-    def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
+    def located(self, find: LookupFind, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Find."""
-        tier, tier_lookup = token.tier, token.tier_lookup
+        tier, tier_lookup = self._tiers[find.tier], find.tier_lookup
         if isinstance(outcome, Located):
-            tier.speed.found(tier_lookup.begun, now)
-            tier.speed.counted(int(any(outcome.there)))
+            tier.speed.found(tier_lookup.begun, now, int(any(outcome.there)))
         if not isinstance(outcome, KVDepotError):
             tier.speed.reached_at = now
         tier.finding -= 1
@@ -367,7 +366,7 @@ class Lookups:
             for batch in _batches(arrivals):
                 tier.loading += 1
                 parts = [part_of(each.chunk, each.rank, each.shard) for each in batch]
-                tier_tasks.append(Load(LoadToken(tier, batch), number, parts))
+                tier_tasks.append(ArrivalLoad(number, parts, batch))
         if not tier_lookup.waiting.total():
             self.end(tier_lookup)
         return tier_tasks
@@ -462,9 +461,9 @@ class Lookups:
 
     # -- what arrives
 
-    def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
+    def arrived(self, load: ArrivalLoad, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
         """Handle the end of a Load."""
-        tier, arrivals = token.tier, token.arrivals
+        tier, arrivals = self._tiers[load.tier], load.arrivals
         tier.loading -= 1
         if isinstance(outcome, Loaded):
             shards = outcome.shards
@@ -483,7 +482,7 @@ class Lookups:
             tier.counters["loaded_chunks"] += self._settle(arrival, header, tier)
         tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
         tier.counters["corrupt_chunks"] += len(corrupt)
-        decisions: list[LookupDecision] = [Erase(EraseToken(tier), tier.number, corrupt)] if corrupt else []
+        decisions: list[LookupDecision] = [Erase(tier.number, corrupt)] if corrupt else []
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
@@ -518,26 +517,24 @@ class Lookups:
 
     def goes_on(self, tier_lookup: TierLookup) -> bool:
         """Whether all tiers that a tier lookup waits for have answered something since its deadline was set."""
-        awaited = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
-        since = max(tier_lookup.begun, tier_lookup.extended)
+        awaited, since = tier_lookup.owing | tier_lookup.loading_tiers(), max(tier_lookup.begun, tier_lookup.extended)
         return all(self._tiers[number].breaker.last_success > since for number in awaited)
 
     def late_tiers(self, tier_lookup: TierLookup, now: float) -> list[TierState]:
         """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""
-        loads = {number for number, count in tier_lookup.waiting.items() if count}
-        late = tier_lookup.owing | loads
-        for number in late:
-            tier = self._tiers[number]
-            if number in loads:
-                tier.speed.load_late(tier_lookup.sizes[number], tier_lookup.load_begun, now)
+        loads = tier_lookup.loading_tiers()
+        late = [self._tiers[number] for number in tier_lookup.owing | loads]
+        for tier in late:
+            if tier.number in loads:
+                tier.speed.load_late(tier_lookup.sizes[tier.number], tier_lookup.load_begun, now)
             else:
                 tier.speed.find_late(tier_lookup.begun, now)
-            if tier_lookup.is_trial:
-                continue
+        if tier_lookup.is_trial:
+            return []
+        for tier in late:
             tier.counters["late"] += 1
             log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
-        failed = late if not tier_lookup.is_trial else set()
-        return [self._tiers[n] for n in failed if self._tiers[n].breaker.last_success < tier_lookup.begun]
+        return [tier for tier in late if tier.breaker.last_success < tier_lookup.begun]
 
     def end(self, tier_lookup: TierLookup) -> None:
         """End a tier lookup, to be answered with what is in memory by now. It keeps its holds until `release`."""

@@ -6,7 +6,6 @@ shards being saved are held.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +13,15 @@ from dataclasses import dataclass
 from kvdepot.core.index.chunk import Account, Chunk, is_evictable, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
-from kvdepot.core.tiering.tier import TASK_BYTES, WRITES, Demotion, Queued, TierState, Token, part_of
+from kvdepot.core.tiering.tier import TASK_BYTES, Demotion, Queued, TierState, part_of
 from kvdepot.errors import KVDepotError
 from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
 
 @dataclass(slots=True, eq=False)
-class SaveToken(Token):
-    """The token of a Save."""
+class QueuedSave(Save):
+    """A Save of shards from the queue."""
 
-    kind = WRITES
-
-    number: int
     batch: list[Queued]  # one per part
 
 
@@ -36,7 +32,6 @@ class Saves:
         self._tiers = tiers
         self._index = index
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
-        self._numbers = itertools.count()
         self._evicted: Counter[int] = Counter()  # chunks, by the tiers that had all their shards (Shard.tiers)
         self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
 
@@ -81,9 +76,8 @@ class Saves:
             batch, parts = self._next_batch(tier)
             if parts:
                 self._hold([queued.chunk for queued in batch])
-                number = next(self._numbers)
-                tier.saving.add(number)
-                saves.append(Save(SaveToken(tier, number, batch), tier.number, parts))
+                saves.append(QueuedSave(tier.number, parts, batch))
+                tier.saving.add(saves[-1])
         return saves
 
     def _next_batch(self, tier: TierState) -> tuple[list[Queued], list[Part]]:
@@ -106,18 +100,18 @@ class Saves:
             taken += shard.size
         return batch, parts
 
-    def saved(self, token: SaveToken, outcome: Saved | KVDepotError) -> None:
+    def saved(self, save: QueuedSave, outcome: Saved | KVDepotError) -> None:
         """Handle the end of a Save."""
-        tier = token.tier
-        tier.saving.discard(token.number)
-        outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(token.batch)
+        tier = self._tiers[save.tier]
+        tier.saving.discard(save)
+        outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(save.batch)
         if isinstance(outcome, Saved):
             size = sum(
-                chunk.shards[rank].size for (chunk, rank, _), kept in zip(token.batch, outcomes, strict=True) if kept
+                chunk.shards[rank].size for (chunk, rank, _), kept in zip(save.batch, outcomes, strict=True) if kept
             )
             tier.save_times.record(size, outcome.took_s)
         unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
-        for (chunk, rank, demotion), kept in zip(token.batch, outcomes, strict=True):
+        for (chunk, rank, demotion), kept in zip(save.batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
             tier.counters["saved_chunks" if kept else unsaved] += 1

@@ -45,14 +45,11 @@ class TierSpeed:
         rate = self._bytes / self._load_s if self._load_s else 0.0
         return f"<TierSpeed {self.find_s:.3g} s, {rate:.3g} bytes/s, {self.hits:.2f} hits>"
 
-    def found(self, begun: float, now: float) -> None:
-        """Note that a Find was answered."""
+    def found(self, begun: float, now: float, hits: int) -> None:
+        """Note that a Find was answered. hits: 1 if the tier has something of what it was asked for, else 0."""
         keep = 0.5 ** (1 + (now - self._found_at) / _HALF_S)
         self.find_s = keep * self.find_s + (1 - keep) * (now - max(begun, self.reached_at))
         self._found_at = now
-
-    def counted(self, hits: int) -> None:
-        """Note whether the tier had something (1) of what a lookup asked for, or nothing (0)."""
         self.hits = _FADE_HITS * self.hits + (1 - _FADE_HITS) * hits
 
     def loaded(self, size: int, begun: float, now: float) -> None:

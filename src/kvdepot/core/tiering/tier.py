@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts
 from kvdepot.tiers.rules import NO_RULES, Rules
-from kvdepot.tiers.worker import Enforce, Enforced, Part, Probe
+from kvdepot.tiers.worker import LOOKUPS, READS, REMOVALS, WRITES, Enforce, Enforced, Part, Probe, Save
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _MOST_ERROR = 300
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
-LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
-"""The kinds of call, as they are shown."""
 _NO_USAGE = Usage()
 _QUIET_S = 60.0
 """Least seconds between two lines in the log that say whether a tier is worth loading from."""
@@ -102,7 +100,7 @@ class TierState:
     quiet_until: float = 0.0
     queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next three
     queued_bytes: int = 0
-    saving: set[int] = field(default_factory=set)  # Saves in progress, by number
+    saving: set[Save] = field(default_factory=set)  # Saves in progress
     save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
     usage: Usage = _NO_USAGE  # as of the last probe
     error: str = ""  # the last one
@@ -180,7 +178,7 @@ class TierState:
         if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.retry_at):
             return None
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
-        return Probe(ProbeToken(self), self.number)
+        return Probe(self.number)
 
     def time_out_probe(self, now: float) -> bool:
         """Whether the probe has missed its deadline; if so, the same time starts again."""
@@ -222,13 +220,13 @@ class TierState:
         if self.enforcing or not (self.config.is_local and self.breaker.usable and is_due):
             return None
         self.enforcing = True
-        return Enforce(EnforceToken(self, own), self.number, own)
+        return Enforce(self.number, own)
 
-    def rules_enforced(self, token: EnforceToken, outcome: Enforced | KVDepotError, now: float) -> None:
+    def rules_enforced(self, rules: Rules, outcome: Enforced | KVDepotError, now: float) -> None:
         """Handle the end of an Enforce. After a failure, or while it is behind, the next tick starts another one."""
         self.enforcing = False
         if isinstance(outcome, Enforced):
-            self.enforced = token.rules
+            self.enforced = rules
             self.enforce_after = now if outcome.is_behind else now + _ENFORCE_EVERY_S
 
     # -- status
@@ -260,31 +258,6 @@ class TierState:
             error=error,
             error_s=now - self.failed_at if self.error else None,
         )
-
-
-@dataclass(slots=True, eq=False)
-class Token:
-    """The purpose of a tier task; it comes back with the outcome. There is one subclass per kind of task.
-
-    kind: of the call; empty for a probe.
-    """
-
-    tier: TierState
-    kind: ClassVar[str] = REMOVALS
-
-
-@dataclass(slots=True, eq=False)
-class ProbeToken(Token):
-    """The token of a Probe."""
-
-    kind = ""
-
-
-@dataclass(slots=True, eq=False)
-class EnforceToken(Token):
-    """The token of an Enforce."""
-
-    rules: Rules
 
 
 def facts_of(namespace: Namespace, rank: int) -> Facts:

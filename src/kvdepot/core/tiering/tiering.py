@@ -1,7 +1,7 @@
 """The tiers of a depot: begins and continues tier lookups, saves and forgettings. No I/O, threads or clock here.
 
-Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and their outcomes come back with their
-tokens. What other files must continue is returned among the tier tasks (`Decision`), to be handled in order.
+Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and come back with their outcomes. What
+other files must continue is returned among the tier tasks (`Decision`), to be handled in order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from typing import TypeAlias
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.tiering.forgetting import (
-    FORGET_S,
-    EraseToken,
-    Erasures,
-    Forgetting,
-    Forgettings,
-    ForgetToken,
-)
-from kvdepot.core.tiering.lookup import MOST_TAILS, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
-from kvdepot.core.tiering.saving import Saves, SaveToken
-from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
+from kvdepot.core.tiering.forgetting import FORGET_S, DroppedErase, Erasures, Forgetting, Forgettings, TierForget
+from kvdepot.core.tiering.lookup import MOST_TAILS, ArrivalLoad, LookupDecision, LookupFind, Lookups, TierLookup
+from kvdepot.core.tiering.saving import QueuedSave, Saves
+from kvdepot.core.tiering.tier import TierState
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
@@ -32,12 +25,15 @@ from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_prefix
 from kvdepot.tiers.worker import (
+    Enforce,
     Enforced,
+    Erase,
     Erased,
     Forget,
     Forgotten,
     Loaded,
     Located,
+    Probe,
     Save,
     Saved,
     TierOutcome,
@@ -214,36 +210,38 @@ class Tiering:
 
     # -- outcomes
 
-    def finished(self, token: Token, outcome: TierOutcome, now: float) -> list[Decision]:
+    def finished(self, task: TierTask, outcome: TierOutcome, now: float) -> list[Decision]:
         """Handle the outcome of a tier task."""
-        tier = token.tier
+        tier = self._tiers[task.tier]
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
-            if isinstance(token, ProbeToken):
+            if isinstance(task, Probe):
                 self._failed(tier, now, str(outcome), is_probe=True)
-            elif tier.call_failed(now, str(outcome), token.kind):
+            elif tier.call_failed(now, str(outcome), task.kind):
                 self.saves.drop_queue(tier)
         elif not isinstance(outcome, Unwanted):
-            tier.succeeded(now, token.kind)
-        match token, outcome:
-            case FindToken(), Located() | Unwanted() | KVDepotError():
-                return [*self.lookups.located(token, outcome, now)]
-            case LoadToken(), Loaded() | KVDepotError():
-                return [*self.lookups.arrived(token, outcome, now)]
-            case SaveToken(), Saved() | KVDepotError():
-                self.saves.saved(token, outcome)
-                return [*self.forgettings.save_ended(tier, token.number), *self.saves.dispatch(tier)]
-            case ForgetToken(), Forgotten() | KVDepotError():
-                return [token.forgetting] if self.forgettings.tier_ended(token, outcome) else []
-            case ProbeToken(), Usage() | KVDepotError():
+            tier.succeeded(now, task.kind)
+        match task, outcome:
+            case LookupFind(), Located() | Unwanted() | KVDepotError():
+                return [*self.lookups.located(task, outcome, now)]
+            case ArrivalLoad(), Loaded() | KVDepotError():
+                return [*self.lookups.arrived(task, outcome, now)]
+            case QueuedSave(), Saved() | KVDepotError():
+                self.saves.saved(task, outcome)
+                return [*self.forgettings.save_ended(task), *self.saves.dispatch(tier)]
+            case TierForget(), Forgotten() | KVDepotError():
+                return [task.forgetting] if self.forgettings.tier_ended(task, outcome) else []
+            case Probe(), Usage() | KVDepotError():
                 tier.probed(outcome)
                 return []
-            case EnforceToken(), Enforced() | KVDepotError():
-                tier.rules_enforced(token, outcome, now)
+            case Enforce(), Enforced() | KVDepotError():
+                tier.rules_enforced(task.rules, outcome, now)
                 return []
-            case EraseToken(), Erased() | KVDepotError():
-                return [*self.erasures.ended(token, outcome)]
-        raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
+            case DroppedErase(), Erased() | KVDepotError():
+                return [*self.erasures.ended(task, outcome)]
+            case Erase(), Erased() | KVDepotError():
+                return []
+        raise AssertionError(f"a tier task {type(task).__name__} ended with {outcome!r}")
 
     def _failed(self, tier: TierState, now: float, why: str, is_probe: bool = False) -> None:
         if tier.failed(now, why, is_probe):

@@ -2,8 +2,12 @@
 
     disk:///var/cache/kv?capacity_gib=100
 
-Called by worker.py on its threads. Invariant: if the directory is gone, it is not created again on another file system,
-such as the one below a disk that is not mounted.
+Called by worker.py on its threads. Files of others in the directory are neither touched nor counted. Invariants:
+
+- The bytes that the file system allocates to our files never exceed the capacity; this includes half-written files, and
+  removed ones that are still being read. Directories are not counted.
+- If the directory is gone, it is not created again on another file system, such as the one below a disk that is not
+  mounted.
 
 **What a crash leaves.** Nothing is synced: this is a cache. Each change is one rename or one unlink, in this order:
 
@@ -21,12 +25,20 @@ found by their header and checksum (worker.py). Access times are updated by read
 times say when contents were computed.
 """
 
+# ruff: noqa: PTH108, PTH208
+
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import logging
 import os
+import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
@@ -36,12 +48,33 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
-from kvdepot.tiers import Blob, Tally, Usage, convert
-from kvdepot.tiers.disk.directory import LOCK, Directory
-from kvdepot.tiers.disk.folder import Folder
-from kvdepot.tiers.disk.ledger import Ledger
-from kvdepot.tiers.rules import NO_RULES, Rules
+from kvdepot.tiers import ABSENT, NAME, Blob, Tally, Usage, convert
+from kvdepot.tiers.disk.directory import (
+    LEFT,
+    LOCK,
+    TMP,
+    TRASH,
+    Directory,
+    objects_in,
+    path_of,
+    prune,
+    remove,
+    transfer,
+)
+from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.rules import NO_RULES, Rules, owner_of
 from kvdepot.tiers.urls import shown
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.1
+"""A directory that is counted within this time takes writes as soon as it is opened."""
+_DATE_EVERY_S = 60.0
+"""Seconds between two updates of a file's access time: one at each read would cost a journal entry."""
+_MOST_TRIMMED = 4096
+"""Objects that one call of `enforce` removes, so that the tier's other tasks get the thread again."""
+_CLOSE_S = 5.0
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +104,11 @@ def open(url: str, options: dict[str, str], threads: int, rules: Rules = NO_RULE
 
 
 class Disk:
-    """Objects in a directory. If the directory disappears, calls raise TierError until `usage` finds it again."""
+    """Objects in a directory. If the directory disappears, calls raise TierError until `usage` finds it again.
+
+    Locks, in this order: `_opening`, `_evicting` from the choice of a victim until its file is removed, `_naming(name)`
+    while a file of this name is created or removed, then the ledger's, under which there is no system call.
+    """
 
     def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru", rules: Rules = NO_RULES) -> None:
         self._path = path
@@ -81,73 +118,358 @@ class Disk:
         self._tally = Tally()
         self._opening = threading.Lock()
         self._closed = False
-        self._folder = self._open()
+        self._mark = secrets.token_hex(4)
+        self._serials = itertools.count()
+        self._evicting = threading.Lock()
+        self._names = [threading.Lock() for _ in range(16)]
+        self._open()
         self._device = _device_of(path)
 
     def __repr__(self) -> str:
-        return f"<Disk {self._folder!r}>"
+        return f"<Disk {self._path} {self._directory.ended or self._ledger!r}>"
 
-    def _open(self) -> Folder:
+    # -- opening and closing
+
+    def _open(self) -> None:
+        """Lock the directory, and begin to count its objects, in the background if that takes long."""
         directory = Directory(self._path, self._tally)
-        return Folder(directory, Ledger(self._capacity_bytes, self._policy, self._rules))
+        self._root = directory.root
+        self._ledger = Ledger(self._capacity_bytes, self._policy, self._rules)
+        self._litter: dict[str, list[Entry]] = {}
+        """Paths to remove, and the entries that are settled when that is done."""
+        self._counted = threading.Event()
+        """Set once the objects are counted; until then nothing is written: what is not counted cannot be bounded."""
+        self._counting = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
+        self._directory = directory  # last: from now on, calls are let in
+        self._counting.start()
+        self._counted.wait(_PATIENCE_S)
 
     def _reopen(self) -> None:
-        self._folder.close()
+        """Open the directory again after it was gone. No call uses it meanwhile."""
+        self._release("gone")
         is_a_tiers = os.path.lexists(self._path / LOCK)
         if not is_a_tiers and _device_of(self._path) != self._device:
             raise TierError(f"{self._path} is gone: its file system is not mounted")
         try:
-            self._folder = self._open()
+            self._open()
         except ConfigError as exc:  # it is another's now
             raise TierError(str(exc)) from exc
 
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[Folder]:
-        folder = self._folder
-        with folder.directory.call():
-            yield folder
+    def _release(self, reason: str) -> None:
+        """Wait for the calls in progress and release the lock. Raises TierError if a call hangs. Safe to call twice."""
+        self._directory.end(reason)
+        self._counted.set()
+        self._directory.drain(_CLOSE_S)
+        self._counting.join()
+        self._directory.release()
 
     def attach(self, memory: Sequence[memoryview]) -> None:
         """Nothing to prepare."""
-
-    def find(self, names: Sequence[str]) -> list[bool]:
-        with self._call() as folder:
-            return folder.find(names)
-
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        with self._call() as folder:
-            return [folder.read(blob) for blob in blobs]
-
-    def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        with self._call() as folder:
-            return [folder.write(blob) for blob in blobs]
-
-    def remove(self, names: Sequence[str]) -> None:
-        with self._call() as folder:
-            folder.remove(names)
-
-    def forget(self, salt: str, space: str) -> int:
-        with self._call() as folder:
-            return folder.forget(salt, space)
-
-    def enforce(self, rules: Rules, wall: float) -> bool:
-        self._rules = rules  # also for the directory when it is back
-        with self._call() as folder:
-            return folder.enforce(rules, wall)
-
-    def usage(self) -> Usage:
-        """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
-        with self._opening:
-            if self._folder.directory.ended is not None and not self._closed:
-                self._reopen()
-        with self._call() as folder:
-            return folder.usage()
 
     def close(self) -> None:
         """Waits for calls in progress; while one hangs, the directory stays locked."""
         with self._opening:
             self._closed = True
-            self._folder.close()
+            self._release("closed")
+
+    def _naming(self, name: str) -> threading.Lock:
+        return self._names[hash(name) % len(self._names)]
+
+    # -- the start
+
+    def _run(self) -> None:
+        try:
+            self._count()
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread: calls of the tier wait for it
+            why = str(exc) if isinstance(exc, OSError | TierError) else repr(exc)
+            log.warning("cannot count the objects in %s: %s", self._root, why)
+            self._directory.end(f"cannot count its objects: {why}")
+        self._counted.set()
+
+    def _count(self) -> None:
+        """Remove what an earlier server left half done, count objects, and evict down to the capacity and the caps."""
+        root = self._root
+        for left in LEFT:
+            with contextlib.suppress(FileNotFoundError):
+                self._tally("swept", len(os.listdir(f"{root}/{left}")))
+                remove(f"{root}/{left}")
+        for found in objects_in(root):
+            for name, info in found:
+                entry = Entry(name=name, charge=self._charge_of(info), dated=info.st_atime, born=info.st_mtime)
+                self._ledger.add_found(entry)
+            if self._directory.ended is not None:
+                break
+        self._ledger.rank()
+        self._trim(self._ledger.used_bytes, 0.0)  # as many as there are; none by age
+
+    def _wait_counted(self) -> None:
+        """Block until all objects are counted. Raises TierError if the directory's use has ended."""
+        self._counted.wait()
+        self._directory.check()
+
+    def usage(self) -> Usage:
+        """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
+        with self._opening:
+            if self._directory.ended is not None and not self._closed:
+                self._reopen()
+        with self._directory.call():
+            self._directory.check_here()
+            self._retry_discarded()
+            ledger, counted = self._ledger, self._counted.is_set()
+            return Usage(
+                len(ledger) if counted else None,
+                ledger.used_bytes if counted else None,
+                ledger.capacity_bytes,
+                self._tally.counts(),
+                ledger.used_by_quota(),
+                self._directory.free_bytes(),
+            )
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        """As Enforcing.enforce. While objects are being counted, nothing is removed."""
+        self._rules = rules  # also for the directory when it is back
+        with self._directory.call():
+            self._ledger.set_rules(rules)
+            return not self._counted.is_set() or self._trim(_MOST_TRIMMED, wall)
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        with self._directory.call():
+            return [name in self._ledger for name in names]
+
+    # -- reading
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        with self._directory.call():
+            return [self._read(blob) for blob in blobs]
+
+    def _read(self, blob: Blob) -> int:
+        entry = self._ledger.hold(blob.name)
+        if entry is None:
+            return ABSENT
+        try:
+            return self._read_file(blob, entry)
+        except FileNotFoundError as exc:
+            with self._naming(entry.name):
+                is_lost = self._ledger.lose(entry)
+            if is_lost:  # by nothing that we did
+                self._tally("vanished")
+                self._directory.failed("read", exc)
+            return ABSENT
+        except OSError as exc:
+            self._directory.failed("read", exc)
+            if exc.errno == errno.EIO:  # otherwise it would be found, and fail, forever
+                self._remove(entry.name)
+            return ABSENT
+        finally:
+            self._ledger.release(entry)
+
+    def _read_file(self, blob: Blob, entry: Entry) -> int:
+        fd = os.open(path_of(self._root, blob.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size > blob.size:
+                return size
+            now = time.time()
+            if abs(now - entry.dated) > _DATE_EVERY_S:
+                entry.dated = now
+                with contextlib.suppress(OSError):  # a read-only file system can still be read
+                    os.utime(fd, (now, entry.born))
+            return transfer(os.preadv, fd, blob.buffers)
+        finally:
+            os.close(fd)
+
+    # -- writing
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        with self._directory.call():
+            return [self._write(blob) for blob in blobs]
+
+    def _write(self, blob: Blob) -> bool:
+        size = blob.size
+        self._retry_discarded()
+        if not (self._counted.is_set() and size and NAME.fullmatch(blob.name)):
+            self._tally("refused")
+            return False
+        for is_last in (False, True):
+            try:
+                return self._write_file(blob, size)
+            except OSError as exc:
+                self._directory.failed("write", exc)
+                if is_last or exc.errno not in _NO_SPACE:
+                    return False
+                missing = size  # the file system is full below our capacity: evict that much
+                while missing > 0:
+                    if not (freed := self._drop(lambda: self._ledger.victim(owner_of(blob.name), 0))):
+                        return False
+                    missing -= freed
+        return False
+
+    def _write_file(self, blob: Blob, size: int) -> bool:
+        now = time.time()
+        entry = Entry(name=blob.name, charge=self._charge_for(size), dated=now, born=blob.born or now)
+        owner = entry.owner
+        fits = self._ledger.can_ever_hold(entry.charge, owner)  # otherwise it evicts nothing
+        if not fits or not self._reserve(entry.charge, owner):
+            self._tally("refused")
+            return False
+        path = self._unused(TMP)
+        try:
+            more = max(0, self._charge_of(self._fill(path, blob, entry)) - entry.charge)
+            if more and not self._reserve(more, owner):
+                self._tally("refused")
+                self._discard(path, [Entry(owner=owner, charge=entry.charge)])
+                return False
+            entry.charge += more
+            target = path_of(self._root, blob.name)
+            with self._naming(blob.name):
+                self._directory.with_parents(target, partial(os.rename, path, target))
+                self._ledger.enter(entry)
+        except OSError:
+            self._discard(path, [Entry(owner=owner, charge=entry.charge)])
+            raise
+        return True
+
+    def _fill(self, path: str, blob: Blob, entry: Entry) -> os.stat_result:
+        """Write a new file; its stat. Its timestamps are those of the entry, for the next start. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = self._directory.with_parents(path, partial(os.open, path, flags, 0o600))
+        try:
+            if transfer(os.pwritev, fd, blob.buffers) != blob.size:
+                raise OSError(errno.EIO, "a write was cut short")
+            os.utime(fd, (entry.dated, entry.born))
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def _unused(self, directory: str) -> str:
+        return f"{self._root}/{directory}/{self._mark}-{next(self._serials)}"
+
+    # -- the bound
+
+    def _charge_of(self, info: os.stat_result) -> int:
+        return self._charge_for(info.st_blocks * 512)
+
+    def _charge_for(self, size: int) -> int:
+        """Bytes that a file of `size` bytes will take: its blocks, and the blocks that map all but the first few."""
+        block = self._directory.block_bytes
+        blocks = -(-size // block)
+        return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
+
+    def _reserve(self, size: int, owner: str) -> bool:
+        """Reserve bytes for an owner, evicting objects while there are too few; whether that succeeded."""
+        while self._directory.ended is None:
+            if self._ledger.reserve(size, owner):
+                return True
+            if not self._drop(lambda: self._ledger.victim(owner, size)):
+                return False
+        return False
+
+    def _trim(self, most: int, wall: float) -> bool:
+        """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity. Returns whether
+        there may be more. What cannot be removed now, because it is being read or the file system refuses, stays until
+        the next call."""
+        for pick, is_expired in ((lambda: self._ledger.expired(wall), True), (self._ledger.excess, False)):
+            while self._drop(pick, is_expired):
+                most -= 1
+                if most <= 0 or self._directory.ended is not None:
+                    return self._directory.ended is None
+        return False
+
+    def _drop(self, pick: Callable[[], Entry | None], is_expired: bool = False) -> int:
+        """Remove the object that `pick` takes out of the ledger; bytes freed."""
+        with self._evicting:
+            entry = pick()
+            if entry is None:
+                return 0
+            with self._naming(entry.name):
+                is_replaced = entry.name in self._ledger
+                if not is_replaced and not self._unlink(entry):
+                    return 0
+                self._ledger.settle(entry, evicted=not is_expired)
+            self._tally("expired" if is_expired else "evicted")
+            return entry.charge
+
+    # -- removing
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._directory.call():
+            self._wait_counted()
+            if refused := [name for name in names if not self._remove(name)]:
+                raise TierError(f"{self._root} does not allow removing {len(refused)} objects")
+
+    def _remove(self, name: str) -> bool:
+        with self._naming(name):
+            entry = self._ledger.take(name)
+            if entry is not None:
+                if not self._unlink(entry):
+                    return False
+                self._ledger.settle(entry)
+        return True
+
+    def forget(self, salt: str, space: str) -> int:
+        """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
+        with self._directory.call():
+            self._wait_counted()
+            trash: dict[str, list[Entry]] = {}
+            is_refused = False
+            with contextlib.ExitStack() as frozen:  # meanwhile no object is created or removed by others
+                for lock in (self._evicting, *self._names):
+                    frozen.enter_context(lock)
+                for place, entries in self._ledger.spaces(salt, space).items():
+                    path, target = f"{self._root}/{place[:2]}/{place}", self._unused(TRASH)
+                    try:
+                        self._directory.with_parents(target, partial(os.rename, path, target))
+                    except FileNotFoundError:
+                        self._directory.check_here()  # otherwise others have removed this space
+                    except OSError as exc:
+                        is_refused = True
+                        self._directory.failed("forget", exc)
+                        continue
+                    for entry in entries:
+                        self._ledger.take(entry.name)
+                    trash[target] = entries
+                    prune(self._root, path)
+            for target, entries in trash.items():
+                self._discard(target, entries)
+            if is_refused:
+                raise TierError(f"{self._root} does not allow removing objects")
+            return sum(map(len, trash.values()))
+
+    def _unlink(self, entry: Entry) -> bool:
+        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone. If
+        not, the entry is an object again."""
+        path = path_of(self._root, entry.name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            self._ledger.keep(entry)
+            self._directory.failed("remove", exc)
+            return False
+        prune(self._root, path)
+        return True
+
+    def _discard(self, path: str, entries: list[Entry]) -> None:
+        """Remove what is no longer an object, now or as soon as possible; the entries are counted until then."""
+        self._litter[path] = entries
+        self._retry_discarded()
+
+    def _retry_discarded(self) -> None:
+        for path in list(self._litter):
+            entries = self._litter.pop(path, None)
+            if entries is None:
+                continue  # another thread removes it
+            try:
+                remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                self._litter[path] = entries
+                self._directory.failed("remove", exc)
+                continue
+            for entry in entries:
+                self._ledger.settle(entry)
 
 
 def _device_of(path: Path) -> int:

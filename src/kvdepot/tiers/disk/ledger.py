@@ -2,7 +2,7 @@
 
 Invariant: every byte in the store is counted, from before it is written until after it is gone. So bytes are counted in
 three ways: as reserved for a write (`reserve`), as an object (`enter`), and as an object that was taken out (`take`,
-`victim`, `excess`, `expired`, `forget`), which is counted until `settle`, or until its last reader is done. A floor
+`victim`, `excess`, `expired`), which is counted until `settle`, or until its last reader is done. A floor
 counts objects alone; a cap counts all three (eviction/shares.py).
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, defaultdict
 from operator import attrgetter
 from typing import cast
 
@@ -251,12 +250,14 @@ class Ledger:
         with self._lock:
             return self._pop(next(self._ages.due(wall), None))
 
-    def forget(self, salt: str, space: str, but: Collection[str] = ()) -> list[Entry]:
-        """Take out all objects whose names begin so (Tier.forget). but: `salt/space` of objects to keep."""
+    def spaces(self, salt: str, space: str) -> dict[str, list[Entry]]:
+        """The objects whose names begin so (Tier.forget), by `salt/space`."""
+        found: dict[str, list[Entry]] = defaultdict(list)
         with self._lock:
-            names = [name for name in self._entries if name.startswith(salt) and name.startswith(space, 33)]
-            taken = [self.take(name) for name in names if name[:65] not in but]
-            return [entry for entry in taken if entry is not None]
+            for name, entry in self._entries.items():
+                if name.startswith(salt) and name.startswith(space, 33):
+                    found[name[:65]].append(entry)
+        return found
 
     def settle(self, entry: Entry, evicted: bool = False) -> None:
         """The file of what was taken out is gone; readers may still have it open."""

@@ -95,9 +95,6 @@ class MooncakeTier:
         self._pool = Membership(master, options, registers)
         self._options = options
         self._memory: Sequence[memoryview] = ()
-        self._asks_sizes = True
-        """Whether to ask for sizes before a read, which is a round trip: the library fails, loudly, if memory is not of
-        exactly the object's size. Not after a read in which all memory was, until one in which some was not."""
         self._tally = Tally("refused", "failed", "staged_bytes")
         self._staging = Staging(self._pool, options.buffer_mib << 20, self._tally)
 
@@ -122,26 +119,16 @@ class MooncakeTier:
             return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """Objects on dead hosts are absent."""
+        """Asks for sizes first: the library fails, loudly, if memory is not of exactly the object's size. Objects on
+        dead hosts are absent."""
         sizes = [ABSENT] * len(blobs)
-        if not blobs:
-            return sizes
-        with self._pool.calling() as store, self._pool.reading():
-            objects = objects_of(blobs)
-            if self._asks_sizes:
-                fitting = self._fit(store, objects, sizes)
-                exact = [entry for entry in fitting if entry.size == blobs[entry.index].size]
-                self._asks_sizes = not fitting or len(exact) < len(fitting)
-                self._get(store, fitting, sizes)
-            elif odd := self._get(store, objects, sizes):
-                fitting = [entry for entry in self._fit(store, odd, sizes) if entry.size < blobs[entry.index].size]
-                self._asks_sizes = bool(fitting)
-                self._get(store, fitting, sizes)
+        if blobs:
+            with self._pool.calling() as store, self._pool.reading():
+                self._get(store, self._fit(store, objects_of(blobs), sizes), sizes)
         return sizes
 
-    def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
-        """Read objects into memory of their size; returns the ones that failed."""
-        failed = []
+    def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> None:
+        """Read objects into memory of their size; what fails stays absent."""
         for batch in self._batches(objects):
             with self._staging.placed(batch) as placed:
                 memory = memory_of(placed)  # `transfer` answers sizes, or codes of errors
@@ -153,16 +140,14 @@ class MooncakeTier:
                             entry.scatter(place.spans[0][0])
                         sizes[entry.index] = code
                     elif code not in (_NOT_FOUND, _NOT_READY):
-                        failed.append(entry)
-        self._tally("failed", len(failed))
-        return failed
+                        self._tally("failed")
 
     @staticmethod
     def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
         """Objects for which there is memory enough, with memory of exactly their size. The others are answered."""
         fitting = []
         replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
-        if objects and not replicas:  # also the answer without a master
+        if not replicas:  # also the answer without a master
             known(store.batch_is_exist([objects[0].key]))
         for entry in objects:
             size = size_of(replicas.get(entry.key, ()))

@@ -20,8 +20,8 @@ unavailable fails the calls that ask it; `forget` walks all keys of the database
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -148,56 +148,44 @@ class RedisTier:
     def find(self, names: Sequence[str]) -> list[bool]:
         """One round trip; does not count as a use for Redis' eviction."""
         there = [False] * len(names)
-
-        def answer(index: int, replies: list[Reply]) -> None:
-            there[index] = expect(replies[0], int) == 1
-
-        self._ask([request(b"EXISTS", self._key(name)) for name in names], answer)
+        with self._answers([request(b"EXISTS", self._key(name)) for name in names]) as answers:
+            for index, (count,) in answers:
+                there[index] = expect(count, int) == 1
         return there
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
         """Replies are copied as they arrive; meanwhile the server sends the next."""
         sizes = [ABSENT] * len(blobs)
-
-        def answer(index: int, replies: list[Reply]) -> None:
-            for reply in replies[:-1]:  # if a command was refused, its error comes before that of EXEC
-                expect(reply, bytes)
-            length, *parts = expect(replies[-1], list)
-            if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
-                return
-            blob, size = blobs[index], expect(length, int)
-            if fill(blob.buffers, (expect(part, bytes) for part in parts)) < min(size, blob.size):
-                raise TierError(f"{self._name}: an object of {size} bytes arrived incomplete")
-            sizes[index] = size
-
-        self._ask([get_request(self._key(blob.name), blob.size) for blob in blobs], answer)
+        with self._answers([get_request(self._key(blob.name), blob.size) for blob in blobs]) as answers:
+            for index, (*queued, result) in answers:
+                for reply in queued:  # if a command was refused, its error comes before that of EXEC
+                    expect(reply, bytes)
+                length, *parts = expect(result, list)
+                if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
+                    continue
+                blob, size = blobs[index], expect(length, int)
+                if fill(blob.buffers, (expect(part, bytes) for part in parts)) < min(size, blob.size):
+                    raise TierError(f"{self._name}: an object of {size} bytes arrived incomplete")
+                sizes[index] = size
         return sizes
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         """One `SET` each, from the buffers. False: larger than Redis accepts, or it is full."""
         kept = [False] * len(blobs)
         fitting = [index for index, blob in enumerate(blobs) if blob.size <= LARGEST_BYTES]
-
-        def answer(index: int, replies: list[Reply]) -> None:
-            full = isinstance(replies[0], OutOfMemoryError) or says(replies[0], "MISCONF")
-            kept[fitting[index]] = not full and expect(replies[0], bytes) == b"OK"
-
-        chosen = [blobs[index] for index in fitting]
-        expire_s = self._options.expire_s
-        self._ask([set_request(self._key(b.name), b.buffers, b.size, expire_s) for b in chosen], answer)
+        chosen, expire_s = [blobs[index] for index in fitting], self._options.expire_s
+        with self._answers([set_request(self._key(b.name), b.buffers, b.size, expire_s) for b in chosen]) as answers:
+            for index, (reply,) in answers:
+                is_full = isinstance(reply, OutOfMemoryError) or says(reply, "MISCONF")
+                kept[fitting[index]] = not is_full and expect(reply, bytes) == b"OK"
         self._tally("refused", kept.count(False))
         return kept
 
     def remove(self, names: Sequence[str]) -> None:
-        answered: set[int] = set()
-
-        def answer(index: int, replies: list[Reply]) -> None:
-            expect(replies[0], int)
-            answered.add(index)
-
-        self._ask([request(b"UNLINK", self._key(name)) for name in names], answer)
-        if len(answered) < len(names):
-            raise TierError(f"{self._name}: {len(names) - len(answered)} objects are moving between nodes")
+        with self._answers([request(b"UNLINK", self._key(name)) for name in names]) as answers:
+            left = len(names) - sum(expect(count, int) >= 0 for _, (count,) in answers)
+        if left:
+            raise TierError(f"{self._name}: {left} objects are moving between nodes")
 
     def forget(self, salt: str, space: str) -> int:
         """Walks the keys of every primary and removes what matches, a few thousand at a time."""
@@ -239,26 +227,29 @@ class RedisTier:
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
 
-    def _ask(self, requests: Sequence[Request], answer: Callable[[int, list[Reply]], None]) -> None:
-        """Send each request to the server of its key; `answer` gets its index and its replies. If a server says that a
-        key is elsewhere, the request is sent there, once; after that, it gets no answer."""
+    @contextmanager
+    def _answers(self, requests: Sequence[Request]) -> Iterator[Iterator[tuple[int, list[Reply]]]]:
+        """Send requests; iterate over the index and the replies of each, as they arrive. Raises TierError."""
+        with self._edge(), closing(self._ask(requests)) as answers:
+            yield answers
+
+    def _ask(self, requests: Sequence[Request]) -> Generator[tuple[int, list[Reply]]]:
+        """Send each request to the server of its key. If a server says that a key is elsewhere, the request is sent
+        there, once; after that, it gets no answer."""
         indexes: Sequence[int] = range(len(requests))
-        with self._edge():
-            for _ in range(2):
-                moved: list[int] = []
-
-                def sort(index: int, replies: list[Reply], moved: list[int] = moved) -> None:
-                    if any(isinstance(reply, (AskError, TryAgainError)) for reply in replies):
-                        moved.append(index)
-                    else:
-                        answer(index, replies)
-
-                for pool, theirs in self._servers.routes(requests, indexes):
-                    exchange(pool, [(index, requests[index]) for index in theirs], sort)
-                if not moved:
-                    return
-                self._servers.distrust()
-                indexes = moved
+        for _ in range(2):
+            moved: list[int] = []
+            for pool, theirs in self._servers.routes(requests, indexes):
+                with closing(exchange(pool, [(index, requests[index]) for index in theirs])) as answers:
+                    for index, replies in answers:
+                        if any(isinstance(reply, (AskError, TryAgainError)) for reply in replies):
+                            moved.append(index)
+                        else:
+                            yield index, replies
+            if not moved:
+                return
+            self._servers.distrust()
+            indexes = moved
 
     @contextmanager
     def _edge(self) -> Iterator[None]:

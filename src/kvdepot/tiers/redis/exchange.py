@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -94,11 +94,9 @@ def checked(value: object) -> Reply:
     raise InvalidResponse(f"a reply of type {type(value).__name__}")
 
 
-def exchange(
-    pool: ConnectionPool, requests: Sequence[tuple[int, Request]], receive: Callable[[int, list[Reply]], None]
-) -> None:
-    """Send (number, request) and receive replies on one connection, in order, with at most WINDOW_BYTES unread. Raises
-    RedisError or OSError."""
+def exchange(pool: ConnectionPool, requests: Sequence[tuple[int, Request]]) -> Generator[tuple[int, list[Reply]]]:
+    """Send (number, request) on one connection, with at most WINDOW_BYTES unread; yields (number, replies), in order.
+    To be closed. Raises RedisError or OSError."""
     connection: _Connection = (taken := pool.get_connection())
     complete = False
     try:
@@ -106,21 +104,21 @@ def exchange(
         waiting: deque[tuple[int, Request]] = deque()
         weight = 0
 
-        def settle() -> None:
+        def next_answer() -> tuple[int, list[Reply]]:
             connection.send_packed_command(list(sendable(unsent)))
             unsent.clear()
             index, oldest = waiting.popleft()
-            receive(index, [_reply(connection) for _ in range(oldest.replies)])
+            return index, [_reply(connection) for _ in range(oldest.replies)]
 
         for index, each in requests:
             while waiting and weight + each.weight > WINDOW_BYTES:
                 weight -= waiting[0][1].weight
-                settle()
+                yield next_answer()
             unsent += each.packed
             waiting.append((index, each))
             weight += each.weight
         while waiting:
-            settle()
+            yield next_answer()
         complete = True
     finally:
         if not complete:
