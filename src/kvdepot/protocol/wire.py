@@ -26,7 +26,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 7
+VERSION = 8
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -171,8 +171,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     depth: number of chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
     salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
-    is_tail: whether the last chunk is a `Tail`. continues: in a store, the key of a tail that it makes useless; empty:
-    none.
+    continues: in the store of a `Tail`, the key of a tail that it makes useless; empty: none.
     """
 
     request: str
@@ -185,7 +184,6 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_ids: bytes
     skip_blocks: int = 0
     salt: bytes = b""
-    is_tail: bool = False
     continues: bytes = b""
 
 
