@@ -146,12 +146,18 @@ def descriptors(pid: int) -> int:
 
 
 def footprint(pid: int) -> dict[str, int]:
-    """What must stay flat in a server. That its memory does, too, the soak sees to: it has the time."""
+    """What must stay flat in a server. Its memory: `resident_kib`."""
     return {
         "fds": descriptors(pid),
         "threads": len(_tasks(pid)),
         "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
     }
+
+
+def resident_kib(pid: int) -> int:
+    """Private memory of a process: without the arena, tensors and libraries, which are files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0])
 
 
 def settled(depot: Depot) -> dict[str, Any]:
@@ -197,7 +203,7 @@ class Watcher:
         raise AssertionError("20 copies were too fast to be interrupted")
 
     def wait_released(self) -> None:
-        """Wait until nothing is left of all clients but this one. That 5 s are enough for it, the soak sees to."""
+        """Wait until nothing is left of all clients but this one."""
         nothing = {"clients": 1, "instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0}
         eventually(lambda: nothing.items() <= self.status().items())
 
