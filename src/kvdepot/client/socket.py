@@ -220,11 +220,6 @@ class Client:
 
     # -- asking
 
-    def device_of(self, instance: int) -> str:
-        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
-        with self._lock:
-            return self._connection.device(instance)
-
     @property
     def is_welcomed(self) -> bool:
         """Whether a server knows this client and is connected, as far as this client knows."""
