@@ -118,10 +118,10 @@ def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
         client.close()
 
 
-@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
 def test_who_names_the_clients_own_liveness_as_its_arena_is_not_believed(
-    url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+    context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
 ) -> None:
+    url = open_urls()["abstract"]
     for claimed in (
         lambda hello: (wire.Proof(wire.VERSION, hello.liveness, bytes(16), bytes(32)), b"bootboot"),
         lambda hello: ([hello.version, hello.liveness, 256, 0.0], b"bootboot"),  # as servers said it before
@@ -132,11 +132,11 @@ def test_who_names_the_clients_own_liveness_as_its_arena_is_not_believed(
         impostor.close()
 
 
-@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
 def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
-    url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+    context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
 ) -> None:
     """Requests wait until the server is authenticated, and their ids are easy to guess."""
+    url = open_urls()["tcp"]
 
     def answer(_: bytes, frame: bytes) -> bytes:
         assert int.from_bytes(frame[:8], "little") > 1, "a hello comes after what waits for it"
@@ -150,11 +150,10 @@ def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
     client.close()
 
 
-@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
 def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed(
-    url: str, context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
+    context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
 ) -> None:
-    real = start_depot(arena_mib=8)
+    real, url = start_depot(arena_mib=8), open_urls()["tcp"]
     boot = bytes.fromhex(real.status()["boot"])
     for mac in (bytes(32), os.urandom(32), b""):
         proof = wire.Proof(wire.VERSION, real.name, os.urandom(16), mac)
