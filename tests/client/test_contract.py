@@ -9,6 +9,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -82,16 +83,13 @@ def block_hashes(blocks: int) -> list[bytes]:
 @pytest.fixture
 def make_engine(depot: Depot, start_depot: StartDepot) -> Iterator[MakeEngine]:
     """Engines that end with the test, before its servers do: `make_engine(depot, model=..., ranks=...)`."""
-    made: list[Engine] = []
+    with ExitStack() as ending:
 
-    def make(server: Depot = depot, **options: Any) -> Engine:
-        options.setdefault("caches", [make_caches() for _ in options.get("ranks", [0])])
-        made.append(Engine(server, **options))
-        return made[-1]
+        def make(server: Depot = depot, **options: Any) -> Engine:
+            options.setdefault("caches", [make_caches() for _ in options.get("ranks", [0])])
+            return ending.enter_context(closing(Engine(server, **options)))
 
-    yield make
-    for engine in made:
-        engine.close()
+        yield make
 
 
 @pytest.fixture

@@ -212,46 +212,26 @@ class Watcher:
 
 
 @pytest.fixture
-def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
-    """Connections for `Watcher.status` that end with the test, before its servers do."""
-    watchers: list[Watcher] = []
+def ending(start_depot: StartDepot) -> Iterator[contextlib.ExitStack]:
+    """Closes with the test what is entered, before its servers end."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
-    def start(depot: Depot) -> Watcher:
-        watchers.append(Watcher(depot))
-        return watchers[-1]
 
-    yield start
-    for watcher in watchers:
-        watcher.close()
+@pytest.fixture
+def watch(ending: contextlib.ExitStack) -> Callable[[Depot], Watcher]:
+    """Connections for `Watcher.status`."""
+    return lambda depot: ending.enter_context(contextlib.closing(Watcher(depot)))
 
 
 MakeEngine = Callable[..., ToyEngine]
-Connect = Callable[[Depot], MessageQueueClient]
 
 
 @pytest.fixture
-def make_engine(start_depot: StartDepot) -> Iterator[MakeEngine]:
-    """Toy engines in this process that end with the test, before its servers do: `make_engine(depot, model=...)`."""
-    made: list[ToyEngine] = []
+def make_engine(ending: contextlib.ExitStack) -> MakeEngine:
+    """Toy engines in this process: `make_engine(depot, model=...)`."""
 
     def make(depot: Depot, **options: Any) -> ToyEngine:
-        made.append(ToyEngine(depot.url, context=depot.context, **options))
-        return made[-1]
+        return ending.enter_context(contextlib.closing(ToyEngine(depot.url, context=depot.context, **options)))
 
-    yield make
-    for engine in made:
-        engine.close()
-
-
-@pytest.fixture
-def connect(start_depot: StartDepot) -> Iterator[Connect]:
-    """Bare connections that end with the test, before its servers do."""
-    made: list[MessageQueueClient] = []
-
-    def make(depot: Depot) -> MessageQueueClient:
-        made.append(MessageQueueClient(depot.url, depot.context))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+    return make

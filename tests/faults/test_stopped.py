@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from kvdepot.client import MessageQueueClient
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, eventually
 from tests.faults.conftest import Nursery, Watcher, is_zombie
 
 pytestmark = pytest.mark.faults
@@ -101,28 +97,3 @@ def test_after_its_sleep_the_server_and_its_engines_are_well_again(slept: dict[s
     status = slept["status"]
     assert status["instances"] == 3
     assert status["reserved_shards"] == status["holds"] == status["operations"] == 0
-
-
-def test_a_new_client_waits_5_s_also_for_a_server_that_connects_first(
-    start_depot: StartDepot,
-) -> None:
-    """As a server does that is taking many chunks back: its socket is there, the one that answers is busy."""
-    depot = start_depot(arena_mib=4)
-    place = Path(depot.url.removeprefix("ipc://"))
-    behind = place.with_name(f"{place.name}.behind")
-    place.rename(behind)  # started before the clock runs, and not to be found yet
-    deaf = depot.context.socket(zmq.ROUTER)
-    deaf.bind(depot.url)
-    client = MessageQueueClient(depot.url, depot.context)
-
-    def replace() -> None:
-        deaf.close(0)
-        behind.rename(place)
-
-    later = threading.Timer(1.5, replace)
-    later.start()
-    try:
-        assert client.learn_chunk_size(5.0) == 256
-    finally:
-        later.join()
-        client.close()
