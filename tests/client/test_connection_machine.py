@@ -378,6 +378,23 @@ def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy() -> None:
         talk.answer(None)
         talk.hear()
     assert talk.copies() == 4
+    talk.connection.close()
+    assert not any(server.watches for server in talk.servers)
+
+
+def test_copies_of_a_server_that_lost_its_address_wait_for_its_own_end() -> None:
+    talk = Talk()
+    copies, first = talk.begin(0), talk.servers[0]
+    talk.end(dies=False, is_reported=True)
+    talk.start(False)
+    talk.settle()
+    assert talk.connection.welcomed
+    talk.end(dies=True, is_reported=False)
+    talk.pass_time(GRACE_S + 1.0)
+    assert not any(copies) and not talk.connection.lost_s, "the first one may still copy"
+    first.die(talk.now)
+    talk.pass_time(GRACE_S)
+    assert all(isinstance(ended[0], Unavailable) for ended in copies) and talk.connection.lost_s
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
