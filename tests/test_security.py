@@ -281,18 +281,6 @@ def test_a_client_without_a_known_key_gets_no_service_and_is_counted(
     client.close()
 
 
-def test_a_server_with_keys_and_no_clients_lets_nobody_in(
-    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (keys / "clients.toml").write_text("")
-    server = Depot("--keys", str(keys), arena_mib=4)
-    try:
-        eventually(lambda: "serving at" in server.logged())
-        assert asks(server, keys / "alice.key", 1.0) is None
-    finally:
-        server.close()
-
-
 def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, keys: Path) -> None:
     alice = MessageQueueClient(keyed.url, keyed.context)
     alice.learn_chunk_size(HANG_S)
@@ -331,15 +319,9 @@ def test_a_key_file_that_cannot_be_used_is_refused_without_telling_what_is_in_it
     table = tomllib.loads(path.read_text())
     path.write_text(text.format(key=path.read_text(), **table))
     path.chmod(mode)
-    with zmq.Context() as context, pytest.raises(ConfigError) as caught:
+    with zmq.Context() as context, pytest.raises(ConfigError, match=said) as caught:
         MessageQueueClient("tcp://127.0.0.1:1", context, key=str(path))
-    ended = run("status", "--url", "tcp://127.0.0.1:1", KVDEPOT_KEY=str(path))
-    assert ended.returncode == 2
-    for message in (str(caught.value), ended.stderr, ended.stdout):
-        assert table["secret"][:12] not in message
-    assert str(path) in str(caught.value)
-    assert said in str(caught.value)
-    assert said in ended.stderr
+    assert str(path) in str(caught.value) and table["secret"][:12] not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "pipe"])
@@ -351,8 +333,7 @@ def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -
         os.mkfifo(path, 0o600)
     ended = run("status", "--url", "tcp://127.0.0.1:1", "--key", path)
     assert ended.returncode == 2
-    assert str(path) in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert str(path) in ended.stderr and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(
