@@ -13,7 +13,7 @@ endif
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
-.PHONY: help site demo demo-cluster test test-fast test-versions sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
+.PHONY: help site demo demo-cluster test test-fast test-versions sim lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it; then chats with the depot and"
 	@echo "                without; writes build/demo"
@@ -22,8 +22,6 @@ help:
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
-	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
-	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
 	@echo "                what is missing; GPU_PYTHON=python of an environment with cuda-bindings, and torch for CUDA to run them all"
@@ -55,14 +53,6 @@ SEEDS ?= 10000
 SEED ?=
 sim: $(EVERYTHING)
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
-
-SECONDS_EACH ?= 60
-fuzz: $(VENV)/fuzz
-	$(BIN)/python fuzz/run.py --seconds $(SECONDS_EACH)
-
-MINUTES ?= 10
-soak: $(EVERYTHING)
-	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
 bench: $(EVERYTHING)
 	$(BIN)/python bench/bench.py
@@ -166,10 +156,6 @@ $(VENV)/dev: $(VENV)/base pyproject.toml
 $(VENV)/promtool: $(VENV)/base
 	@test -x $(BIN)/promtool || command -v promtool >/dev/null || { d=$$(mktemp -d) && chmod 755 $$d \
 	  && (cd $$d && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .) && cp $$d/usr/bin/promtool $(BIN)/; rm -rf $$d; }
-	@touch $@
-
-$(VENV)/fuzz: $(EVERYTHING)
-	$(PIP) --editable ".[fuzz]"
 	@touch $@
 
 # -- vLLM 0.15 to 0.17 with its own connector (LMCacheMPConnector), in an environment of its own. Its extension needs the

@@ -1,6 +1,6 @@
 """The core of a server without sockets, threads or clocks: takes frames, gives replies and tasks.
 
-Unit tests, fuzzing and the simulation drive the core with it; each completes tasks in its own way. It asserts what
+Unit tests and the simulation drive the core with it; each completes tasks in its own way. It asserts what
 holds for any server: each request is answered at most once, and dead clients get no answers.
 """
 

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client.transfer import Transfer
-from kvdepot.keys import ChunkChain
 from tests.devices.conformance import any_model, block_order
 from tests.devices.tensors import Bytes, Model
 from tests.devices.test_cpu import TorchWorker
@@ -97,25 +95,3 @@ def test_what_was_stored_comes_back_byte_for_byte_into_other_blocks(depot: Depot
         assert settle(worker, "r") == [[True] * chunks]
         memory.assert_is(expected)
         assert worker.get_block_ids_with_load_errors() == set()
-
-
-@given(st.data())
-@settings(max_examples=20, deadline=None)
-def test_skipped_blocks_of_the_first_chunk_are_not_written(depot: Depot, data: st.DataObject) -> None:
-    blocks_in_chunk, chunks, nb = 4, 2, 10
-    skip = data.draw(st.integers(0, 3))
-    source, target = block_order(data.draw(DRAWS), nb, 8), block_order(data.draw(DRAWS), nb, 8)
-    memory = Memory(any_model(data.draw(DRAWS), nb), 5)
-    chain = ChunkChain(CHUNK)
-    chain.extend(range(CHUNK * chunks))
-    with worker_of(depot, memory, blocks_in_chunk) as worker:
-        stored = memory.fill()
-        for is_store, ids, skipped in ((True, source, 0), (False, target, skip)):
-            packed = np.array(ids, "<u4").tobytes()
-            transfer = Transfer("r", chain.root, 0, bytes(chain.hashes), packed, skipped)
-            (worker.submit_store if is_store else worker.submit_retrieve)(["r"], [transfer], None)
-            assert settle(worker, "r") == [True if is_store else [True] * chunks]
-            if is_store:
-                expected = memory.fill()
-        memory.model.move(stored, expected, dict(list(zip(source, target, strict=True))[skip:]))
-        memory.assert_is(expected)

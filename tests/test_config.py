@@ -9,9 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvdepot import config
-from kvdepot.config import REMOVED, Config, home_url, load, stray_variables
+from kvdepot.config import ONLY_IN_FILE, REMOVED, Config, home_url, load, stray_variables
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.protocol.keys import salt_tag
@@ -321,3 +323,21 @@ def test_a_wrong_table_of_a_tenant_or_salt_is_refused_by_its_name_and_setting(
 def test_a_variable_cannot_give_tenants_and_is_told_as_a_stray_one() -> None:
     assert load(environ={"KVDEPOT_TENANTS": "blue"}).tenants == {}
     assert [name for name, _ in config.stray_variables({"KVDEPOT_TENANTS": "blue"})] == ["KVDEPOT_TENANTS"]
+
+
+WORDS = st.text(max_size=12) | st.sampled_from(["1", "0.5", "64MiB", "on", "off", "auto", "keep", "tcp://127.0.0.1:9"])
+GIVEN = st.dictionaries(st.sampled_from([field.name for field in fields()]), WORDS, max_size=3)
+
+
+@given(GIVEN, GIVEN)
+def test_settings_of_any_text_are_refused_or_load_again_from_what_they_are(
+    flags: dict[str, str], variables: dict[str, str]
+) -> None:
+    try:
+        loaded = load(None, flags, {f"KVDEPOT_{name.upper()}": text for name, text in variables.items()})
+    except ConfigError as exc:
+        assert str(exc)
+        return
+    values = {name: getattr(loaded, name) for name in Config.__struct_fields__ if name not in ONLY_IN_FILE}
+    texts = {name: " ".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()}
+    assert load(None, texts, {}) == loaded

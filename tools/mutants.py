@@ -57,7 +57,7 @@ PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:random
 PYTEST += ["--no-header", "--tb=no", "-m", "not vllm and not gpu"]
 FIRST = 10
 """Test files that run first, in a pytest of their own."""
-COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", "fuzz", ".github")
+COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", ".github")
 
 
 class Fault(NamedTuple):

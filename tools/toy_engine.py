@@ -4,7 +4,7 @@ The bytes of a block are a function of the model and of all tokens up to the blo
 is shared with what is tested. Free blocks hold a pattern of their own that is checked when they are taken again, so a
 late write into a block that was given back is seen, and a late read stores bytes that some retrieve will find wrong.
 
-Used by tests/faults and by the soak.
+Used by tests/faults.
 """
 
 from __future__ import annotations
@@ -293,13 +293,12 @@ class ToyEngine:
         running: int = 6,
         preempt: float = 0.02,
         abort: float = 0.02,
-        first_family: int = 0,
         admit: bool = True,
     ) -> None:
         """One engine step: admit, look up, load, compute, store, finish; now and then preempt or abort."""
         self.counters["steps"] += 1
         if admit and len(self.requests) < running:
-            self._admit(first_family + self.random.randrange(families), self.random.randint(1, chunks))
+            self._admit(self.random.randrange(families), self.random.randint(1, chunks))
         for request in list(self.requests.values()):
             if request.state is State.LOOKING_UP:
                 self._start(request)

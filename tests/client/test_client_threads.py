@@ -16,11 +16,10 @@ import torch
 import zmq
 
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient
-from kvdepot.client import contract
 from kvdepot.client.contract import PromptChains, RequestType
 from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable
-from kvdepot.keys import ChunkChain
+from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol import wire
 from tests.client.engine import Later
 from tests.conftest import HANG_S, Depot
@@ -67,34 +66,16 @@ def alone(tokens: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("request_id", [None, "reused"])
-@pytest.mark.parametrize("kind", [RequestType.LOOKUP, RequestType.STORE])
-def test_keys_that_threads_translate_at_once_get_the_hashes_of_their_own_tokens(
-    kind: RequestType, request_id: str | None
-) -> None:
-    chains = PromptChains()
-    said = prompts(1, 40, 24)
+def test_keys_that_threads_name_at_once_get_the_hashes_of_their_own_tokens(request_id: str | None) -> None:
+    chains, said, wrong = PromptChains(), prompts(1, 40, 24), list[int]()
     right = [alone(tokens) for tokens in said]
-    wrong: list[int] = []
 
     def work(number: int) -> None:
-        order = random.Random(number).choices(range(len(said)), k=40)
-        for i in order:
-            chunks = len(said[i]) // CHUNK
-            first = chunks // 2
-            if kind is RequestType.LOOKUP:
-                key = IPCCacheEngineKey("m", 1, None, said[i], request_id=request_id)
-                call = contract.translate(kind, [key], CHUNK, chains)
-                assert call is not None and isinstance(call.request, wire.Lookup)
-                is_right = call.request.hashes == right[i]
-            else:
-                key = IPCCacheEngineKey("m", 2, 1, said[i], first * CHUNK, request_id=request_id)
-                call = contract.translate(kind, [[key], 1, list(range(chunks - first)), b""], CHUNK, chains)
-                assert call is not None and isinstance(call.request, wire.Store)
-                (shards,) = call.request.shards
-                parent = right[i][32 * (first - 1) : 32 * first] if first else ChunkChain(CHUNK).root
-                named = (shards.world_size, shards.rank, shards.parent, shards.depth, shards.hashes)
-                is_right = named == (2, 1, parent, first, right[i][32 * first :])
-            if not is_right:
+        for i in random.Random(number).choices(range(len(said)), k=40):
+            first = len(said[i]) // CHUNK // 2 * (number % 2)
+            parent = right[i][32 * (first - 1) : 32 * first] if first else ROOT
+            named = chains.name(request_id, said[i], CHUNK, first * CHUNK)
+            if named != (parent, first, right[i][32 * first :]):
                 wrong.append(i)
 
     on_threads(work)

@@ -1,9 +1,13 @@
-"""A client's connection under any sequence of events: every request ends once, with a value or an error."""
+"""A client's connection under any sequence of events: every request ends once, with a value or an error.
+
+The same network, servers and clock tell in single tests when a copy ends, and how often a server is asked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -29,6 +33,7 @@ class Server:
         self.secret = SECRET
         self.is_dead = False
         self.died_at = 0.0
+        self.watches = 0  # of its life that are open
         self.inbox: list[tuple[bytes, wire.Request]] = []
         self.knows_us = False
         self.instances: set[int] = set()
@@ -43,7 +48,7 @@ class Server:
         return self.is_dead
 
     def close(self) -> None:
-        pass
+        self.watches -= 1
 
     def answer(self, request: wire.Request) -> object:
         """The outcome of a request, as a real server's."""
@@ -72,6 +77,7 @@ def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
     def watch(arena: str, boot: bytes) -> Server:
         for server in servers:
             if server.boot == boot and not server.is_dead:
+                server.watches += 1
                 return server
         raise Unavailable("another server owns the arena, or none")
 
@@ -88,6 +94,7 @@ class Connections(RuleBasedStateMachine):
         self.servers: list[Server] = []
         self.sealed = False
         self.coming: list[bytes] = []
+        self.sent: list[tuple[Server, wire.Request]] = []
         self.outcomes: list[tuple[wire.Request, list[object]]] = []
         self.wanted: set[int] = set()  # instances that are to be registered
         self.reached: dict[bytes, list[Server]] = {}  # by number of a copy or lookup: whom it was sent to
@@ -114,6 +121,7 @@ class Connections(RuleBasedStateMachine):
         request = wire.decode_request(frame)[1]
         assert not isinstance(request, KVDepotError)
         self.check_sent(server, number, request)
+        self.sent.append((server, request))
         server.inbox.append((number, request))
         return True
 
@@ -251,6 +259,7 @@ class Connections(RuleBasedStateMachine):
         assert self.server is None or not self.connection.has_met or self.connection.welcomed
         self.connection.close()
         assert all(len(ended) == 1 for _, ended in self.outcomes)
+        assert not any(server.watches for server in self.servers), "a watch was left open"
 
 
 TestConnections = Connections.TestCase
@@ -262,3 +271,143 @@ def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
     for phase, changes in TRANSITIONS.items():
         assert (Change.CLOSE in changes) == (phase is not Phase.CLOSED)
         assert (Change.LOSE in changes) == (phase not in (Phase.APART, Phase.CLOSED))
+
+
+class Talk(Connections):
+    """A connection whose server answers at once: all but copies, and requests of the kind `refused`."""
+
+    refused: tuple[type, KVDepotError] | None = None
+
+    def settle(self) -> None:
+        while self.coming or (self.server is not None and self.takes_next(self.server)):
+            if self.coming:
+                self.hear()
+            else:
+                assert self.server is not None
+                is_refused = self.refused is not None and isinstance(self.server.inbox[0][1], self.refused[0])
+                self.answer(self.refused[1] if self.refused is not None and is_refused else None)
+
+    @staticmethod
+    def takes_next(server: Server) -> bool:
+        """Whether there is a request that it answers; copies wait behind the others."""
+        server.inbox.sort(key=lambda each: isinstance(each[1], COPY))
+        return bool(server.inbox) and not isinstance(server.inbox[0][1], COPY)
+
+    def begin(self, instance: int) -> list[list[object]]:
+        """Meet a server, register, and send it a store and a retrieve. Returns the outcomes of both."""
+        self.start(False)
+        self.register(instance)
+        self.settle()
+        self.ask("store", instance)
+        self.ask("retrieve", instance)
+        assert self.connection.welcomed and self.copies() == 2
+        return [ended for request, ended in self.outcomes if isinstance(request, COPY)]
+
+    def copies(self) -> int:
+        return sum(1 for _, request in self.sent if isinstance(request, COPY))
+
+    def pass_time(self, seconds: float) -> None:
+        """The client calls `expire` every 10 ms."""
+        for _ in range(round(seconds / 0.01)):
+            self.wait(0.01)
+            self.settle()
+
+
+@pytest.mark.parametrize("refused", [wire.Hello, wire.Prove, wire.Unregister])
+@pytest.mark.parametrize("error", [Busy("too many clients"), UnknownClient("send Hello before Prove")])
+def test_an_idle_client_says_hello_until_a_new_server_welcomes_it(refused: type, error: KVDepotError) -> None:
+    talk = Talk()
+    talk.start(False)
+    talk.register(0)
+    talk.settle()
+    assert talk.connection.welcomed
+    talk.end(dies=True, is_reported=True)
+    talk.refused = refused, error
+    talk.start(False)
+    talk.pass_time(5.0)
+    assert not talk.connection.welcomed
+    hellos = sum(1 for server, request in talk.sent if server is talk.server and isinstance(request, wire.Hello))
+    assert 2 <= hellos <= 60, "not so often that it would be a burden"
+    talk.refused = None
+    talk.pass_time(2.0)
+    assert talk.connection.welcomed
+
+
+@pytest.mark.parametrize("refusal", [Busy("too many wait"), UnknownClient("who are you?")])
+def test_a_server_that_keeps_a_registration_is_not_flooded(refusal: KVDepotError) -> None:
+    talk = Talk()
+    talk.begin(0)
+    talk.refused = wire.Unregister, refusal
+    talk.cut()
+    talk.pass_time(1.0)
+    assert talk.copies() == 2, "the server may still be copying, and would copy twice"
+    asked = len(talk.sent)
+    talk.pass_time(1.0)
+    assert len(talk.sent) - asked < 60, "it floods a server that refuses it"
+    talk.refused = None
+    talk.pass_time(1.0)
+    assert talk.copies() == 4
+
+
+@pytest.mark.parametrize("instance", [0, 1], ids=["CPU", "GPU"])
+def test_a_killed_servers_copies_end_if_no_other_comes(instance: int) -> None:
+    """Copies queued with a GPU's driver may run on after the process is gone and its lock is free."""
+    talk = Talk()
+    copies = talk.begin(instance)
+    talk.pass_time(2 * LINGER_S)
+    assert not any(copies), "it lives"
+    talk.end(dies=True, is_reported=False)
+    began = talk.now
+    while not all(copies):
+        assert talk.now < began + 5.0
+        talk.pass_time(0.01)
+    assert all(isinstance(ended[0], Unavailable) for ended in copies)
+    assert max(GRACE_S, LINGER_S * instance) <= talk.now - began < GRACE_S + 0.5
+
+
+def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy() -> None:
+    talk = Talk()
+    copies = talk.begin(1)
+    talk.end(dies=True, is_reported=False)
+    talk.start(False)
+    talk.ask("lookup", 0)
+    talk.pass_time(0.5)
+    assert talk.outcomes[-1][1] and not any(copies) and talk.copies() == 2, "the old server's copies may still run"
+    talk.pass_time(LINGER_S)
+    while not all(copies):
+        talk.answer(None)
+        talk.hear()
+    assert talk.copies() == 4
+    talk.connection.close()
+    assert not any(server.watches for server in talk.servers)
+
+
+def test_copies_of_a_server_that_lost_its_address_wait_for_its_own_end() -> None:
+    talk = Talk()
+    copies, first = talk.begin(0), talk.servers[0]
+    talk.end(dies=False, is_reported=True)
+    talk.start(False)
+    talk.settle()
+    assert talk.connection.welcomed
+    talk.end(dies=True, is_reported=False)
+    talk.pass_time(GRACE_S + 1.0)
+    assert not any(copies) and not talk.connection.lost_s, "the first one may still copy"
+    first.die(talk.now)
+    talk.pass_time(GRACE_S)
+    assert all(isinstance(ended[0], Unavailable) for ended in copies) and talk.connection.lost_s
+
+
+def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
+    """Else nobody could tell whether blocks may be given back when the server falls silent."""
+    talk = Talk()
+
+    def watch(arena: str, boot: bytes) -> Server:
+        raise Busy("too many open files")
+
+    talk.connection = Connection("ipc:///nowhere", Introduction("card"), talk.send, watch, lambda: talk.now)
+    talk.start(False)
+    talk.ask("store", 0)
+    talk.settle()
+    ((_, (answer,)),) = talk.outcomes
+    assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
+    assert not talk.connection.welcomed and not talk.copies()

@@ -9,6 +9,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
+from kvdepot.client.transfer import Operation
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
 from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, Later, MakeEngine, make_caches, read_blocks
@@ -81,16 +83,13 @@ def block_hashes(blocks: int) -> list[bytes]:
 @pytest.fixture
 def make_engine(depot: Depot, start_depot: StartDepot) -> Iterator[MakeEngine]:
     """Engines that end with the test, before its servers do: `make_engine(depot, model=..., ranks=...)`."""
-    made: list[Engine] = []
+    with ExitStack() as ending:
 
-    def make(server: Depot = depot, **options: Any) -> Engine:
-        options.setdefault("caches", [make_caches() for _ in options.get("ranks", [0])])
-        made.append(Engine(server, **options))
-        return made[-1]
+        def make(server: Depot = depot, **options: Any) -> Engine:
+            options.setdefault("caches", [make_caches() for _ in options.get("ranks", [0])])
+            return ending.enter_context(closing(Engine(server, **options)))
 
-    yield make
-    for engine in made:
-        engine.close()
+        yield make
 
 
 @pytest.fixture
@@ -518,7 +517,8 @@ def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_process
 
 
 def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> None:
-    tokens = prompt(3 * CHUNK)
+    tokens, told = prompt(3 * CHUNK), list[Operation]()
+    engine.scheduler.watch = engine.worker.watch = told.append
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens[:CHUNK]))
     engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=tokens, start=2 * CHUNK, end=3 * CHUNK))
     targets = list(range(12, 24))
@@ -526,6 +526,12 @@ def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> N
     assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens)) == {16, 17, 18, 19}
     stored = read_blocks(engine.caches[0], list(range(8)))
     assert read_blocks(engine.caches[0], targets) == stored[:4] + before[4:8] + stored[4:]
+    engine.lookup(token_ids=tokens)
+    size = len(b"".join(stored[:4]))
+    assert [(each.kind, each.chunks, each.done, each.size_bytes, each.error) for each in told] == [
+        ("store", 1, 1, size, None), ("store", 1, 1, size, None), ("retrieve", 3, 2, 2 * size, None),
+        ("lookup", 3, 1, 0, None),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_store", [True, False])

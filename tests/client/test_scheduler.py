@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient, Unanswered
-from kvdepot.client.transfer import PromptChunks, ShardSpec
+from kvdepot.client.transfer import Operation, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, DeadlineExceeded, ProtocolError, Unavailable
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
@@ -23,20 +23,25 @@ def scheduler(peer: Any) -> SchedulerClient:
 
 
 def test_a_lookup_is_pending_until_it_is_answered_and_sent_once(scheduler: SchedulerClient, peer: Answering) -> None:
+    told: list[Operation] = []
+    scheduler.watch = told.append
     for _ in range(2):
         scheduler.submit_lookup("r", HASHES)
     assert peer.asked == [wire.Lookup("model", 2, 4, "r", 2, HASHES, True, chunk_tokens=256)]
-    assert scheduler.check_lookup("r") == Pending()
+    assert scheduler.check_lookup("r") == Pending() and not told
     peer.answer(2)
     assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(512)
     assert scheduler.known_tokens("r") == 512
+    assert [(each.kind, each.requests, each.chunks, each.done) for each in told] == [("lookup", ["r"], 3, 2)]
 
 
 def test_a_prompt_without_a_whole_chunk_is_a_miss_that_nobody_is_asked_for(
     scheduler: SchedulerClient, peer: Answering
 ) -> None:
+    told: list[Operation] = []
+    scheduler.watch = told.append
     scheduler.submit_lookup("r", b"")
-    assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(0) and not peer.asked
+    assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(0) and not peer.asked and not told
 
 
 def test_an_answer_below_zero_names_a_tail_of_the_lookup(scheduler: SchedulerClient, peer: Answering) -> None:

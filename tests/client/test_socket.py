@@ -61,7 +61,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     futures = worker.store_futures if is_store else worker.retrieve_futures
     (transfer,) = futures["r"]
     # Long enough for several suspicions and hellos that nobody answers.
-    assert not worker.mq_client.wait(transfer.done, 2.0), "given back while the sleeping server may still copy"
+    assert not worker.mq_client.wait(transfer.done, 1.0), "given back while the sleeping server may still copy"
     os.kill(depot.process.pid, signal.SIGCONT)
     eventually(transfer.done)
     stored, loaded = worker.get_finished({"r"})

@@ -37,7 +37,7 @@ def tail(name: str, chunks: int = 3) -> wire.Tail:
 def stored(end: wire.Tail, continues: bytes = b"", groups: int = 2) -> list[wire.Store]:
     """Stores of a tail's parts in the first groups."""
     part = shards(CHAIN, first=end.chunks, end=end.chunks + 1)
-    part = msgspec.structs.replace(part, hashes=end.key, is_tail=True, continues=continues)
+    part = msgspec.structs.replace(part, hashes=end.key, continues=continues)
     return [wire.Store(instance_of(STATES, group), 1, [part]) for group in range(groups)]
 
 

@@ -146,12 +146,18 @@ def descriptors(pid: int) -> int:
 
 
 def footprint(pid: int) -> dict[str, int]:
-    """What must stay flat in a server. That its memory does, too, the soak sees to: it has the time."""
+    """What must stay flat in a server. Its memory: `resident_kib`."""
     return {
         "fds": descriptors(pid),
         "threads": len(_tasks(pid)),
         "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
     }
+
+
+def resident_kib(pid: int) -> int:
+    """Private memory of a process: without the arena, tensors and libraries, which are files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0])
 
 
 def settled(depot: Depot) -> dict[str, Any]:
@@ -197,7 +203,7 @@ class Watcher:
         raise AssertionError("20 copies were too fast to be interrupted")
 
     def wait_released(self) -> None:
-        """Wait until nothing is left of all clients but this one. That 5 s are enough for it, the soak sees to."""
+        """Wait until nothing is left of all clients but this one."""
         nothing = {"clients": 1, "instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0}
         eventually(lambda: nothing.items() <= self.status().items())
 
@@ -206,46 +212,26 @@ class Watcher:
 
 
 @pytest.fixture
-def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
-    """Connections for `Watcher.status` that end with the test, before its servers do."""
-    watchers: list[Watcher] = []
+def ending(start_depot: StartDepot) -> Iterator[contextlib.ExitStack]:
+    """Closes with the test what is entered, before its servers end."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
-    def start(depot: Depot) -> Watcher:
-        watchers.append(Watcher(depot))
-        return watchers[-1]
 
-    yield start
-    for watcher in watchers:
-        watcher.close()
+@pytest.fixture
+def watch(ending: contextlib.ExitStack) -> Callable[[Depot], Watcher]:
+    """Connections for `Watcher.status`."""
+    return lambda depot: ending.enter_context(contextlib.closing(Watcher(depot)))
 
 
 MakeEngine = Callable[..., ToyEngine]
-Connect = Callable[[Depot], MessageQueueClient]
 
 
 @pytest.fixture
-def make_engine(start_depot: StartDepot) -> Iterator[MakeEngine]:
-    """Toy engines in this process that end with the test, before its servers do: `make_engine(depot, model=...)`."""
-    made: list[ToyEngine] = []
+def make_engine(ending: contextlib.ExitStack) -> MakeEngine:
+    """Toy engines in this process: `make_engine(depot, model=...)`."""
 
     def make(depot: Depot, **options: Any) -> ToyEngine:
-        made.append(ToyEngine(depot.url, context=depot.context, **options))
-        return made[-1]
+        return ending.enter_context(contextlib.closing(ToyEngine(depot.url, context=depot.context, **options)))
 
-    yield make
-    for engine in made:
-        engine.close()
-
-
-@pytest.fixture
-def connect(start_depot: StartDepot) -> Iterator[Connect]:
-    """Bare connections that end with the test, before its servers do."""
-    made: list[MessageQueueClient] = []
-
-    def make(depot: Depot) -> MessageQueueClient:
-        made.append(MessageQueueClient(depot.url, depot.context))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+    return make

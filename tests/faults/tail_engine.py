@@ -42,8 +42,8 @@ class TailEngine:
 
     def _part(self, name: str, group: int, key: bytes, number: int, continues: bytes = b"") -> Transfer:
         """One chunk's part in block `number`; a chunk behind the whole ones is a tail."""
-        place, facts = (self.chain.parent(number), number), (number == CHUNKS, continues)
-        return Transfer(name, *place, key, pack_block_ids([number]), group=group, tail_facts=facts)
+        place = self.chain.parent(number), number
+        return Transfer(name, *place, key, pack_block_ids([number]), group=group, continues=continues)
 
     def _written(self, name: str, group: int, key: bytes, number: int, continues: bytes = b"") -> Transfer:
         self.caches[group][number] = self._bytes(group, key)

@@ -6,8 +6,10 @@ import os
 import random
 import subprocess
 import sys
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from blake3 import blake3
@@ -19,6 +21,7 @@ from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import MakeEngine
+from tests.server.process import run_serve
 
 pytestmark = pytest.mark.faults
 
@@ -33,39 +36,49 @@ CHUNKS_START = HEADER_BYTES + TABLE_BYTES + 64
 OPTIONS: dict[str, Any] = {"arena_mib": 4, "chunk_size": 64}
 
 
-@pytest.fixture
-def left(start_depot: StartDepot, make_engine: MakeEngine) -> Depot:
-    """A server that has ended and left an arena with the chunks of all families."""
-    depot = start_depot("--on-stop", "keep", **OPTIONS)
-    engine = make_engine(depot, width=WIDTH)
-    for family in FAMILIES:
-        assert engine.store(family, CHUNKS)
-    assert depot.stop() == 0
-    engine.close()
-    return depot
+class Left(NamedTuple):
+    """Where a server was that has ended and left its arena."""
+
+    name: str
+    url: str
 
 
-def again(start_depot: StartDepot, depot: Depot, *flags: str) -> Depot:
-    return start_depot("--on-stop", "keep", *flags, url=depot.url, name=depot.name, **OPTIONS)
-
-
-def refused(depot: Depot) -> str:
-    """What a server says that does not start on this arena."""
-    other = Depot(url=depot.url, name=depot.name, **OPTIONS)
+@pytest.fixture(scope="module")
+def contents() -> bytes:
+    """An arena with the chunks of all families."""
+    depot = Depot("--on-stop", "keep", **OPTIONS).wait_ready()
+    engine = ToyEngine(depot.url, context=depot.context, width=WIDTH)
     try:
-        assert other.process.wait(HANG_S) == 1
-        said = other.logged()
-        assert "Traceback" not in said
-        return said
+        assert all(engine.store(family, CHUNKS) for family in FAMILIES)
+        assert depot.stop() == 0
+        return (SHM / depot.name).read_bytes()
     finally:
-        other.process.kill()
-        other.process.wait(HANG_S)
-        other.context.term()
-        other.log.close()
+        engine.close()
+        depot.close()
 
 
-def check(depot: Depot, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvdepot.cli", "check", "--arena-name", depot.name, *flags]
+@pytest.fixture
+def left(contents: bytes, tmp_path: Path) -> Iterator[Left]:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    Depot.names.add(name)
+    (SHM / name).touch(0o600)
+    (SHM / name).write_bytes(contents)
+    yield Left(name, f"ipc://{tmp_path}/depot.sock")
+    (SHM / name).unlink(missing_ok=True)
+
+
+def refused(depot: Left) -> str:
+    """What a server says that does not start on this arena, and does not change it."""
+    before = (SHM / depot.name).read_bytes()
+    arguments = "--arena-gib", str(ARENA_BYTES / 2**30), "--chunk-size", "64"
+    ended = run_serve("--url", depot.url, "--arena-name", depot.name, *arguments)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert depot.name in ended.stderr and (SHM / depot.name).read_bytes() == before
+    return ended.stderr
+
+
+def check(depot: Left | Depot) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdepot.cli", "check", "--arena-name", depot.name]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
@@ -85,85 +98,75 @@ def served_right(engine: ToyEngine) -> int:
     return hits
 
 
-@pytest.mark.parametrize("whole", [150, 90, 0])
-def test_of_an_arena_that_was_cut_off_only_the_lost_chunks_are_lost(
-    left: Depot, start_depot: StartDepot, make_engine: MakeEngine, whole: int
-) -> None:
-    path = SHM / left.name
-    os.truncate(path, CHUNKS_START + whole * 4096 + 2222)  # in the middle of a chunk
+Survives = Callable[[str], tuple[int, int]]
+
+
+@pytest.fixture
+def survives(left: Left, start_depot: StartDepot, make_engine: MakeEngine) -> Survives:
+    """What the next server has of the arena: its chunks, and how many are hits. It logs `said`, serves the hits right,
+    stores the others again, and leaves an arena without a fault."""
+
+    def take_over(said: str) -> tuple[int, int]:
+        depot = start_depot("--on-stop", "keep", url=left.url, name=left.name, **OPTIONS)
+        engine = make_engine(depot, width=WIDTH)
+        found = depot.status()["chunks"], served_right(engine)
+        eventually(lambda: said in depot.logged())
+        assert all(engine.store(family, CHUNKS) for family in FAMILIES)
+        assert served_right(engine) == len(FAMILIES) * CHUNKS
+        assert depot.stop() == 0
+        assert check(left).returncode == 0
+        return found
+
+    return take_over
+
+
+@pytest.mark.parametrize("whole", [150, 0])
+def test_of_an_arena_that_was_cut_off_only_the_lost_chunks_are_lost(left: Left, survives: Survives, whole: int) -> None:
+    os.truncate(SHM / left.name, CHUNKS_START + whole * 4096 + 2222)  # in the middle of a chunk
     assert "cut off" in check(left).stdout
-    depot = again(start_depot, left)
-    engine = make_engine(depot, width=WIDTH)
-    hits = served_right(engine)
-    assert hits <= whole
-    print(f"{hits} of {len(FAMILIES) * CHUNKS} chunks are left of a file of {whole}")
-    assert depot.status()["chunks"] == whole
-    eventually(lambda: "cut off" in depot.logged())
-    assert all(engine.store(family, CHUNKS) for family in FAMILIES)
-    assert served_right(engine) == len(FAMILIES) * CHUNKS
-    assert depot.stop() == 0
-    assert check(left).returncode == 0
+    chunks, hits = survives("cut off")
+    assert hits <= chunks == whole
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bits_flipped_in_the_table_cost_their_chunks_and_no_other(left: Left, survives: Survives, seed: int) -> None:
+    chance = random.Random(seed)
+    count = 8 * 16**seed
+    used = 128 * (len(FAMILIES) * CHUNKS + 1)
+    flip(SHM / left.name, [HEADER_BYTES + chance.randrange(used) for _ in range(count)], chance)
+    checked = check(left)
+    assert checked.returncode == 1 and " problem" in checked.stdout
+    chunks, _ = survives("were invalid")
+    # Each flip costs a chunk at most, unless it hit the record of the namespace.
+    assert chunks >= len(FAMILIES) * CHUNKS - count or chunks == 0
 
 
 @pytest.mark.parametrize("size", [1, 30, HEADER_BYTES, HEADER_BYTES + TABLE_BYTES // 2])
-def test_an_arena_cut_off_before_its_first_chunk_is_refused_with_what_to_do(left: Depot, size: int) -> None:
-    path = SHM / left.name
-    os.truncate(path, size)
-    before = path.read_bytes()
-    said = refused(left)
-    assert "remove" in said and str(path) in said
-    assert path.read_bytes() == before
+def test_an_arena_cut_off_before_its_first_chunk_is_refused_with_what_to_do(left: Left, size: int) -> None:
+    os.truncate(SHM / left.name, size)
+    assert "remove" in refused(left)
 
 
-def test_whichever_bit_of_the_header_is_flipped_the_arena_is_refused_and_left_alone(left: Depot) -> None:
-    path = SHM / left.name
-    whole = path.read_bytes()
-    chance = random.Random(2)
+def test_whichever_bit_of_the_header_is_flipped_the_arena_is_refused_and_left_alone(
+    left: Left, contents: bytes
+) -> None:
+    path, chance = SHM / left.name, random.Random(2)
     for offset in range(40):
         flip(path, [offset], chance)
         before = path.read_bytes()
         with pytest.raises(ArenaError, match=left.name):
             Arena(left.name, ARENA_BYTES, b"new boot")
         assert path.read_bytes() == before, f"byte {offset}: refused, and changed all the same"
-        path.write_bytes(whole)
+        path.write_bytes(contents)
     flip(path, [20], chance)
     assert "remove" in refused(left)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_bits_flipped_in_the_table_cost_their_chunks_and_no_other(
-    left: Depot, start_depot: StartDepot, make_engine: MakeEngine, seed: int
-) -> None:
-    chance = random.Random(seed)
-    count = 8 * 4**seed
-    used = 128 * (len(FAMILIES) * CHUNKS + 1)
-    flip(SHM / left.name, [HEADER_BYTES + chance.randrange(used) for _ in range(count)], chance)
-    checked = check(left)
-    assert checked.returncode == 1 and " problem" in checked.stdout
-    depot = again(start_depot, left)
-    engine = make_engine(depot, width=WIDTH)
-    hits = served_right(engine)
-    status = depot.status()
-    print(f"{count} flips: {status['chunks']} of {len(FAMILIES) * CHUNKS} chunks are left, {hits} with their prefix")
-    # Each flip costs a chunk at most, unless it hit the record of the namespace.
-    assert status["chunks"] >= len(FAMILIES) * CHUNKS - count or status["chunks"] == 0
-    eventually(lambda: "were invalid" in depot.logged())
-    assert all(engine.store(family, CHUNKS) for family in FAMILIES)
-    assert served_right(engine) == len(FAMILIES) * CHUNKS
-    assert depot.stop() == 0
-    assert check(left).returncode == 0
-
-
-def test_an_arena_of_another_user_is_refused_and_left_alone(left: Depot) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give a file to somebody else")
-    path = SHM / left.name
-    os.chown(path, 12345, 12345)
-    before = path.read_bytes()
-    said = refused(left)
-    assert left.name in said and "not a file of user 0" in said
-    assert path.read_bytes() == before
-    assert path.stat().st_uid == 12345
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
+def test_an_arena_of_another_user_is_refused_and_left_alone(left: Left) -> None:
+    os.chown(SHM / left.name, 12345, 12345)
+    assert "not a file of user 0" in refused(left)
+    assert (SHM / left.name).stat().st_uid == 12345
 
 
 def place_of(depot: Depot, engine: ToyEngine, family: int, block: int) -> int:
@@ -188,7 +191,7 @@ def test_a_bit_flipped_in_a_sealed_chunk_is_detected_recomputed_and_stored_anew(
         assert depot.stop() == 0
         said = check(depot)
         assert said.returncode == 1 and "do not match its checksum" in said.stdout
-        depot = again(start_depot, depot, "--verify", "always")
+        depot = start_depot("--verify", "always", url=depot.url, name=depot.name, **OPTIONS)
         engine = make_engine(depot, width=WIDTH)
     assert engine.retrieve(7, CHUNKS) == 4  # its blocks are reported; all others hold what they must
     assert not engine.wrong

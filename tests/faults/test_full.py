@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_S, SHM, Depot, eventually, suspend
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 from tests.faults.conftest import Driver, Nursery, StartDriver
 
 pytestmark = pytest.mark.faults
@@ -94,15 +95,8 @@ class Elsewhere:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Callable[[int], Elsewhere]]:
-    made: list[Elsewhere] = []
-
-    def make(size_mib: int) -> Elsewhere:
-        made.append(Elsewhere(size_mib))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.close()
+    with contextlib.ExitStack() as ending:
+        yield lambda size_mib: ending.enter_context(contextlib.closing(Elsewhere(size_mib)))
 
 
 OLD_KERNEL = (sys.executable, str(Path(__file__).with_name("old_kernel.py")))
@@ -168,36 +162,19 @@ def test_a_client_that_finds_dev_shm_full_is_told_so_and_others_go_on(elsewhere:
     assert server.poll() is None
 
 
-def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(start_driver: StartDriver) -> None:
-    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    url = f"ipc://{tempfile.gettempdir()}/{name}.sock"
-    Depot.names.add(name)
+def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(
+    start_depot: StartDepot, start_driver: StartDriver
+) -> None:
     with Path("/dev/full").open("w") as full:
-        server = subprocess.Popen(
-            [
-                sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-name", name, "--arena-gib", "0.01",
-                "--chunk-size", "64", "--log-level", "debug",
-            ],
-            stderr=full, stdout=full,
-        )  # fmt: skip
-    try:
-        driver = start_driver(url)
-        assert driver.tell("store", family=1, chunks=3) is True
-        victim = start_driver(url)
-        victim.kill()  # the server logs that
-        eventually(lambda: driver.tell("server_status")["clients"] == 2)
-        assert driver.tell("hits", families=[1], chunks=3) == 3
-        assert not driver.tell("stats")["wrong"]
-        server.terminate()
-        assert server.wait(HANG_S) == 0
-        assert not (SHM / name).exists()
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait(HANG_S)
-        (SHM / name).unlink(missing_ok=True)
-        for path in Path(tempfile.gettempdir()).glob(f"{name}.sock*"):
-            path.unlink()
+        depot = start_depot("--log-level", "debug", arena_mib=8, chunk_size=64, stderr=full.fileno())
+    driver = start_driver(depot.url)
+    assert driver.tell("store", family=1, chunks=3) is True
+    start_driver(depot.url).kill()  # the server logs that
+    eventually(lambda: driver.tell("server_status")["clients"] == 2)
+    assert driver.tell("hits", families=[1], chunks=3) == 3
+    assert not driver.tell("stats")["wrong"]
+    assert depot.stop() == 0
+    assert not (SHM / depot.name).exists()
 
 
 def test_a_socket_on_a_full_disk_is_refused_with_its_name_and_leaves_nothing() -> None:

@@ -25,7 +25,7 @@ from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Connect, MakeEngine
+from tests.faults.conftest import MakeEngine
 
 pytestmark = pytest.mark.faults
 
@@ -115,18 +115,6 @@ def test_requests_that_lie_are_refused_whole(scene: Scene) -> None:
         scene.client.ask(wire.Retrieve(7, [shards(request="r" * 10_000_000)])).result(HANG_S)
 
 
-def layout(scene: Scene, **changes: Any) -> Layout:
-    """The client's own layout, with a lie in it."""
-    mapping, segment = scene.layout.mappings[0], scene.layout.segments[0]
-    mapping = Mapping(changes.pop("name", mapping.name), changes.pop("bytes", mapping.size))
-    num_blocks = changes.pop("num_blocks", scene.layout.num_blocks)
-    fingerprint = changes.pop("fingerprint", scene.layout.fingerprint)
-    segments = changes.pop("segments", None)
-    if segments is None:
-        segments = [msgspec.structs.replace(segment, **changes)]
-    return Layout([mapping], segments, num_blocks, fingerprint)
-
-
 @pytest.fixture
 def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Names of files that are no tensors of the client's."""
@@ -135,22 +123,14 @@ def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
     outside.write_bytes(os.urandom(1 << 16))
     target = SHM / base
 
+    names = {
+        "a path": str(outside), "a path upwards": f"../..{outside}", "the folder": ".", "the folder above": "..",
+        "nothing": "", "a zero byte": "a\0b", "a name of 10 kB": "n" * 10_000, "the arena": scene.depot.name,
+        "a liveness file": scene.good.worker.mq_client.liveness.name,
+    }  # fmt: skip
+
     def make(kind: str) -> str:
         match kind:
-            case "a path":
-                return str(outside)
-            case "a path upwards":
-                return f"../..{outside}"
-            case "the folder" | "the folder above" | "nothing" | "a zero byte":
-                return {"the folder": ".", "the folder above": "..", "nothing": "", "a zero byte": "a\0b"}[kind]
-            case "a name of 10 kB":
-                return "n" * 10_000
-            case "what is not there":
-                return base
-            case "the arena":
-                return scene.depot.name
-            case "a liveness file":
-                return scene.good.worker.mq_client.liveness.name
             case "a FIFO":
                 os.mkfifo(target)
             case "a symbolic link":
@@ -163,7 +143,7 @@ def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
             case "another user's file":
                 target.write_bytes(outside.read_bytes())
                 os.chown(target, 12345, 12345)
-        return base
+        return names.get(kind, base)
 
     before = outside.read_bytes()
     yield make
@@ -188,7 +168,7 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
     if kind == "another user's file" and os.geteuid() != 0:
         pytest.skip("needs root, to give a file to somebody else")
     name = named(kind)
-    lie = layout(scene, name=name, bytes=4096, segments=[Segment(0, 0, 128, 128)], num_blocks=32)
+    lie = Layout([Mapping(name, 4096)], [Segment(0, 0, 128, 128)], 32, scene.layout.fingerprint)
     try:
         with pytest.raises(LayoutError):
             scene.client.ask(wire.Register(9, lie)).result(HANG_S)
@@ -199,7 +179,7 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
 
 
 def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
-    start_depot: StartDepot, make_engine: MakeEngine, connect: Connect
+    start_depot: StartDepot, make_engine: MakeEngine
 ) -> None:
     depot = start_depot(arena_mib=16, chunk_size=64)
     good, bad = make_engine(depot), make_engine(depot, model="bad", width=64)

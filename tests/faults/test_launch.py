@@ -241,26 +241,3 @@ def test_the_next_engine_removes_the_arena_of_a_server_killed_with_its_engine(
     finally:
         left.unlink(missing_ok=True)
         young.unlink(missing_ok=True)
-
-
-HOME = """
-import sys
-from kvdepot.client import admin
-from kvdepot.client.launch import Embedded, Shared
-from kvdepot.config import home_url
-own = Embedded(home_url().replace("depot.sock", f"engine-{16 * '0'}.sock"), sys.argv[2])
-with admin.connect(own.url, timeout_s=100) as client:
-    print(own.url, flush=True)
-own.close()
-"""
-
-
-def test_servers_of_a_user_with_too_long_folders_start_elsewhere(
-    make_place: Callable[..., Place], tmp_path: Path
-) -> None:
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    place = make_place(XDG_RUNTIME_DIR=str(long), TMPDIR=str(long))
-    engine = place.run(HOME, uuid.uuid4().hex[:16])
-    assert hear(engine).startswith("ipc:///tmp/kvdepot-")
-    assert engine.wait(HANG_S) == 0

@@ -28,11 +28,6 @@ def recovered(*drivers: Driver) -> None:
     eventually(lambda: all(driver.tell("reaches_server") for driver in drivers))
 
 
-def traffic(drivers: list[Driver], **options: Any) -> None:
-    for driver in drivers:
-        driver.tell("start", **options)
-
-
 def done(drivers: list[Driver]) -> list[dict[str, Any]]:
     """What engines did since they were asked last; no byte of it was wrong."""
     all_stats = [driver.tell("stats") for driver in drivers]
@@ -47,8 +42,9 @@ def test_engines_go_on_when_the_server_is_killed_while_they_store_and_retrieve(
     options: dict[str, Any] = {"arena_mib": 24, "chunk_size": 64}
     depot = start_depot(**options)
     drivers = [start_driver(depot.url, seed=seed, blocks=160, width=64) for seed in range(3)]
-    traffic(drivers, families=60, running=8)
-    for number in range(12):
+    for driver in drivers:
+        driver.tell("start", families=60, running=8)
+    for number in range(6):
         time.sleep(chance.uniform(0.02, 0.3))  # the moment of the kill
         kill(depot)
         done(drivers)
@@ -73,8 +69,9 @@ def test_a_server_started_at_once_has_the_chunks_and_the_engines_back(
     sealed = list(range(1000, 1100))
     for family in sealed:
         assert keeper.tell("store", family=family, chunks=6) is True
-    traffic(drivers, families=60)
-    for _ in range(3):
+    for driver in drivers:
+        driver.tell("start", families=60)
+    for _ in range(2):
         eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in done(drivers)))
         kill(depot)
         depot = again(start_depot, depot, **options)
@@ -89,38 +86,6 @@ def test_a_server_started_at_once_has_the_chunks_and_the_engines_back(
     for driver in (keeper, *drivers):
         driver.kill()
     watcher.wait_released()
-
-
-def test_what_was_being_written_when_the_server_was_killed_is_gone_after_its_restart(
-    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
-) -> None:
-    options: dict[str, Any] = {"arena_mib": 512, "chunk_size": 64}
-    depot = start_depot("--copy-threads", "1", **options)
-    driver = start_driver(depot.url, blocks=64, width=1 << 15)
-    assert driver.tell("store", family=1, chunks=2) is True
-    watcher = watch(depot)
-    for family in range(10, 15):
-        assert driver.tell("store", family=family, chunks=1) is True
-    families: list[int] = []
-
-    def begin(attempt: int) -> dict[str, Any]:
-        families.append(20 + attempt)
-        return {"do": "begin_store", "family": families[-1], "chunks": 8}
-
-    watcher.stop_in_copy(depot, driver, begin)
-    *stored, cut_off = families
-    kill(depot)
-    driver.kill()  # else it stores the same again
-    depot = again(start_depot, depot, **options)
-    driver = start_driver(depot.url, blocks=64, width=1 << 15)
-    assert driver.tell("hits", families=[1, *range(10, 15)], chunks=2) == 7
-    assert driver.tell("hits", families=[cut_off], chunks=8) == 0
-    status, chunks = depot.status(), 7 + 8 * len(stored)
-    assert status["chunks"] == chunks
-    assert status["used_bytes"] == status["namespaces"][0]["bytes"] == chunks * (8 << 20)
-    assert driver.tell("store", family=cut_off, chunks=8) is True
-    assert driver.tell("hits", families=[cut_off], chunks=8) == 8
-    assert not driver.tell("stats")["wrong"]
 
 
 @pytest.mark.parametrize("widths", [(8 << 20, 4096), (4096, 8 << 20)], ids=["attention", "state"])

@@ -25,6 +25,7 @@ from tests.ports import free_port
 from tests.protocol.raw import Raw
 
 SHM = Path("/dev/shm")
+ROOT_FOLDER = Path(__file__).parents[2]
 BLOCK_BYTES = 512
 
 pytestmark = pytest.mark.faults
@@ -77,20 +78,16 @@ _COMING_AND_GOING = """
 import sys, time, zmq
 from kvdepot.protocol import wire
 from kvdepot.client import MessageQueueClient
-from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable
+from kvdepot.errors import Busy, DeadlineExceeded, Unavailable
 served = refused = 0
 context = zmq.Context()
 clients, futures = [], []
-deadline = time.monotonic() + 10
 for _ in range(10):
     # Ten at a time: what a hundred do at once to a server that may open 64 files, SECURITY.md tells.
     clients += [MessageQueueClient(sys.argv[1], context) for _ in range(10)]
-    futures += [client.ask(wire.Noop(), deadline_s=3.0) for client in clients[-10:]]
-    soon = time.monotonic() + 0.1
-    while not all([future.query() for future in futures[-10:]]) and time.monotonic() < soon:
-        time.sleep(0.001)
-while not all([future.query() for future in futures]) and time.monotonic() < deadline:
-    time.sleep(0.001)
+    futures += [client.ask(wire.Noop(), deadline_s=2.0) for client in clients[-10:]]
+    clients[-1].wait(lambda: all([future.query() for future in futures[-10:]]), 0.1)
+clients[-1].wait(lambda: all([future.query() for future in futures]), 10)
 for future in futures:
     try:
         served += future.result(0.0) == "ok"
@@ -117,7 +114,7 @@ def test_more_clients_than_open_files_allow_wait_until_others_have_left(start_de
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
     living = MessageQueueClient(server.url, server.context)
     assert living.ask(wire.Noop()).result(HANG_S) == "ok"
-    for _ in range(3):
+    for _ in range(2):
         crowd = subprocess.Popen(
             [sys.executable, "-c", _COMING_AND_GOING, server.url],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -170,22 +167,11 @@ def test_registrations_that_need_more_files_than_are_left_are_refused(
 # -- those who flood, and those who do not read
 
 _FLOOD = """
-import msgspec, sys, zmq
+import sys, types, zmq
 from kvdepot.protocol import wire
-from kvdepot.protocol.handshake import Offer
-from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import LivenessFile
+from tests.protocol.raw import Raw
 url, kind = sys.argv[1:]
-context = zmq.Context()
-socket = context.socket(zmq.DEALER)
-page = LivenessFile()
-socket.connect(url)
-offer = Offer(page.name, page.secret, False)
-socket.send(wire.encode_request(0, offer.hello))
-_, boot, value = wire.decode_reply(socket.recv())
-proof = msgspec.convert(value, wire.Proof)
-socket.send(wire.encode_request(0, offer.accept(proof, boot, Watch(proof.arena, boot).secret)[0]))
-assert isinstance(wire.decode_reply(socket.recv())[2], list)
+socket = Raw(types.SimpleNamespace(url=url, context=zmq.Context())).hello()._socket
 frames = {
     "lookups": wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32))),
     "status": wire.encode_request(1, wire.Status()),
@@ -222,7 +208,9 @@ def test_a_flood_is_refused_while_others_are_answered_and_memory_stays(start_dep
     client = MessageQueueClient(server.url, server.context)
     client.learn_chunk_size(HANG_S)
     resident = resident_mib(server)
-    flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
+    flood = subprocess.Popen(
+        [sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True, cwd=ROOT_FOLDER
+    )
     try:
         assert flood.stdout is not None
         assert flood.stdout.readline()

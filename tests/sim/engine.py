@@ -572,8 +572,7 @@ class Engine:
         parent, depth = b"", 0
         if self.mode != "hashes":
             parent, depth = chain_of(request.stream, self.model.chunk_tokens).parent(first), first
-        is_tail = keys[end - 1] not in self._keys(request.stream)
-        return Transfer(request.id, parent, depth, hashes, blocks, skip, salt, group.group, (is_tail, continues))
+        return Transfer(request.id, parent, depth, hashes, blocks, skip, salt, group.group, continues)
 
     def _poll(self, worker: Any, finished: set[str]) -> tuple[set[str], set[str], set[Any]]:
         """Requests whose stores and loads have ended, and what could not be loaded: requests, or blocks."""

@@ -181,9 +181,9 @@ class Client(MessageQueueClient):
                 (self._connection.connected if frame else self._connection.disconnected)()
                 continue
             self._boot_heard = frame[wire.ID_BYTES : wire.ID_BYTES + wire.BOOT_BYTES]
-            met, waiting = self._connection.has_met, bool(self._connection._requests.parked)
+            met, waiting = self._connection.has_met, bool(self._connection.requests.parked)
             self._connection.take(frame)
-            if met and waiting and not self._connection._requests.parked:
+            if met and waiting and not self._connection.requests.parked:
                 self.host.world.counters["recovered_with_repeats"] += 1
 
     def _check(self) -> None:

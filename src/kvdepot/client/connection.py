@@ -84,7 +84,7 @@ class Connection:
         self._handshake = Handshake(url, introduction, watch)
         self._servers = ServerRuns(clock)
         self._numbers = itertools.count(1)
-        self._requests = Requests()
+        self.requests = Requests()
         self._own: dict[int, wire.Request] = {}  # the connection's own requests in the current phase
         self._unanswered: list[int] = []  # sent before the last welcome
         self._is_connected = False  # as far as the socket has reported
@@ -93,7 +93,7 @@ class Connection:
         self._next_check = 0.0
 
     def __len__(self) -> int:
-        return len(self._requests.pending)
+        return len(self.requests.pending)
 
     @property
     def welcomed(self) -> bool:
@@ -102,10 +102,6 @@ class Connection:
     @property
     def has_met(self) -> bool:
         return bool(self.incarnation)
-
-    def device(self, instance: int) -> str:
-        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
-        return self._requests.device(instance)
 
     @property
     def lost_s(self) -> float:
@@ -141,14 +137,14 @@ class Connection:
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
         """Send a message. deadline_s None: wait until it is answered or the server is gone."""
         if isinstance(request, wire.Unregister):
-            self._requests.note(request)  # whatever becomes of it
+            self.requests.note(request)  # whatever becomes of it
         if self.phase is Phase.CLOSED:
             done(Unavailable("this client is closed"))
             return
         if len(self) >= MAX_IN_FLIGHT:
             done(Busy(f"{len(self)} requests are in flight"))
             return
-        self._requests.note(request)
+        self.requests.note(request)
         match request:
             case wire.Store() | wire.Retrieve():
                 deadline_s = None
@@ -163,8 +159,8 @@ class Connection:
             done(exc)
             return
         deadline = now + deadline_s if deadline_s is not None else float("inf")
-        self._requests.pending[number] = PendingRequest(request, frame, done, deadline, now)
-        self._requests.parked.add(number)
+        self.requests.pending[number] = PendingRequest(request, frame, done, deadline, now)
+        self.requests.parked.add(number)
         if self.phase is Phase.APART:
             self._greet_or_lose()
         else:
@@ -174,12 +170,12 @@ class Connection:
         """Send what waits, in the order in which it was asked: an EndSession must not pass the lookup before it."""
         if self.phase is not Phase.SERVING:
             return
-        for number in sorted(self._requests.parked):
-            pending = self._requests.pending.get(number)
+        for number in sorted(self.requests.parked):
+            pending = self.requests.pending.get(number)
             if pending is not None and not self._send(self._handshake.seal(pending.frame)):
                 self.lose(self._cut_off())
                 return
-            self._requests.parked.discard(number)
+            self.requests.parked.discard(number)
 
     def _ask_own(self, request: wire.Request) -> bool:
         """Send a request of the connection's own; whether it was sent."""
@@ -211,7 +207,7 @@ class Connection:
 
     def _wants_to_greet(self) -> bool:
         """Whether it is time for a hello: requests wait, or an idle client is to find the server that it has lost."""
-        is_needed = bool(self._requests.pending) or (self._is_connected and self.has_met)
+        is_needed = bool(self.requests.pending) or (self._is_connected and self.has_met)
         return self.phase is Phase.APART and is_needed and self._clock() >= self._until
 
     def _greet(self) -> bool:
@@ -236,7 +232,7 @@ class Connection:
                 self._recover_again(value)
             case _:
                 if isinstance(request, wire.Unregister):
-                    self._requests.settle_own(request.instance)
+                    self.requests.settle_own(request.instance)
                 self._finish_recovery()
 
     def _take_proof(self, value: object, incarnation: bytes) -> None:
@@ -268,17 +264,17 @@ class Connection:
         except msgspec.ValidationError as exc:
             self._refused(ProtocolError(f"the welcome from {self._url} is malformed: {exc}"))
             return
-        if self.has_met and self._requests.has_registrations:
+        if self.has_met and self.requests.has_registrations:
             log.info("reconnected to %s; registering again", self._url)
         server = self._handshake.finish()
         self.incarnation = server.incarnation
         # What follows is sent before the parked requests: what is unanswered when it is answered never will be.
-        pending, held = self._requests.pending, self._servers.held_copies()
-        self._unanswered = [number for number in pending if number not in self._requests.parked]
+        pending, held = self.requests.pending, self._servers.held_copies()
+        self._unanswered = [number for number in pending if number not in self.requests.parked]
         copies = [n for n in self._unanswered if isinstance(pending[n].request, COPY) and n not in held]
         self._servers.succeed(server, copies)
         self._go(Change.WELCOME, self._patience_s)
-        for request in self._requests.to_recover():
+        for request in self.requests.to_recover():
             if not self._ask_own(request):
                 self.lose(self._cut_off())
                 return
@@ -289,7 +285,7 @@ class Connection:
         if self._own:
             return
         held = self._servers.held_copies()
-        self._requests.send_again([n for n in self._unanswered if n not in held], self._clock())
+        self.requests.send_again([n for n in self._unanswered if n not in held], self._clock())
         self._unanswered.clear()
         self._patience_s = _PATIENCE_S
         self._lost_at = None
@@ -304,12 +300,12 @@ class Connection:
     def _greet_again(self) -> None:
         """Let `expire` say hello again: at once for requests that wait, after a pause for an idle client."""
         self._leave()
-        self._until = self._clock() + (0.0 if self._requests.pending else _IDLE_S)
+        self._until = self._clock() + (0.0 if self.requests.pending else _IDLE_S)
 
     def _recover_again(self, error: KVDepotError) -> None:
         """Recovery has failed: `expire` says hello again, after a pause where the server refused us."""
         self._greet_again()
-        if self._requests.pending and not isinstance(error, Unavailable | DeadlineExceeded):
+        if self.requests.pending and not isinstance(error, Unavailable | DeadlineExceeded):
             self._until = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
 
@@ -322,14 +318,14 @@ class Connection:
         self._lost_at = now if self._lost_at is None else self._lost_at
         may_come_back = self.has_met and now < self._lost_at + GRACE_S
         if not may_come_back and not self._servers.may_touch_blocks():
-            self._requests.fail_all(error)
+            self.requests.fail_all(error)
             return
 
         def waits(item: PendingRequest, is_unsent: bool) -> bool:
             is_repeatable = isinstance(item.request, wire.Lookup | wire.Unregister) and item.may_repeat
             return may_come_back and (is_unsent or is_repeatable)
 
-        self._requests.lose(error, waits)
+        self.requests.lose(error, waits)
 
     def lose_for_good(self, error: KVDepotError) -> None:
         """There will be no other connection: as `lose`, but nothing waits for the server's return."""
@@ -349,11 +345,11 @@ class Connection:
         self._is_connected = True
         if self.phase is Phase.SERVING:
             self._until = self._clock() + _GONE_CHECK_S
-        own, pending = self._own.get(number), self._requests.pending.get(number)
+        own, pending = self._own.get(number), self.requests.pending.get(number)
         request = own if own is not None else pending.request if pending is not None else None
         if request is None:
             return  # the answer came after its deadline
-        if own is None and number in self._requests.parked and self.phase is not Phase.SERVING:
+        if own is None and number in self.requests.parked and self.phase is not Phase.SERVING:
             return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
         if self._handshake.is_sealed and opened is None and not self._believes_unsealed(request, value):
             if self.phase is Phase.SERVING:
@@ -367,8 +363,8 @@ class Connection:
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
         if isinstance(request, wire.Register | wire.Unregister):
-            self._requests.settle(request, value)
-        self._requests.end(number, value)
+            self.requests.settle(request, value)
+        self.requests.end(number, value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
         """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key. While a
@@ -382,11 +378,11 @@ class Connection:
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         request = pending.request
-        is_known = isinstance(request, COPY) and self._requests.registration(request.instance) is not None
+        is_known = isinstance(request, COPY) and self.requests.registration(request.instance) is not None
         if (isinstance(value, UnknownInstance) and not is_known) or pending.refusals >= _MAX_REPEATS:
             return False
         pending.refusals += 1
-        self._requests.parked.add(number)
+        self.requests.parked.add(number)
         if self.phase is Phase.SERVING:
             self._leave()
         if self.phase is Phase.APART and not self._greet():
@@ -401,10 +397,10 @@ class Connection:
         if now < self._next_check:
             return
         self._next_check = now + CHECK_S
-        self._requests.fail_overdue(now)
+        self.requests.fail_overdue(now)
         if self._own and now >= self._until:
             self._end_handshake()
-        self._requests.send_again(self._servers.release_copies(), now)
+        self.requests.send_again(self._servers.release_copies(), now)
         self._send_parked()
         self._check_server(now)
         if self._wants_to_greet():
@@ -423,7 +419,7 @@ class Connection:
     def _check_server(self, now: float) -> None:
         """Leave a server that is gone, or whose answers seem to be lost."""
         server, is_serving = self._servers.current, self.phase is Phase.SERVING
-        if (self._requests.pending or self._own) and server is not None and (now >= self._until or not is_serving):
+        if (self.requests.pending or self._own) and server is not None and (now >= self._until or not is_serving):
             if is_serving:
                 self._until = now + _GONE_CHECK_S
             if self._servers.is_gone(server):
@@ -437,7 +433,7 @@ class Connection:
             return
         # Only requests without deadline (copies, ends of sessions): recovery fails others that are merely slow, such as
         # a registration.
-        oldest = next((item for item in self._requests.pending.values() if item.deadline == float("inf")), None)
+        oldest = next((item for item in self.requests.pending.values() if item.deadline == float("inf")), None)
         if oldest is not None and now - oldest.born > _STALE_S:
             self._leave()  # its answer may be lost: recovery will show
             oldest.born = now
@@ -447,6 +443,6 @@ class Connection:
         if self.phase is not Phase.CLOSED:
             self._own.clear()
             self._go(Change.CLOSE)
-            self._requests.fail_all(Unavailable("this client is closed"))
+            self.requests.fail_all(Unavailable("this client is closed"))
             self._handshake.close()
             self._servers.close()

@@ -72,25 +72,20 @@ class RequestType(enum.Enum):
 
 
 _RESPONSES: dict[RequestType, type[object]] = {
-    RequestType.REGISTER_KV_CACHE: type(None),
-    RequestType.UNREGISTER_KV_CACHE: type(None),
     RequestType.LOOKUP: int,
     RequestType.STORE: bool,
     RequestType.RETRIEVE: list,
-    RequestType.END_SESSION: type(None),
     RequestType.GET_CHUNK_SIZE: int,
     RequestType.NOOP: str,
-    RequestType.CLEAR: type(None),
 }
-NEEDS_CHUNK_SIZE = {RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE}
+"""Types of the answers that are not None."""
 
 
 def get_response_class(request_type: RequestType) -> type[object]:
     """The type of a request's answer. Raises BadRequest for anything but a request type."""
-    try:
-        return _RESPONSES[request_type]
-    except (KeyError, TypeError) as exc:
-        raise BadRequest(f"{request_type!r} is not a request type") from exc
+    if not isinstance(request_type, RequestType):
+        raise BadRequest(f"{request_type!r} is not a request type")
+    return _RESPONSES.get(request_type, type(None))
 
 
 @dataclass(frozen=True)
@@ -189,16 +184,24 @@ class PromptChains:
         self._chains: OrderedDict[str | None, ChunkChain] = OrderedDict()
 
     def name(
-        self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, first: int, end: int
-    ) -> tuple[bytes, bytes]:
-        """The parent and the hashes of chunks `[first, end)` of a prompt; only tokens new to the request are hashed.
-        Raises BadRequest for anything that is not a token id."""
+        self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, start: int = 0, end: int = 0
+    ) -> tuple[bytes, int, bytes]:
+        """Parent, depth and hashes of the chunks of tokens `[start, end)` of a prompt, without a tail shorter than a
+        chunk. end: 0 is the prompt's. Only tokens new to the request are hashed. Raises BadRequest for a start within a
+        chunk, a range beyond the prompt, and anything that is not a token id."""
+        tokens = len(token_ids)
+        end = end or tokens
+        if start % chunk_size or not 0 <= start <= end <= tokens:
+            raise BadRequest(
+                f"tokens [{start}, {end}) of {tokens}: the start must be a multiple of the chunk size {chunk_size}"
+            )
+        first = start // chunk_size
         with self._lock:
             chain = self._chains.pop(request_id, None)
         if chain is None or chain.chunk_size != chunk_size:
             chain = ChunkChain(chunk_size, ROOT)
         chain.extend(token_ids)
-        named = chain.parent(first), chain.slice(first, end)
+        named = chain.parent(first), first, chain.slice(first, end // chunk_size)
         with self._lock:
             self._chains[request_id] = chain
             if len(self._chains) > _MAX_CHAINS:
@@ -261,22 +264,10 @@ def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool 
     return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])
 
 
-def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int, int]:
-    """Chunk numbers `[first, end)` of tokens `[start, end)`, without a tail shorter than a chunk. Raises BadRequest."""
-    if start % chunk_size or not 0 <= start <= end <= tokens:
-        raise BadRequest(
-            f"tokens [{start}, {end}) of {tokens}: the start must be a multiple of the chunk size {chunk_size}"
-        )
-    return start // chunk_size, end // chunk_size
-
-
 def _name_chunks(chunk_size: int, chains: PromptChains, key: IPCCacheEngineKey) -> tuple[bytes, int, bytes]:
     if key.chunk_hash is not None:
         return b"", 0, engine_hash(key.chunk_hash)
-    tokens = cast(tuple[int, ...], key.token_ids)
-    first, end = chunk_range(key.start, key.end or len(tokens), len(tokens), chunk_size)
-    parent, hashes = chains.name(key.request_id, tokens, chunk_size, first, end)
-    return parent, first, hashes
+    return chains.name(key.request_id, cast(tuple[int, ...], key.token_ids), chunk_size, key.start, key.end)
 
 
 def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], naming: Naming) -> Translated | None:
@@ -361,7 +352,8 @@ class MessageQueueClient(Client):
         where no server tells its chunk size.
         """
         expected = get_response_class(request_type) if response_cls is None else response_cls
-        if request_type in NEEDS_CHUNK_SIZE and not self.chunk_size:
+        needs_chunk_size = request_type in (RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE)
+        if needs_chunk_size and not self.chunk_size:
             self.learn_chunk_size(CONNECT_S)
         call = translate(request_type, payloads, self.chunk_size, self.chains)
         if call is None:
@@ -374,7 +366,7 @@ class MessageQueueClient(Client):
         request = call.request
         device = ""
         if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
-            device = self.device_of(request.instance)
+            device = self._connection.requests.device(request.instance)
         if device:
             work = self._device_work.setdefault(device, _DeviceWork(device))
             self._device_events.put(work, partial(self._ask, request, future, None), future._finish)

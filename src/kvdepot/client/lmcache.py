@@ -20,7 +20,6 @@ from kvdepot.client.contract import (
     LoadStoreOp,
     MessageQueueClient,
     RequestType,
-    chunk_range,
     get_response_class,
     striding_block_hashes,
     wrap_kv_caches,
@@ -130,6 +129,10 @@ class _Adapter:
         """Engine blocks in a chunk."""
         return self.spec.blocks_in_chunk
 
+    def _hash_keys(self, block_hashes: list[bytes] | None) -> bytes:
+        """The keys of the whole chunks of these blocks, in hash mode."""
+        return b"".join(map(engine_hash, striding_block_hashes(block_hashes or [], self.blocks_in_chunk)))
+
 
 class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
     """Futures of an adapter's lookups by request id: chunks in the longest cached prefix; 0 for a lookup whose failure
@@ -178,13 +181,9 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         if request_id in self._lookups:
             return
         if token_ids is not None:
-            hashes = b""
-            size = self.spec.chunk_tokens
-            if chunks := len(token_ids) // size:
-                _, hashes = self.mq_client.chains.name(request_id, token_ids, size, 0, chunks)
+            _, _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size)
         else:
-            assert block_hashes is not None
-            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.spec.blocks_in_chunk)))
+            hashes = self._hash_keys(block_hashes)
         self.submit_lookup(request_id, hashes, chained=token_ids is not None)
 
     def check_lookup_result(self, request_id: str) -> int | None:
@@ -315,12 +314,10 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def _transfer(self, request_id: str, op: LoadStoreOp) -> Transfer:
         parent, depth = b"", 0
         if op.token_ids is not None:
-            end = op.end or len(op.token_ids)
-            depth, last = chunk_range(op.start, end, len(op.token_ids), self.chunk_size)
-            parent, hashes = self.mq_client.chains.name(request_id, op.token_ids, self.chunk_size, depth, last)
+            chains, where = self.mq_client.chains, (op.start, op.end)
+            parent, depth, hashes = chains.name(request_id, op.token_ids, self.chunk_size, *where)
         else:
-            assert op.block_hashes is not None
-            hashes = b"".join(map(engine_hash, striding_block_hashes(op.block_hashes, self.blocks_in_chunk)))
+            hashes = self._hash_keys(op.block_hashes)
         blocks = len(hashes) // HASH_BYTES * self.blocks_in_chunk
         if not blocks <= len(op.block_ids) < blocks + self.blocks_in_chunk:
             raise BadRequest(

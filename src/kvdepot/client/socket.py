@@ -29,10 +29,9 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavai
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
-from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint
+from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint, socket_path
 from kvdepot.protocol.curve import Key, read_client_key
 from kvdepot.protocol.endpoints import holder, is_coming
-from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
 
 log = logging.getLogger(__name__)
@@ -48,11 +47,9 @@ RETURN_S = 5.0
 
 def _check_owner(url: str) -> None:
     """Raise Unavailable for another user's unix socket: its server could not prove itself (protocol/handshake.py)."""
-    if not url.startswith("ipc://") or is_open_to_all(url):
-        return
-    path = url[len("ipc://") :]
+    path = socket_path(url)
     try:
-        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of its target
+        owners = {path.lstat().st_uid, path.stat().st_uid} if path is not None else set()  # of the link and its target
     except OSError:
         return  # nobody listens there yet
     for owner in owners - {os.geteuid()}:
@@ -62,9 +59,10 @@ def _check_owner(url: str) -> None:
 def _others_between(url: str) -> bool:
     """Whether another user could ever listen at this endpoint. At a unix socket, those can who may change a folder
     above it; a sticky folder (/tmp) is harmless above one of our own."""
-    if is_open_to_all(url) or not url.startswith("ipc://"):
-        return is_open_to_all(url)
-    child = Path(os.path.realpath(url[len("ipc://") :]))
+    path = socket_path(url)
+    if path is None:
+        return True
+    child = Path(os.path.realpath(path))
     for folder in child.parents:
         try:
             info = folder.stat()
@@ -219,11 +217,6 @@ class Client:
         return True
 
     # -- asking
-
-    def device_of(self, instance: int) -> str:
-        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
-        with self._lock:
-            return self._connection.device(instance)
 
     @property
     def is_welcomed(self) -> bool:

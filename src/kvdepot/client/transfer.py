@@ -50,8 +50,7 @@ class Transfer:
     skip_blocks: int = 0
     salt: bytes = b""
     group: int = 0
-    tail_facts: tuple[bool, bytes] = (False, b"")
-    """`is_tail` and `continues`."""
+    continues: bytes = b""
 
     @property
     def chunks(self) -> int:
@@ -145,7 +144,7 @@ class ShardSpec:
         shape = self.model, self.world_size, self.rank
         return [
             wire.Shards(
-                t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt, *t.tail_facts
+                t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt, t.continues
             )
             for t in transfers
         ]

@@ -67,16 +67,30 @@ class ServerKeys:
     key: Key
     clients: dict[bytes, KeyOwner]
 
+    @property
+    def tenants(self) -> set[str]:
+        return {client.tenant for client in self.clients.values() if client.tenant}
+
+    def is_tenant(self, tenant: str) -> bool:
+        return tenant in self.tenants
+
     def tenant(self, user: str) -> str:
+        """The tenant whose chunks a user can reach; empty: the default tenant."""
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
-    def admit(self, name: str) -> Key:
-        """Make a key, in no file, for a client without a tenant. name: not a valid name in a key file, so no other has
-        it."""
+    def admit(self, name: str) -> Key | None:
+        """Make a key, in no file, for a client without a tenant; None if clients need no keys. name: not a valid name
+        in a key file, so no other has it."""
         assert not _NAME.fullmatch(name), name
+        if not self.key.public:
+            return None
         public, secret = zmq.curve_keypair()
         self.clients[z85.decode(public)] = KeyOwner(name)
         return Key(public, secret, self.key.public)
+
+
+NO_KEYS = ServerKeys(Key(b"", b""), {})
+"""The keys of a server whose clients need none."""
 
 
 def is_loopback(url: str) -> bool:

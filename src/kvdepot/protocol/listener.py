@@ -15,7 +15,7 @@ from typing import cast
 import zmq
 
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.curve import ALL_TENANTS, Gate, Key, ServerKeys, read_server_keys
+from kvdepot.protocol.curve import ALL_TENANTS, NO_KEYS, Gate, read_server_keys
 from kvdepot.protocol.endpoints import Binding
 from kvdepot.protocol.monitor import Monitor, shut
 
@@ -44,12 +44,10 @@ class Listener:
         Raises ConfigError, Unavailable; the caller must then destroy `context`, which already has open sockets.
         """
         self.socket = socket = context.socket(zmq.ROUTER)
-        self._keys: ServerKeys | None = None
-        self._gate: Gate | None = None
-        if keys:
-            self._keys = read_server_keys(keys)
-            self._gate = Gate(context, self._keys)
-            self._gate.guard(socket, self._keys.key)
+        self.keys = read_server_keys(keys) if keys else NO_KEYS
+        self._gate = Gate(context, self.keys) if keys else None
+        if self._gate is not None:
+            self._gate.guard(socket, self.keys.key)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         socket.setsockopt(zmq.LINGER, 1000)
@@ -83,7 +81,7 @@ class Listener:
         while last.more:
             last = receive(_NOW, copy=False)
             frames.append(last.bytes)
-        return frames, "" if self._keys is None else str(last.get("User-Id"))
+        return frames, "" if self._gate is None else str(last.get("User-Id"))
 
     def send(self, client: bytes, frame: bytes) -> bool:
         """Send a client one message; False if the client is gone, or does not read. Never blocks."""
@@ -94,26 +92,10 @@ class Listener:
             return False
         return True
 
-    def tenant(self, user: str) -> str:
-        """The tenant whose chunks a user can reach; empty: the default tenant."""
-        return "" if self._keys is None else self._keys.tenant(user)
-
-    @property
-    def tenants(self) -> set[str]:
-        clients = () if self._keys is None else self._keys.clients.values()
-        return {client.tenant for client in clients if client.tenant}
-
-    def is_tenant(self, tenant: str) -> bool:
-        return tenant in self.tenants
-
-    def admit(self, user: str) -> Key | None:
-        """A new key for a process of our own; None if clients need no keys."""
-        return None if self._keys is None else self._keys.admit(user)
-
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """With keys, admit only clients without a tenant to another socket of the server."""
-        if self._gate is not None and self._keys is not None:
-            self._gate.guard(socket, self._keys.key, ALL_TENANTS)
+        if self._gate is not None:
+            self._gate.guard(socket, self.keys.key, ALL_TENANTS)
 
     def share_out(self, clients: int) -> tuple[int, int]:
         """Divide the free descriptors: the maximum number of clients (at most `clients`), and of files of tensors."""

@@ -26,7 +26,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 7
+VERSION = 8
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -66,20 +66,12 @@ class Hello(_Message, frozen=True):
     host: str = ""
     pid: int = 0
 
-    def __repr__(self) -> str:
-        return (
-            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
-        )
-
 
 class Prove(_Message, frozen=True):
     """The second message: proves that the client can read the arena and its liveness file. Answer: the fields of
     `Welcome`."""
 
     mac: bytes
-
-    def __repr__(self) -> str:
-        return "Prove()"
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -171,8 +163,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     depth: number of chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
     salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
-    is_tail: whether the last chunk is a `Tail`. continues: in a store, the key of a tail that it makes useless; empty:
-    none.
+    continues: in the store of a `Tail`, the key of a tail that it makes useless; empty: none.
     """
 
     request: str
@@ -185,7 +176,6 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_ids: bytes
     skip_blocks: int = 0
     salt: bytes = b""
-    is_tail: bool = False
     continues: bytes = b""
 
 
@@ -433,9 +423,6 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
     arena: str
     nonce: bytes
     mac: bytes
-
-    def __repr__(self) -> str:
-        return f"Proof(version={self.version}, arena={self.arena!r})"
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -107,10 +107,10 @@ class Server:
             self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename, devices.status)
             self.depot = Depot(
                 config, self._restore(), devices.map, config.tier_configs, self._facts,
-                is_tenant=self._listener.is_tenant, listeners=[self._feed] if self._feed is not None else [],
+                is_tenant=self._listener.keys.is_tenant, listeners=[self._feed] if self._feed is not None else [],
             )  # fmt: skip
             self.connections = Connections(
-                config, self.depot, self.boot, self.arena, shm.LivenessView, self._listener.tenant
+                config, self.depot, self.boot, self.arena, shm.LivenessView, self._listener.keys.tenant
             )
             closing.callback(self.connections.close)
             if self._feed is not None:
@@ -118,7 +118,7 @@ class Server:
                 closing.callback(self._publisher.close)
             self._copier = Copier(self.arena, config.copy_threads, self._report)
             closing.callback(self._stop_copier)
-            self._web: Child | None = beside(config, self._listener.address, self._listener.admit)
+            self._web: Child | None = beside(config, self._listener.address, self._listener.keys.admit)
             if self._web is not None:
                 closing.callback(self._web.close)
             self._closing = closing.pop_all()
@@ -128,7 +128,7 @@ class Server:
         arena, config = self.arena, self._config
         records = Records(arena.table(), lambda offset, size: arena.ensure(HEADER_BYTES + offset, size))
         allocator = Allocator(arena.header.chunks_start, arena.size)
-        salts = stored_salts(config.salt_ttls, self._listener.tenants)
+        salts = stored_salts(config.salt_ttls, self._listener.keys.tenants)
         index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, config.chunk_tokens, salts)
         self._set_quotas(index)
         if arena.taken_over:
@@ -149,7 +149,7 @@ class Server:
     def _set_quotas(self, index: Index) -> None:
         for (tenant, tag), quota in self._config.quotas.items():
             whose = f"quota of {name_of(tenant, tag)}" if tag else f"tenants.{tenant}"  # users may keep salts secret
-            if not (self._listener.is_tenant(tenant) or (tag and not tenant)):
+            if not (self._listener.keys.is_tenant(tenant) or (tag and not tenant)):
                 where = f"in {self._config.keys}" if self._config.keys else "because clients need no keys"
                 raise ConfigError(f"{whose}: no client has this tenant, {where}")
             if quota.is_on_disk and not any(tier.is_local for tier in self._config.tier_configs):

@@ -193,5 +193,5 @@ class Tracked:
         hashes = chain.slice(piece.first, piece.end - 1) + tail if tail else chain.slice(piece.first, piece.end)
         return Transfer(
             self.request.request_id, chain.parent(piece.first), piece.first, hashes, pack_block_ids(piece.blocks),
-            piece.skip, self.salt, piece.group, (bool(tail), continues),
+            piece.skip, self.salt, piece.group, continues,
         )  # fmt: skip
