@@ -27,7 +27,7 @@ from tests.web.samples import samples
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
-    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/metrics",
+    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/metrics",
     "/schema/openapi.json",
 )  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepo
     from kvdepot.web.poll import Poll
 
     poll = Poll(start_depot("--http", "off", arena_mib=8).url, None)
-    state = ApiState(poll, LiveStatus(poll), {}, CollectorRegistry())
+    state = ApiState(poll, LiveStatus(poll), CollectorRegistry())
     began, ended = threading.Event(), threading.Event()
 
     def ask() -> bool:
@@ -285,12 +285,6 @@ def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: W
     assert (wrong.status, wrong.value["code"]) == (405, "method")
     assert "GET" in wrong.headers["allow"]
     assert web.get("/v1/forget").status == 405
-    for method, path, removed, instead in (
-        ("POST", "/v1/pin", "/v1/pin", "/v1/lease"), ("GET", "/v1/status?after=7", "/v1/status?after", "/v1/stream"),
-    ):  # fmt: skip
-        gone = web.ask(method, path, token=web.token)
-        assert gone.status == 410
-        assert gone.value == {"code": "gone", "message": f"{removed} was removed: use {instead}"}
 
 
 def test_every_error_there_is_has_an_http_status() -> None:
@@ -308,7 +302,7 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     assert rb"\\Z" not in answer.body, "to JSON Schema, that is the letter Z"
     schema = answer.value
     assert schema["paths"].keys() == {
-        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm",
+        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/warm",
         "/v1/lease", "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():

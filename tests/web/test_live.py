@@ -140,13 +140,14 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
 def test_a_stream_that_is_not_read_is_given_up() -> None:
     need(*NEEDED)
     from kvdepot.web.dispatch import Dispatch, get
+    from kvdepot.web.guard import Guard
     from kvdepot.web.server import HttpServer
 
     async def large(state: object) -> AsyncIterator[bytes]:
         while True:
             yield b"data: %b\n\n" % (b"x" * (1 << 20))
 
-    app = Dispatch([get("/v1/stream")(large)], {}, None)
+    app = Dispatch([get("/v1/stream")(large)], {}, None, Guard("", is_local=False, reads_free=True, open_paths=()))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = HttpServer(app, int)
         thread = threading.Thread(target=server.run, args=([listener],))

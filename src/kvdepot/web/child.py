@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvdepot import install
-from kvdepot.config import Config, masked
+from kvdepot.config import Config
 from kvdepot.processes import module_command
 from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
@@ -48,15 +48,16 @@ def missing_packages() -> list[str]:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; or None."""
+    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; None unless
+    clients need keys."""
 
     url: str
     listener: int
     address: str
     token: str
     key: tuple[str, str, str] | None
-    settings: dict[str, Any]
     log_level: str
+    log_format: str
 
     def __repr__(self) -> str:
         return f"Order(url={self.url!r}, address={self.address!r})"
@@ -173,8 +174,8 @@ class Child:
 
         address, key = self.address, self._key
         keys = (key.public.decode(), key.secret.decode(), key.server.decode()) if key is not None else None
-        shown, level = masked(self._config), self._config.log_level
-        order = Order(self._url, listener.fileno(), address, self._token, keys, shown, level)
+        level, form = self._config.log_level, self._config.log_format
+        order = Order(self._url, listener.fileno(), address, self._token, keys, level, form)
         # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:
