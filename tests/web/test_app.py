@@ -21,8 +21,7 @@ from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, StartDepot, eventually
-from tests.web.conftest import NEEDED, StartWeb, Web, need
-from tests.web.samples import samples
+from tests.web.conftest import StartWeb, Web, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -74,7 +73,6 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
 
 
 def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepot) -> None:
-    need(*NEEDED)
     from prometheus_client import CollectorRegistry
 
     from kvdepot.web.app import ApiState, leases
@@ -161,13 +159,10 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
 
 
-def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
+def test_warm_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)
     tokens = list(range(3 * CHUNK))
-    chain = ChunkChain(CHUNK)
-    chain.extend(tokens)
-    hashes = [chain.slice(i, i + 1).hex() for i in range(3)]
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
@@ -178,15 +173,6 @@ def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp
             "chunks": 3, "of_chunks": 3,
         }  # fmt: skip
         assert web.depot.status()["chunks"] == 3
-        pinned = web.change("/v1/lease", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
-        assert pinned.value == {"chunks": 2, "of_chunks": 2}
-        assert [lease["name"] for lease in web.get("/v1/leases").value] == ["system"]
-        assert web.change("/v1/release", {"name": "system", "drops": False}).value["name"] == "system"
-        assert web.depot.status()["lease_count"] == 0
-        assert web.depot.status()["chunks"] == 3, "they stay"
-        again = web.change("/v1/release", {"name": "system", "drops": False})
-        assert (again.status, again.value["code"]) == (400, "bad_request")
-        assert "there is no lease 'system'" in again.value["message"]
         tier = f"disk://{tmp_path}/kv"
         seen = web.change("/v1/forget/preview", {"model": engine.model}).value
         assert seen["memory"]["chunks"] == 3 and seen["memory"]["bytes"] > 0
@@ -210,8 +196,15 @@ def test_a_lease_is_begun_listed_and_released_with_its_chunks(start_web: StartWe
     web = start_web()
     engine = Engine(web.depot)
     tokens = list(range(3 * CHUNK))
+    chain = ChunkChain(CHUNK)
+    chain.extend(tokens)
+    hashes = [chain.slice(i, i + 1).hex() for i in range(2)]
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
+        assert web.change("/v1/lease", {"hashes": hashes, "name": "system"}).value == {"chunks": 2, "of_chunks": 2}
+        assert web.change("/v1/release", {"name": "system", "drops": False}).value["name"] == "system"
+        status = web.depot.status()
+        assert (status["lease_count"], status["chunks"]) == (0, 3), "its chunks stay"
         begun = web.change("/v1/lease", {"tokens": tokens, "name": "agent", "ttl_s": 600, "priority": 70})
         assert begun.value == {"chunks": 3, "of_chunks": 3}
         (lease,) = web.get("/v1/leases").value
@@ -221,6 +214,7 @@ def test_a_lease_is_begun_listed_and_released_with_its_chunks(start_web: StartWe
         eventually(lambda: web.depot.status()["chunks"] == 0)
         again = web.change("/v1/release", {"name": "agent"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
+        assert "there is no lease 'agent'" in again.value["message"]
         engine.store(tokens, list(range(3 * PER_CHUNK)))
         kept = web.change("/v1/release", {"tokens": tokens, "model": engine.model, "keep": 1})
         assert kept.value == {"name": "", "removed_chunks": 2}

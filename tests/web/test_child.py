@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
-from kvdepot.install import advice
 from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
-from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, StartDepot, eventually, suspend
 from tests.server.process import run_serve
-from tests.web.conftest import NEEDED, StartWeb, Web, children, lives, need
+from tests.web.conftest import StartWeb, Web, children, lives
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -84,7 +81,6 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
 
 
 def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot: StartDepot) -> None:
-    need(*NEEDED)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         depot = start_depot("--http", address)
@@ -96,25 +92,6 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
     eventually(lambda: not depot.status()["http_failure"])
     assert web.port == int(address.rpartition(":")[2])
     assert depot.logged().count("cannot bind HTTP to") == 1
-
-
-class Bare(Depot):
-    """A server whose interpreter does not find uvicorn."""
-
-    command: ClassVar[list[str]] = [
-        sys.executable, "-c", "import sys; sys.modules['uvicorn'] = None; from kvdepot.cli import main; main()",
-    ]  # fmt: skip
-
-
-def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
-    depot = Bare("--http", "127.0.0.1:0").wait_ready()
-    try:
-        eventually(lambda: f"HTTP is disabled: uvicorn is missing; {advice()}, or set --http off" in depot.logged())
-        assert works(depot)
-        assert eventually(lambda: depot.status()["http_failure"]).startswith("uvicorn is missing; ")
-        assert depot.stop() == 0
-    finally:
-        depot.close()
 
 
 def test_with_http_off_there_is_no_process_and_no_token(start_depot: StartDepot) -> None:

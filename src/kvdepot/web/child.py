@@ -7,7 +7,6 @@ closes, however the server ended. Invariant: nothing that happens here affects t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvdepot import install
 from kvdepot.config import Config
 from kvdepot.processes import module_command
 from kvdepot.protocol.curve import Key, is_loopback
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _USER = ".web"
-_NEEDS = ("uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Delay of the start, so that clients that waited for the server come first."""
 _LISTEN_S = 1.0
@@ -40,11 +37,6 @@ _WELL_S = 30.0
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _STOP_S = 3.0
 _BACKLOG = 64
-
-
-def missing_packages() -> list[str]:
-    """Packages that the web process needs and that are not installed."""
-    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -118,10 +110,6 @@ class Child:
 
     def _run(self) -> None:
         if self._stopping.wait(_GRACE_S):
-            return
-        if missing := missing_packages():
-            self.failure = f"{missing[0]} is missing; {install.advice()}, or set --http off"
-            log.info("HTTP is disabled: %s", self.failure)
             return
         listener = self._listen()
         if listener is None:
