@@ -247,6 +247,8 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
     [
         ("/v1/quota", {"tenant": ""}, "give `tenant`, `salt` or both"),
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
+        ("/v1/quota", {"tenant": "blue", "quota": {"floor": 1}}, "quota: object contains unknown field `floor`"),
+        ("/v1/lease", {"tokens": [1], "name": "a", "kind": "keep"}, "the body: kind: invalid enum value 'keep'"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "the body: object contains unknown field `modle`"),
         ("/v1/forget", {"all": "yes"}, "the body: all: expected `bool`, got `str`"),
