@@ -23,7 +23,7 @@ WRONG: list[tuple[str, str]] = [
     ("policy", "mru"),
     ("url", "nowhere"),
     ("url", "tcp://127.0.0.1:99999"),
-    ("kv_events", "tcp://127.0.0.1:*"),
+    *(("kv_events", wrong) for wrong in ("nowhere", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:*", "tcp://h:65535")),
     ("http", "127.0.0.1:99999"),
     ("arena_gib", "nan"),
     ("arena_gib", "1e300"),

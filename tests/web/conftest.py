@@ -78,12 +78,8 @@ class Web:
         return value
 
     def child(self) -> int:
-        return self.child_of(self.depot)
-
-    @staticmethod
-    def child_of(depot: Depot) -> int:
         """Pid of the web process; 0 if there is none."""
-        for pid in children(depot.process.pid):
+        for pid in children(self.depot.process.pid):
             with contextlib.suppress(OSError):  # gone meanwhile
                 if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid

@@ -13,11 +13,12 @@ of the answer.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 import msgspec
+
+from kvdepot.protocol.curve import is_loopback
 
 Scope = MutableMapping[str, Any]  # of a connection, or one message, as ASGI has them
 Receive = Callable[[], Awaitable[Scope]]
@@ -145,12 +146,6 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 def _is_this_host(host: str | None) -> bool:
     """Whether a Host header names this host, with any port, because a tunnel may use another one."""
-    if host is None:
-        return False
+    host = host or ""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(f"tcp://{name.lower()}:")
