@@ -6,14 +6,13 @@ something ask the server, on threads, a few at a time.
 
 from __future__ import annotations
 
-import mimetypes
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -345,21 +344,21 @@ def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
 # -- the page
 
 
+_TYPES = {
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}  # fmt: skip
+"""Media types by suffix; not the host's, which differ."""
+
+
 def _read_page() -> dict[str, Encoded]:
     """Read all files of the page, which are few and small. Returns them by path."""
-    found: dict[str, Encoded] = {}
-    todo = [("/", resources.files("kvdepot.web") / "page")]
-    while todo:
-        path, folder = todo.pop()
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                todo.append((f"{path}{entry.name}/", entry))
-                continue
-            kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
-            if kind == "application/javascript":
-                kind = "text/javascript"  # the host's table may have either
-            charset = "; charset=utf-8" if kind.startswith("text/") else ""
-            found[path + entry.name] = Encoded(entry.read_bytes(), kind + charset)
+    folder = Path(__file__).with_name("page")
+    found = {
+        f"/{file.relative_to(folder)}": Encoded(file.read_bytes(), _TYPES.get(file.suffix, "text/plain; charset=utf-8"))
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
     return {**found, "/": found["/index.html"]}
 
 
