@@ -46,32 +46,32 @@ def contents(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) -> None:
-    wheel = build(ROOT, tmp_path, "wheel")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = contents(wheel)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The package's files by kind."""
+    return {kind: build(ROOT, tmp_path_factory.mktemp("built") / kind, kind) for kind in ("wheel", "sdist")}
+
+
+def test_the_wheel_is_pure_python_and_holds_the_package_alone(built: dict[str, Path]) -> None:
+    assert built["wheel"].name.endswith("-py3-none-any.whl")
+    names = contents(built["wheel"])
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvdepot"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|conftest\.py|__pycache__)(/|$)|\.so$|\.pyc$", name)]
     assert {"kvdepot/py.typed", "kvdepot/core/depot.py"} <= names
 
 
-_MEBIBYTES = {"wheel": 1, "sdist": 4}
-
-
-@pytest.mark.parametrize("kind", sorted(_MEBIBYTES))
-def test_an_index_would_take_the_package(kind: str, tmp_path: Path) -> None:
-    made = build(ROOT, tmp_path, kind)
-    said = run(tool("twine"), "--no-color", "check", "--strict", made)
+@pytest.mark.parametrize(("kind", "most_mib"), [("wheel", 1), ("sdist", 4)])
+def test_an_index_would_take_the_package(built: dict[str, Path], kind: str, most_mib: int) -> None:
+    said = run(tool("twine"), "--no-color", "check", "--strict", built[kind])
     assert said.count("PASSED") == 1
-    assert made.stat().st_size < _MEBIBYTES[kind] << 20
+    assert built[kind].stat().st_size < most_mib << 20
 
 
-def test_an_sdist_installs_into_an_empty_environment(tmp_path: Path) -> None:
+def test_an_sdist_installs_into_an_empty_environment(built: dict[str, Path], tmp_path: Path) -> None:
     """The packages that kvdepot needs are this environment's; kvdepot itself is not, nor is anything fetched."""
-    sdist = build(ROOT, tmp_path / "sdist", "sdist")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     wheels = tmp_path / "wheels"
-    run(*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, sdist)
+    run(*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, built["sdist"])
     (wheel,) = wheels.iterdir()
     empty = tmp_path / "empty"
     run(sys.executable, "-m", "venv", "--without-pip", empty)
@@ -104,7 +104,7 @@ def test_the_dockerfile_is_clean_to_hadolint() -> None:
     assert run(tool("hadolint"), DEPLOY / "Dockerfile") == ""
 
 
-def test_what_the_image_is_built_from_is_enough_for_the_wheel(tmp_path: Path) -> None:
+def test_what_the_image_is_built_from_is_enough_for_the_wheel(built: dict[str, Path], tmp_path: Path) -> None:
     lines = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert lines[0] == "*"
     context = tmp_path / "context"
@@ -115,7 +115,7 @@ def test_what_the_image_is_built_from_is_enough_for_the_wheel(tmp_path: Path) ->
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, context / name)
     made = build(context, tmp_path / "made", "wheel")
-    assert contents(made) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
+    assert contents(made) == contents(built["wheel"])
 
 
 def variables(text: str) -> dict[str, str]:
@@ -275,31 +275,20 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def files(values: dict[str, Any]) -> dict[str, str]:
-    """What Helm's library makes of the chart's templates, NOTES.txt too."""
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What Helm's library makes of the chart, as objects; in a process of its own, because it is Go."""
+    yaml = module("yaml")
     module("helm_python")
     said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
     assert not said["lint"]["errors"], said["lint"]
-    found: dict[str, str] = said["files"]
-    return found
-
-
-def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
-    """What Helm makes of the chart, as objects. By `helm`, or its library (in a process of its own: it is Go)."""
-    yaml = module("yaml")
-    if shutil.which("helm") is not None:
-        (tmp_path / "values.json").write_text(json.dumps(values))
-        run("helm", "lint", "--strict", CHART, "--values", tmp_path / "values.json")
-        texts = [run("helm", "template", "depot", CHART, "--namespace", "kv", "--values", tmp_path / "values.json")]
-    else:
-        texts = [text for name, text in files(values).items() if not name.endswith(".txt")]
+    texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
     return [made for text in texts for made in yaml.safe_load_all(text) if made]
 
 
 @pytest.fixture(params=sorted(VALUES))
-def chart(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, dict[str, Any]]:
+def chart(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """The chart's objects by kind, for several values."""
-    made = rendered(VALUES[request.param], tmp_path)
+    made = rendered(VALUES[request.param])
     found = {each["kind"]: each for each in made}
     assert len(found) == len(made)
     return found
@@ -368,8 +357,8 @@ def test_the_settings_of_the_chart_are_settings(chart: dict[str, dict[str, Any]]
     assert memory.endswith("Gi") and int(memory[:-2]) > config.arena_gib
 
 
-def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
-    made = {each["kind"]: each for each in rendered(EVERYTHING, tmp_path)}
+def test_all_values_of_the_chart_arrive() -> None:
+    made = {each["kind"]: each for each in rendered(EVERYTHING)}
     pod = made["DaemonSet"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     config = settings(environment(server))
@@ -410,9 +399,9 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        rendered(values, tmp_path)
+        rendered(values)
 
 
 _MAPS = {"settings", "dashboard.labels"}

@@ -10,8 +10,8 @@ A block of code in these pages has a mark before it, a comment that readers of t
     <!-- prints -->           what the block before it prints; numbers may differ, and `...` is any lines
     <!-- not run: REASON -->  it can't be run here
 
-`python -m tests.test_docs` lists all blocks with their marks. In a run `kvdepot serve` goes on in the background, and
-what only a reader has (a disk, a Redis, ports) is replaced by `STAND_INS` or by the fixtures below.
+In a run `kvdepot serve` goes on in the background, and what only a reader has (a disk, a Redis, ports) is replaced by
+`STAND_INS` or by the fixtures below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import ast
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,7 +141,6 @@ def _is_package(part: str) -> bool:
     return spec is not None and spec.origin is not None and spec.submodule_search_locations is not None
 
 
-ALL = [block for page in PAGES for block in blocks(page)]
 RUN_PAGES = [page for page in PAGES if any(block.is_run for block in blocks(page))]
 VLLM_PAGES = list(
     {  # pages that show the same commands stand for each other: an engine's start takes long
@@ -419,16 +417,3 @@ def test_the_site_is_built_without_a_warning(site: Path) -> None:
     for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"
-
-
-def main() -> None:
-    """List what is run and what is not."""
-    width = max(len(str(block)) for block in ALL)
-    for block in ALL:
-        if block.kind not in _NO_CODE or block.mark:
-            print(f"{block!s:<{width}}  {block.kind:<6}  {block.mark or 'NO MARK'}")
-
-
-if __name__ == "__main__":
-    assert shutil.which("bash")
-    main()

@@ -87,7 +87,6 @@ def test_the_chunks_of_a_prompt_are_removed_but_for_the_first(depot: Depot, engi
         (["release", "--keep", "--tokens", "p.json"], "--keep is for a lease"),
         (["lease", "--kind", "expire", "--seconds", "5"], "give the lease a NAME"),
         (["status", "--http", "--watch"], "give no --watch"),
-        (["status", "--http-token-file", "token"], "is for --http"),
         (["lease", "a", "--tokens", "p.json", "--kind", "expire"], "--seconds"),
         (["lease", "a", "--tokens", "p.json", "--priority", "101"], "101 is not in the range 0<=x<=100"),
         (["lease", "a"], "--tokens and --hashes"),

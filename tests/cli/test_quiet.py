@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -20,37 +17,20 @@ from kvdepot.protocol import wire
 from tests.cli.command import heed_signals, run
 from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.web.conftest import Web
 
 pytestmark = pytest.mark.faults
 
 
 @pytest.fixture
-def served(start_depot: StartDepot) -> Depot:
+def web(start_depot: StartDepot) -> Web:
     """A server with HTTP, at the log level that it has by default."""
-    depot = start_depot("--http", "127.0.0.1:0")
-    eventually(lambda: "web page" in depot.logged())
-    eventually(lambda: is_well(depot))  # the web process has connected, too
-    return depot
+    return Web(start_depot("--http", "127.0.0.1:0"))
 
 
-def address(depot: Depot) -> tuple[str, int]:
-    (found,) = re.findall(r"http://([\d.]+):(\d+)", depot.logged())
-    return found[0], int(found[1])
-
-
-def ask(depot: Depot, method: str, path: str, body: str = "", token: str = "") -> int:
-    connection = http.client.HTTPConnection(*address(depot), timeout=HANG_S)
-    try:
-        connection.request(method, path, body, {"Authorization": f"Bearer {token}"} if token else {})
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def is_well(depot: Depot) -> bool:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return ask(depot, "GET", "/readyz") == 200
-    return False
+@pytest.fixture
+def served(web: Web) -> Depot:
+    return web.depot
 
 
 Others = Callable[[], int]
@@ -107,17 +87,17 @@ def test_one_shot_commands_leave_no_line(served: Depot, others: Others, engine: 
     assert served.logged() == before
 
 
-def test_probes_scrapes_and_bad_requests_leave_no_line(served: Depot, others: Others) -> None:
+def test_probes_scrapes_and_bad_requests_leave_no_line(web: Web, served: Depot, others: Others) -> None:
     eventually(lambda: others() == 0)
     before = served.logged()
     for path in ("/healthz", "/readyz", "/metrics", "/v1/status", "/"):
-        assert ask(served, "GET", path) == 200, path
-    assert ask(served, "GET", "/no/such/page") == 404
-    assert ask(served, "POST", "/v1/warm", "{") == 401
-    token = json.loads(run("status", "--http", "--json", KVDEPOT_URL=served.url).stdout)["token"]
-    assert ask(served, "POST", "/v1/warm", "{", token) == 400
-    assert ask(served, "DELETE", "/metrics", "", token) == 405
-    for address_family, place in ((socket.AF_INET, address(served)), (socket.AF_UNIX, served.url[len("ipc://") :])):
+        assert web.get(path).status == 200, path
+    assert web.get("/no/such/page").status == 404
+    assert web.ask("POST", "/v1/warm", b"{").status == 401
+    assert web.change("/v1/warm", b"{").status == 400
+    assert web.ask("DELETE", "/metrics", token=web.token).status == 405
+    places = (socket.AF_INET, (web.host, web.port)), (socket.AF_UNIX, served.url.removeprefix("ipc://"))
+    for address_family, place in places:
         with socket.socket(address_family) as scan:  # a port scan, and what is no request
             scan.connect(place)
         with socket.socket(address_family) as garbage:

@@ -4,89 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import importlib.util
 import os
 import re
 import signal
 import struct
 import termios
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
 import kvdepot
 from kvdepot.client.socket import Client
-from kvdepot.status import NamespaceStatus, Status
+from kvdepot.status import NamespaceStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.cli.test_view import a_status
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.programs import module
 
 if TYPE_CHECKING:
+    pass
+
+
+def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
+    module("textual")
     from kvdepot.cli.tui import Top
 
+    name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
 
-def _need_textual() -> None:
-    if importlib.util.find_spec("textual") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("textual is missing")
-
-
-class Keyboard:
-    """A screen that shows a status, and keys for it. The server of its client does not exist."""
-
-    def __init__(self, top: Top, pilot: Any) -> None:
-        self.top = top
-        self._pilot = pilot
-
-    async def press(self, *keys: str) -> list[str]:
-        """The lines of the screen after these keys."""
-        await self._pilot.press(*keys)
-        await self._pilot.pause()
-        strips = self.top.screen._compositor.render_strips()
-        return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
-
-    async def show(self, status: Status) -> list[str]:
-        """The lines of the screen after a new status."""
-        self.top.show_status(status)
-        return await self.press()
-
-
-def drive(steps: Callable[[Keyboard], Awaitable[None]], status: Status, width: int = 100, height: int = 20) -> None:
-    """Run the screen without a terminal."""
-    _need_textual()
-    from kvdepot.cli.tui import Top
-
-    async def start(client: Client) -> None:
+    async def watch(client: Client) -> None:
         top = Top(client, None)
-        async with top.run_test(size=(width, height)) as pilot:
-            top.show_status(status)
-            await steps(Keyboard(top, pilot))
+        async with top.run_test(size=(100, 20)) as pilot:
+            top.show_status(a_status(namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)]))
+            for key in ("1", "2", "enter"):
+                await pilot.press(key)
+                await pilot.pause()
+                strips = top.screen._compositor.render_strips()
+                text = "\n".join("".join(segment.text for segment in strip) for strip in strips)
+                assert "[red]x[/red]" in text and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
 
     with zmq.Context() as context:
-        client = Client("ipc:///x", context)
+        client = Client("ipc:///x", context)  # there is no such server
         try:
-            asyncio.run(start(client))
+            asyncio.run(watch(client))
         finally:
             client.close()
 
 
-def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
-    name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
-
-    async def steps(keys: Keyboard) -> None:
-        for pressed in ("1", "2", "enter"):
-            text = "\n".join(await keys.press(pressed))
-            assert "[red]x[/red]" in text and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
-
-    drive(steps, a_status(namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)]))
-
-
 @pytest.mark.faults
 def test_top_draws_within_80_by_24_follows_a_new_size_and_ends_with_q(depot: Depot, used: Engine) -> None:
-    _need_textual()
+    module("textual")
     with terminal("top", "--url", depot.url, "--interval", "0.1") as top:
         eventually(lambda: "lookups/s" in top.text)
         assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
@@ -107,7 +76,7 @@ def test_top_draws_within_80_by_24_follows_a_new_size_and_ends_with_q(depot: Dep
 
 @pytest.mark.faults
 def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
-    _need_textual()
+    module("textual")
     depot = start_depot(arena_mib=8)
     with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
         eventually(lambda: f"pid {depot.process.pid}" in top.text)
@@ -122,7 +91,7 @@ def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start
 
 @pytest.mark.faults
 def test_top_exits_with_1_after_an_error_of_its_screen(depot: Depot, tmp_path: Path) -> None:
-    _need_textual()
+    module("textual")
     fault = "from kvdepot.cli.tui import Top\nTop.show_status = None\n"
     (tmp_path / "sitecustomize.py").write_text(fault)
     with terminal("top", "--url", depot.url, PYTHONPATH=str(tmp_path)) as top:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +15,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-
-NEEDED = ("uvicorn", "prometheus_client")
-
-
-def need(*modules: str) -> None:
-    """Skip if a package is missing; fail where all must be installed."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"{missing[0]} is missing")
-    if missing:
-        pytest.skip(f"{missing[0]} is missing")
 
 
 @dataclass(frozen=True)
@@ -91,12 +78,8 @@ class Web:
         return value
 
     def child(self) -> int:
-        return self.child_of(self.depot)
-
-    @staticmethod
-    def child_of(depot: Depot) -> int:
         """Pid of the web process; 0 if there is none."""
-        for pid in children(depot.process.pid):
+        for pid in children(self.depot.process.pid):
             with contextlib.suppress(OSError):  # gone meanwhile
                 if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
@@ -118,13 +101,25 @@ def lives(pid: int) -> bool:
         return False
 
 
+def samples(answer: Answer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every number of `/metrics`, by name and labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            place = sample.name, tuple(sorted(sample.labels.items()))
+            assert place not in found, f"{place} stands there twice"
+            found[place] = sample.value
+    return found
+
+
 StartWeb = Callable[..., Web]
 
 
 @pytest.fixture
 def start_web(start_depot: StartDepot) -> StartWeb:
     """Start a server with HTTP at a free port."""
-    need(*NEEDED)
 
     def start(*flags: str, http: str = "127.0.0.1:0", host: str = "127.0.0.1", **options: Any) -> Web:
         return Web(start_depot("--http", http, *flags, **options), host)
@@ -135,7 +130,6 @@ def start_web(start_depot: StartDepot) -> StartWeb:
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
     """One server for those tests of a module that do not affect each other."""
-    need(*NEEDED)
     server = Depot("--http", "127.0.0.1:0").wait_ready()
     try:
         yield Web(server)

@@ -21,12 +21,12 @@ from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
-from kvdepot.web.guard import _HEADERS
+from kvdepot.web.guard import HEADERS
 from kvdepot.web.history import measure
 from kvdepot.web.live import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
-CSP = dict(_HEADERS)[b"content-security-policy"].decode()
+CSP = dict(HEADERS)[b"content-security-policy"].decode()
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 GIB = 2**30
 

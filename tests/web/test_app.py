@@ -21,13 +21,12 @@ from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, StartDepot, eventually
-from tests.web.conftest import NEEDED, StartWeb, Web, need
-from tests.web.samples import samples
+from tests.web.conftest import StartWeb, Web, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
-    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/metrics",
+    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/metrics",
     "/schema/openapi.json",
 )  # fmt: skip
 
@@ -74,7 +73,6 @@ def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
 
 
 def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepot) -> None:
-    need(*NEEDED)
     from prometheus_client import CollectorRegistry
 
     from kvdepot.web.app import ApiState, leases
@@ -82,7 +80,7 @@ def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepo
     from kvdepot.web.poll import Poll
 
     poll = Poll(start_depot("--http", "off", arena_mib=8).url, None)
-    state = ApiState(poll, LiveStatus(poll), {}, CollectorRegistry())
+    state = ApiState(poll, LiveStatus(poll), CollectorRegistry())
     began, ended = threading.Event(), threading.Event()
 
     def ask() -> bool:
@@ -123,14 +121,8 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
     assert booted is not None
     began = int(booted[1]) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
     assert plain["process_start_time_seconds"] == pytest.approx(began, abs=0.02), "the server's, not the page's"
-    for field, name in (
-        ("capacity_bytes", "memory_capacity_bytes"), ("used_bytes", "memory_used_bytes"), ("chunks", "chunks"),
-        ("reserved_shards", "reserved_shards"), ("holds", "pins"), ("clients", "clients"),
-        ("sessions", "sessions"), ("instances", "instances"), ("evicted_chunks", "evicted_chunks_total"),
-        ("stored_bytes", "stored_bytes_total"), ("retrieved_bytes", "retrieved_bytes_total"),
-        ("record_slots", "record_slots"), ("record_slots_used", "record_slots_used"), ("operations", "operations"),
-    ):  # fmt: skip
-        assert plain[f"kvdepot_{name}"] == said[field], field
+    assert plain["kvdepot_memory_used_bytes"] == said["used_bytes"] > 0
+    assert plain["kvdepot_stored_bytes_total"] == said["stored_bytes"] > 0
     for name, count in said["tokens"].items():
         assert plain[f"kvdepot_{name}_tokens_total"] == count, name
     series = {counted.name: counted.series for counted in SERVER}
@@ -148,12 +140,6 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         series = {counted.name: counted.series for counted in TIER}
         for name, count in tier["counters"].items():
             assert told[f"kvdepot_tier_{series[name]}_total", label] == count, name
-        for histogram in tier["histograms"]:
-            assert told[f"kvdepot_tier_{histogram['name']}_count", label] == sum(histogram["counts"])
-            assert told[f"kvdepot_tier_{histogram['name']}_sum", label] == pytest.approx(histogram["sum"])
-    for histogram in said["histograms"]:
-        assert plain[f"kvdepot_{histogram['name']}_count"] == sum(histogram["counts"])
-        assert told[f"kvdepot_{histogram['name']}_bucket", (("le", "+Inf"),)] == sum(histogram["counts"])
     for kind in said["latencies"]:
         label = (("request", kind["request"]),)
         assert told["kvdepot_request_duration_seconds_count", label] == kind["count"] == sum(kind["buckets"])
@@ -161,13 +147,10 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
 
 
-def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
+def test_warm_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)
     tokens = list(range(3 * CHUNK))
-    chain = ChunkChain(CHUNK)
-    chain.extend(tokens)
-    hashes = [chain.slice(i, i + 1).hex() for i in range(3)]
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
@@ -178,15 +161,6 @@ def test_warm_lease_release_and_forget_do_what_they_say(start_web: StartWeb, tmp
             "chunks": 3, "of_chunks": 3,
         }  # fmt: skip
         assert web.depot.status()["chunks"] == 3
-        pinned = web.change("/v1/lease", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
-        assert pinned.value == {"chunks": 2, "of_chunks": 2}
-        assert [lease["name"] for lease in web.get("/v1/leases").value] == ["system"]
-        assert web.change("/v1/release", {"name": "system", "drops": False}).value["name"] == "system"
-        assert web.depot.status()["lease_count"] == 0
-        assert web.depot.status()["chunks"] == 3, "they stay"
-        again = web.change("/v1/release", {"name": "system", "drops": False})
-        assert (again.status, again.value["code"]) == (400, "bad_request")
-        assert "there is no lease 'system'" in again.value["message"]
         tier = f"disk://{tmp_path}/kv"
         seen = web.change("/v1/forget/preview", {"model": engine.model}).value
         assert seen["memory"]["chunks"] == 3 and seen["memory"]["bytes"] > 0
@@ -210,8 +184,15 @@ def test_a_lease_is_begun_listed_and_released_with_its_chunks(start_web: StartWe
     web = start_web()
     engine = Engine(web.depot)
     tokens = list(range(3 * CHUNK))
+    chain = ChunkChain(CHUNK)
+    chain.extend(tokens)
+    hashes = [chain.slice(i, i + 1).hex() for i in range(2)]
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
+        assert web.change("/v1/lease", {"hashes": hashes, "name": "system"}).value == {"chunks": 2, "of_chunks": 2}
+        assert web.change("/v1/release", {"name": "system", "drops": False}).value["name"] == "system"
+        status = web.depot.status()
+        assert (status["lease_count"], status["chunks"]) == (0, 3), "its chunks stay"
         begun = web.change("/v1/lease", {"tokens": tokens, "name": "agent", "ttl_s": 600, "priority": 70})
         assert begun.value == {"chunks": 3, "of_chunks": 3}
         (lease,) = web.get("/v1/leases").value
@@ -221,6 +202,7 @@ def test_a_lease_is_begun_listed_and_released_with_its_chunks(start_web: StartWe
         eventually(lambda: web.depot.status()["chunks"] == 0)
         again = web.change("/v1/release", {"name": "agent"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
+        assert "there is no lease 'agent'" in again.value["message"]
         engine.store(tokens, list(range(3 * PER_CHUNK)))
         kept = web.change("/v1/release", {"tokens": tokens, "model": engine.model, "keep": 1})
         assert kept.value == {"name": "", "removed_chunks": 2}
@@ -253,6 +235,8 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
     [
         ("/v1/quota", {"tenant": ""}, "give `tenant`, `salt` or both"),
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
+        ("/v1/quota", {"tenant": "blue", "quota": {"floor": 1}}, "quota: object contains unknown field `floor`"),
+        ("/v1/lease", {"tokens": [1], "name": "a", "kind": "keep"}, "the body: kind: invalid enum value 'keep'"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "the body: object contains unknown field `modle`"),
         ("/v1/forget", {"all": "yes"}, "the body: all: expected `bool`, got `str`"),
@@ -285,12 +269,6 @@ def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: W
     assert (wrong.status, wrong.value["code"]) == (405, "method")
     assert "GET" in wrong.headers["allow"]
     assert web.get("/v1/forget").status == 405
-    for method, path, removed, instead in (
-        ("POST", "/v1/pin", "/v1/pin", "/v1/lease"), ("GET", "/v1/status?after=7", "/v1/status?after", "/v1/stream"),
-    ):  # fmt: skip
-        gone = web.ask(method, path, token=web.token)
-        assert gone.status == 410
-        assert gone.value == {"code": "gone", "message": f"{removed} was removed: use {instead}"}
 
 
 def test_every_error_there_is_has_an_http_status() -> None:
@@ -308,7 +286,7 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     assert rb"\\Z" not in answer.body, "to JSON Schema, that is the letter Z"
     schema = answer.value
     assert schema["paths"].keys() == {
-        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm",
+        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/warm",
         "/v1/lease", "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():

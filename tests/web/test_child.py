@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
-from kvdepot.install import advice
 from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
-from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
-from tests.server.process import run_serve
-from tests.web.conftest import NEEDED, StartWeb, Web, children, lives, need
+from tests.conftest import HANG_S, StartDepot, eventually, suspend
+from tests.web.conftest import StartWeb, Web, children, lives
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -85,7 +80,6 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
 
 
 def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot: StartDepot) -> None:
-    need(*NEEDED)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         depot = start_depot("--http", address)
@@ -97,25 +91,6 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
     eventually(lambda: not depot.status()["http_failure"])
     assert web.port == int(address.rpartition(":")[2])
     assert depot.logged().count("cannot bind HTTP to") == 1
-
-
-class Bare(Depot):
-    """A server whose interpreter does not find uvicorn."""
-
-    command: ClassVar[list[str]] = [
-        sys.executable, "-c", "import sys; sys.modules['uvicorn'] = None; from kvdepot.cli import main; main()",
-    ]  # fmt: skip
-
-
-def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
-    depot = Bare("--http", "127.0.0.1:0").wait_ready()
-    try:
-        eventually(lambda: f"HTTP is disabled: uvicorn is missing; {advice()}, or set --http off" in depot.logged())
-        assert works(depot)
-        assert eventually(lambda: depot.status()["http_failure"]).startswith("uvicorn is missing; ")
-        assert depot.stop() == 0
-    finally:
-        depot.close()
 
 
 def test_with_http_off_there_is_no_process_and_no_token(start_depot: StartDepot) -> None:
@@ -224,14 +199,8 @@ def test_a_token_file_that_cannot_be_used_is_a_wrong_setting(
         file.write_text(text)
         file.chmod(mode)
     url = f"ipc://{tmp_path}/depot.sock"
-    ended = run_serve(
-        "--url", url, "--arena-gib", "0.01", "--http", "127.0.0.1:0", "--http-token-file", str(file),
-        "--arena-name", f"kvdepot-test-{os.getpid()}-token",
-    )  # fmt: skip
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "depot.sock").exists()
+    with pytest.raises(ConfigError, match=said):
+        obtain_token(load(flags={"url": url, "http_token_file": str(file)}, environ={}))
 
 
 @pytest.mark.parametrize("left", ["", "x", "link"])
@@ -255,9 +224,8 @@ def test_what_lies_in_the_tokens_place_and_is_none_is_replaced_or_refused(tmp_pa
 
 def test_settings_are_shown_without_secrets(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1", "redis://me:hunter2@127.0.0.1:1/0?write=off")
-    shown = web.get("/v1/config")
-    assert b"hunter2" not in shown.body
-    assert web.token.encode() not in shown.body
-    assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://***@127.0.0.1:1/0?write=off"]
-    assert shown.value["chunk_size"] == 256
-    assert json.loads(shown.body)["http"] == "127.0.0.1:0"
+    shown = web.get("/v1/status")
+    assert b"hunter2" not in shown.body and web.token.encode() not in shown.body
+    settings = shown.value["settings"]
+    assert settings["tiers"] == f"disk://{tmp_path}/kv?capacity_gib=1 redis://***@127.0.0.1:1/0?write=off"
+    assert (settings["chunk_size"], settings["http"]) == ("256", "127.0.0.1:0")

@@ -13,18 +13,17 @@ import pytest
 from kvdepot.protocol import curve
 from kvdepot.web.poll import Poll
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.web.conftest import NEEDED, StartWeb, Web, need
+from tests.web.conftest import StartWeb, Web
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 CHANGES = ("/v1/forget", "/v1/warm", "/v1/lease", "/v1/release", "/v1/quota")
-READS = ("/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/config")
+READS = ("/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes")
 
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[Web]:
     """HTTP on an address that other hosts can reach."""
-    need(*NEEDED)
     server = Depot("--http", "0.0.0.0:0").wait_ready()
     try:
         yield Web(server)
@@ -73,7 +72,6 @@ def test_beyond_this_host_metrics_need_the_token_and_probes_none(public: Web) ->
 
 
 def test_where_clients_need_keys_reading_needs_the_token_and_probes_and_page_none(tmp_path: Path) -> None:
-    need(*NEEDED)
     curve.generate(tmp_path / "keys", ["engine"])
     server = Depot("--http", "127.0.0.1:0", "--keys", str(tmp_path / "keys"))
     try:

@@ -21,7 +21,7 @@ import pytest
 from kvdepot.config import default_url
 from kvdepot.web.live import engine_flag
 from tests.conftest import HANG_S, eventually, suspend
-from tests.web.conftest import NEEDED, StartWeb, Web, need
+from tests.web.conftest import StartWeb, Web
 from tests.web.sockets import connect, open_connections
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -94,7 +94,6 @@ def test_a_stream_has_events_when_the_depot_stops_answering_and_answers_again(st
 
 
 def test_a_stream_reports_a_status_that_grows_too_old_before_its_turn_ends() -> None:
-    need(*NEEDED)
     from kvdepot.web.live import LiveStatus
     from kvdepot.web.poll import STALE_S, Poll, PolledStatus, Turn
     from tests.web.site import empty_status
@@ -138,15 +137,15 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
 
 
 def test_a_stream_that_is_not_read_is_given_up() -> None:
-    need(*NEEDED)
     from kvdepot.web.dispatch import Dispatch, get
+    from kvdepot.web.guard import Guard
     from kvdepot.web.server import HttpServer
 
     async def large(state: object) -> AsyncIterator[bytes]:
         while True:
             yield b"data: %b\n\n" % (b"x" * (1 << 20))
 
-    app = Dispatch([get("/v1/stream")(large)], {}, None)
+    app = Dispatch([get("/v1/stream")(large)], {}, None, Guard("", is_local=False, reads_free=True, open_paths=()))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = HttpServer(app, int)
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,17 +11,11 @@ import pytest
 
 from kvdepot.metrics import Event
 from kvdepot.status import Engine, NamespaceStatus
-from tests.conftest import HANG_S, StartDepot, eventually
-from tests.ports import free_port
+from tests.conftest import HANG_S, eventually
+from tests.programs import missing, module
 from tests.web.browser import chromium, executable
-from tests.web.site import (
-    GIB,
-    Site,
-    empty_status,
-    example_history,
-    example_leases,
-    example_prefixes,
-)  # fmt: skip
+from tests.web.conftest import StartWeb
+from tests.web.site import GIB, Site, empty_status, example_history, example_leases, example_prefixes
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -36,23 +26,15 @@ WAIT_MS = 1000 * HANG_S
 NONE = "\N{EN DASH}"
 
 
-def _needed(is_there: bool, what: str) -> None:
-    """Skip the test where something is missing; where all must be there, fail."""
-    if not is_there:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{what} is missing")
-
-
 JUDGED = "h1:has-text('Healthy'), h1:has-text('Needs attention')"
 """The headline of a page that has a status."""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    try:
-        import playwright.sync_api  # noqa: F401
-    except ImportError:
-        _needed(False, "Playwright")
-    _needed(executable() is not None, "Chromium")
+    module("playwright.sync_api")
+    if executable() is None:
+        missing("Chromium")
     with chromium() as started:
         yield started
 
@@ -249,9 +231,6 @@ def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
 
 @pytest.mark.parametrize("look", ["light", "dark", "narrow", "down", "dialogue"])
 def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
-    pytest.importorskip("axe_playwright_python") if not os.environ.get("CI") else None
-    from axe_playwright_python.sync_playwright import Axe
-
     site.history, site.prefixes = example_history(site.status.wall_s), example_prefixes()
     page = open_page(width=400 if look == "narrow" else 1280, color_scheme="dark" if look == "dark" else "light")
     if look == "down":
@@ -263,7 +242,7 @@ def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
         page.locator("figure summary").first.click()
         for fold in ("over-time", "users", "engines-part", "events-part", "detail"):
             open_part(page, fold)
-    found = Axe().run(page).response["violations"]
+    found = module("axe_playwright_python.sync_playwright").Axe().run(page).response["violations"]
     faults = [(fault["id"], fault["impact"], [node["html"] for node in fault["nodes"]][:3]) for fault in found]
     assert faults == [], json.dumps(faults, indent=1)
 
@@ -362,39 +341,20 @@ def test_a_lease_is_ended_from_its_row_and_its_chunks_stay(operated: Site, open_
 # -- with a real server
 
 
-@pytest.fixture
-def port() -> int:
-    """A free port, for servers that use it one after the other."""
-    if importlib.util.find_spec("kvdepot.web.app") is None:
-        _needed(False, "kvdepot.web")
-    return free_port()
-
-
-def ask(port: int, path: str) -> Any:
-    """A real server's answer; None if there is no server."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return json.load(answer)
-    except OSError:
-        return None
-
-
-def test_what_the_page_shows_is_what_a_real_server_says(
-    start_depot: StartDepot, port: int, open_page: OpenPage
-) -> None:
+def test_what_the_page_shows_is_what_a_real_server_says(start_web: StartWeb, open_page: OpenPage) -> None:
     from kvdepot.adapters import LoadStoreOp
     from tests.client.engine import Engine as RealEngine
 
-    depot = start_depot("--http", f"127.0.0.1:{port}")
-    engine, tokens = RealEngine(depot), list(range(512))
+    web = start_web()
+    engine, tokens = RealEngine(web.depot), list(range(512))
     assert engine.lookup(tokens) == 0
     engine.store(tokens, list(range(8)))
     engine.scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
     assert engine.scheduler.wait_lookup_result("r", 10.0) == 512
     engine.worker.submit_retrieve_request("r", LoadStoreOp(list(range(8, 16)), token_ids=tokens), None)
     eventually(lambda: engine.worker.get_finished(set())[1])
-    status = eventually(lambda: (now := ask(port, "/v1/status")) and now["saved"]["tokens"] == 512 and now)
-    page = open_page(f"http://127.0.0.1:{port}/")
+    status = eventually(lambda: (now := web.latest())["saved"]["tokens"] == 512 and now)
+    page = open_page(f"http://127.0.0.1:{web.port}/")
     shows(page, "#gain-facts", "512 tokens")
     assert rows(page, "namespaces") == [[engine.model, "1,024", "50.0%", "8 KiB", "<0.1%", "1", "Forget…"]]
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["engine"] for each in status["engines"])
@@ -402,7 +362,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     assert rows(page, "prefixes")[0][2:5] == ["1", "512", "512"]
     page.locator("#prefixes button").first.click()
     page.get_by_label("Name", exact=True).fill("listed")
-    page.locator("#action-token input").fill(Path(f"{depot.url.removeprefix('ipc://')}.token").read_text().strip())
+    page.locator("#action-token input").fill(web.token)
     page.get_by_role("button", name="Pin", exact=True).click()
     shows(page, "#action-effect", "2 of 2 chunks are pinned.")
     page.get_by_role("button", name="Close").click()
@@ -412,8 +372,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
 
     def asked() -> int:
         """Two lookups, or more where a busy machine answered one too late and it was repeated."""
-        latencies = ask(port, "/v1/status")["latencies"]
-        return next(int(each["count"]) for each in latencies if each["request"] == "Lookup")
+        return next(int(each["count"]) for each in web.latest()["latencies"] if each["request"] == "Lookup")
 
     assert asked() >= 2
     eventually(lambda: times()["Lookup"] == str(asked()))
@@ -424,7 +383,6 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     assert text(page, "#hit-rate") == "50.0%"
     assert text(page, "#stores .big") == f"{status['used_bytes'] / 1024:g} KiB"
     assert f"of {status['capacity_bytes'] / 2**20:.1f} MiB" in text(page, "#stores .of")
-    assert [event["text"] for event in reversed(status["events"])] == page.locator(
-        "#events li span:last-child"
-    ).all_inner_texts()
+    events = page.locator("#events li span:last-child").all_inner_texts()
+    assert [event["text"] for event in reversed(status["events"])] == events
     engine.close()

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-
 from msgspec.structs import replace
 
 from kvdepot.protocol.counters import SERVER, refusal
 from kvdepot.protocol.metrics import ENGINES
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
-from tests.web.conftest import need
+from kvdepot.web.prometheus import families
 from tests.web.site import empty_status
 
 
-def values(status: Status, name: str) -> dict[str, float]:
-    """The values of one metric by model, by tenant, by what was refused, or without a label."""
-    need("prometheus_client")
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    return {
-        next(
-            (sample.labels[label] for label in ("model", "tenant", "what") if label in sample.labels), ""
-        ): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == f"kvdepot_{name}"
-    }
-
-
-def by_salt(status: Status, name: str) -> dict[tuple[str, str], float]:
-    """The values of one metric by tenant and salt."""
-    need("prometheus_client")
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    samples = [sample for family in families for sample in family.samples if sample.name == f"kvdepot_{name}"]
-    return {(sample.labels["tenant"], sample.labels["salt"]): sample.value for sample in samples}
+def values(status: Status, name: str, label: str = "") -> dict[str, float]:
+    """The values of one metric by this label."""
+    samples = [sample for family in families(status) for sample in family.samples]
+    return {sample.labels.get(label, ""): sample.value for sample in samples if sample.name == f"kvdepot_{name}"}
 
 
 def test_models_beyond_the_fifty_largest_are_one_sum() -> None:
@@ -40,11 +22,11 @@ def test_models_beyond_the_fifty_largest_are_one_sum() -> None:
     parts = [NamespaceStatus("", "parts", 1, 4, 1, 600, 1)] * 2
     beyond = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 5, 0)  # what the status itself does not list
     status = replace(empty_status(), namespaces=[*large, *parts], other_namespaces=beyond)
-    held = values(status, "namespace_bytes")
+    held = values(status, "namespace_bytes", "model")
     assert held["parts"] == 1200
     assert len(held) == 51 and "model-00" not in held
     assert held[OTHERS] == 1000 + 5
-    assert values(status, "namespace_chunks")[OTHERS] == 1 + 7
+    assert values(status, "namespace_chunks", "model")[OTHERS] == 1 + 7
 
 
 def test_tokens_are_counted_by_model_by_tenant_and_in_all() -> None:
@@ -52,15 +34,13 @@ def test_tokens_are_counted_by_model_by_tenant_and_in_all() -> None:
     models = [Usage("", 10, 8, 5, "m"), Usage("blue", 6, 3, 2, "n"), Usage(OTHERS, 1, 0, 0, OTHERS)]
     tokens = TokenCounts(17, 11, 7, 12)
     status = replace(empty_status(), usage=usage, model_usage=models, tokens=tokens)
-    assert values(status, "tenant_reused_tokens_total") == {"": 5, "blue": 2}
+    assert values(status, "tenant_reused_tokens_total", "tenant") == {"": 5, "blue": 2}
     for name, total in (("asked", 17), ("found", 11), ("reused", 7)):
-        by_model = values(status, f"model_{name}_tokens_total")
-        assert sum(by_model.values()) == total == sum(values(status, f"tenant_{name}_tokens_total").values())
+        by_model = values(status, f"model_{name}_tokens_total", "model")
+        assert sum(by_model.values()) == total == sum(values(status, f"tenant_{name}_tokens_total", "tenant").values())
         assert values(status, f"{name}_tokens_total") == {"": total}
     assert values(status, "bound_tokens_total") == {"": 12}
     assert values(replace(status, tokens=TokenCounts(17, 11, 7)), "bound_tokens_total") == {}
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    assert not [family.name for family in families if family.name.endswith(("ratio", "ceiling"))]
 
 
 def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family() -> None:
@@ -71,8 +51,7 @@ def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family(
     ]  # fmt: skip
     hits = Histogram("hit_tokens", "tokens", [64.0, 256.0], [0, 2, 1], 900.0)
     status = replace(empty_status(), tiers=tiers, histograms=[hits])
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    made = {family.name: {(s.name, *s.labels.values()): s.value for s in family.samples} for family in families}
+    made = {family.name: {(s.name, *s.labels.values()): s.value for s in family.samples} for family in families(status)}
     assert made["kvdepot_hit_tokens"] == {
         ("kvdepot_hit_tokens_bucket", "64"): 0, ("kvdepot_hit_tokens_bucket", "256"): 2,
         ("kvdepot_hit_tokens_bucket", "+Inf"): 3, ("kvdepot_hit_tokens_count",): 3, ("kvdepot_hit_tokens_sum",): 900,
@@ -89,29 +68,26 @@ def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
         TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6, 11, 12, 13),
         TenantStatus("blue", 8, 1, 3, 9, 2.0, 60, 4, 6, 21, 22, 0, "5a17"),
     ]
-    status = replace(empty_status(), tenants=tenants)
-    assert by_salt(status, "tenant_used_bytes") == {("", ""): 5, ("blue", ""): 7, ("blue", "5a17"): 8}
-    assert by_salt(status, "tenant_disk_bytes") == {("blue", ""): 11, ("blue", "5a17"): 21}
-    assert by_salt(status, "tenant_disk_floor_bytes") == {("blue", ""): 12, ("blue", "5a17"): 22}
-    assert by_salt(status, "tenant_disk_cap_bytes") == {("blue", ""): 13, ("blue", "5a17"): 0}
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for family in families(replace(empty_status(), tenants=tenants)):
+        for sample in family.samples:
+            if "salt" in sample.labels:
+                place = sample.labels["tenant"], sample.labels["salt"]
+                found.setdefault(sample.name.removeprefix("kvdepot_tenant_"), {})[place] = sample.value
+    assert found["used_bytes"] == {("", ""): 5, ("blue", ""): 7, ("blue", "5a17"): 8}
+    assert found["disk_bytes"] == {("blue", ""): 11, ("blue", "5a17"): 21}
+    assert found["disk_floor_bytes"] == {("blue", ""): 12, ("blue", "5a17"): 22}
+    assert found["disk_cap_bytes"] == {("blue", ""): 13, ("blue", "5a17"): 0}
 
 
 def test_every_counter_is_there_before_it_counts() -> None:
     for counted in SERVER:
         if what := refusal(counted):
-            assert values(empty_status(), "refused_total")[what] == 0.0
+            assert values(empty_status(), "refused_total", "what")[what] == 0.0
         else:
             assert values(empty_status(), f"{counted.series}_total") == {"": 0.0}, counted.name
 
 
-def by_request(status: Status, name: str) -> dict[str, float]:
-    """The values of one metric by kind of request."""
-    need("prometheus_client")
-    families = importlib.import_module("kvdepot.web.prometheus").families(status)
-    samples = [sample for family in families for sample in family.samples if sample.name == f"kvdepot_{name}"]
-    return {sample.labels["request"]: sample.value for sample in samples}
-
-
 def test_requests_of_engines_have_series_before_the_first_one() -> None:
     for name in ("duration_seconds_bucket", "duration_seconds_sum", "duration_seconds_count", "errors_total"):
-        assert by_request(empty_status(), f"request_{name}") == dict.fromkeys(ENGINES, 0.0), name
+        assert values(empty_status(), f"request_{name}", "request") == dict.fromkeys(ENGINES, 0.0), name

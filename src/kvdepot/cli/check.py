@@ -1,7 +1,7 @@
 """`kvdepot check`: whether an arena's records agree with each other and with its bytes; and what engines have left.
 
-Invariant: it changes nothing unless asked to fix, and never fixes the arena of a running server. It checks a snapshot
-of an arena in use, and does not report what the server changed in the meantime.
+Invariant: it changes no arena. It checks a snapshot of an arena in use, and does not report what the server changed in
+the meantime. A server drops damaged records when it starts, and a damaged chunk when an engine asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvdepot import locks
 from kvdepot.cli import options
-from kvdepot.cli.output import agreed, clean, progress, show, size
+from kvdepot.cli.output import progress, show, size
 from kvdepot.config import load
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
@@ -37,35 +37,25 @@ _PROGRESS_CHUNKS = 64
 @click.command()
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--fix", is_flag=True, help="drop damaged records, and so their chunks; only while no server uses the "
-              "arena")  # fmt: skip
 @click.option("--remove-left", is_flag=True, help="instead, remove KV in /dev/shm that ended engines have left")
-@options.destructive
 @options.as_json
-def check(fix: bool, remove_left: bool, consent: options.Consent, as_json: bool, **flags: str | None) -> int:
+def check(remove_left: bool, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong.
 
-    Also counts the KV that engines which were killed have left in /dev/shm.
+    Also counts the KV that engines which were killed have left in /dev/shm. What is damaged in an arena is lost:
+    a server drops bad records when it starts, and --verify always finds each bad chunk before an engine loads it.
     """
-    if remove_left and fix:
-        raise click.UsageError("--fix and --remove-left are different tasks: give one of them")
-    removes = remove_left and not consent.dry_run
-    left = {name: taken for name, taken in shm.left_tensors() if not removes or shm.remove_left_tensors(name)}
+    left = {name: taken for name, taken in shm.left_tensors() if not remove_left or shm.remove_left_tensors(name)}
     what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
     if remove_left:
-        show(as_json, left, f"removed {what}" if removes else f"would remove {what}")
+        show(as_json, left, f"removed {what}")
         return 0
     if left:
         print(f"kvdepot: {what}: --remove-left removes them", file=sys.stderr)
-    arena = load(flags=flags).arena
-    what, lost = "--fix drops damaged records, and so their chunks", "their chunks are lost: engines compute them again"
-    fix = fix and not consent.dry_run
-    if fix and not agreed(consent, what, f"Drop damaged records of {clean(arena)}?", lambda: [lost]):
-        return 1
     with progress() as update:
-        report = audit(arena, fix, lambda done, total: update("reading chunks", done, total))
+        report = audit(load(flags=flags).arena, lambda done, total: update("reading chunks", done, total))
     show(as_json, report, *report.lines())
-    return 1 if report.problems and not report.fixed else 0
+    return 1 if report.problems else 0
 
 
 @dataclass
@@ -81,7 +71,6 @@ class Report:
     used_bytes: int = 0
     summed_shards: int = 0
     problems: list[str] = field(default_factory=list)
-    fixed: bool = False
 
     def lines(self) -> list[str]:
         state = "in use by a server" if self.in_use else "not in use"
@@ -91,15 +80,15 @@ class Report:
             f"{plural(self.shards, 'shard')}, {size(self.used_bytes)}",
             f"{self.summed_shards} shards have a checksum and were read",
             *self.problems,
-            plural(len(self.problems), "problem") + (", removed" if self.fixed and self.problems else ""),
+            plural(len(self.problems), "problem"),
         ]
 
 
-def audit(name: str, fix: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Check the arena of that name; `fix` drops damaged records. Blocks while it reads every chunk with a checksum.
+def audit(name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Check the arena of that name. Blocks while it reads every chunk with a checksum.
 
     progress: called with the number of chunks checked, and of all.
-    Raises ArenaError if the file is not an arena of this format, is not ours, or is in use and should be fixed.
+    Raises ArenaError if the file is not an arena of this format, or not ours.
     """
     path = shm.shm_path(name)
     try:
@@ -109,27 +98,14 @@ def audit(name: str, fix: bool, progress: Callable[[int, int], None] = lambda do
             f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url or "
             "--arena-name selects another arena"
         ) from exc
-    is_ours = False
     try:
         # Do not lock it only to read: clients would take us for the server that died.
-        is_ours = fix and locks.lock(fd)
-        in_use = not is_ours and locks.is_locked(fd)
-        if in_use and fix:
-            raise ArenaError(f"{path} is in use by a server: stop it with --on-stop keep before fixing")
-        try:
-            header = ArenaHeader.read(fd, path)
-        except ArenaError as exc:
-            if not fix or not ArenaHeader.is_damaged(fd):
-                raise
-            path.unlink()
-            return Report(str(path), problems=[str(exc)], fixed=True)
-        report = Report(str(path), in_use, fixed=fix)
+        report = Report(str(path), locks.is_locked(fd))
+        header = ArenaHeader.read(fd, path)
         if header is not None:
             _check(fd, header, report, progress)
         return report
     finally:
-        if is_ours:
-            locks.unlock(fd)  # the mapping in `_restore` has a descriptor of its own
         os.close(fd)
 
 
@@ -137,10 +113,10 @@ def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
-    index, restored, data = _restore(fd, header, whole, report.fixed)
+    index, restored, data = _restore(fd, header, whole)
     if report.in_use and (restored.dropped or restored.damaged):
         # The server may have changed records while we read, so only what a second reading finds too is wrong.
-        _, again, _ = _restore(fd, header, whole, False)
+        _, again, _ = _restore(fd, header, whole)
         restored.dropped = [line for line in restored.dropped if line in again.dropped]
         restored.damaged = [slot for slot in restored.damaged if slot in again.damaged]
     report.problems += restored.dropped
@@ -168,11 +144,9 @@ def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int
     index.validate()
 
 
-def _restore(fd: int, header: ArenaHeader, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
-    """The index that a server would restore, and the table's bytes. Erases bad records in the file only with `fix`."""
+def _restore(fd: int, header: ArenaHeader, whole: int) -> tuple[Index, Restored, bytearray]:
+    """The index that a server would restore, and the table's bytes."""
     data = header.read_table(fd)
-    memory = memoryview(bytearray(data))
-    if fix:
-        memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
-    index = Index(Allocator(header.chunks_start, header.size), Lru, Records(memory))
+    records = Records(memoryview(bytearray(data)))  # which erases bad ones in its own copy
+    index = Index(Allocator(header.chunks_start, header.size), Lru, records)
     return index, restore(index, data, whole), data

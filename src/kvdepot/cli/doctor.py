@@ -28,14 +28,13 @@ from kvdepot.cli.status import ask_health
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
-from kvdepot.memory.room import limits
+from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.status import Status
 from kvdepot.values import plural
-from kvdepot.web.child import missing_packages
 
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
@@ -156,45 +155,24 @@ def _settings(facts: Facts) -> Iterator[Said]:
         yield "warn", f"environment variable {name} is not a setting", advice
 
 
-def _shared_memory(facts: Facts) -> Iterator[Said]:
-    try:
-        room = os.statvfs(shm.SHM)
-    except OSError as exc:
-        advice = f"mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}; containers have it by default"
-        yield "fail", f"{shm.SHM}: {exc.strerror}; the arena is a file there", advice
-        return
-    whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    path = shm.SHM / facts.config.arena
-    there = path.stat().st_blocks * 512 if path.exists() else 0  # already allocated to the arena
-    if facts.here is not None:
-        wanted, whose = facts.here.capacity_bytes, "the running server's"
-        there = there or wanted  # under a name that only the server knows
-    else:
-        wanted, whose = facts.config.arena_bytes, "the"
-    text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; {whose} arena takes {size(wanted)}"
-    advice = (
-        "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
-        "medium Memory), or make the arena smaller: --arena-gib"
-    )
-    if not os.access(shm.SHM, os.W_OK):
-        yield "fail", f"{shm.SHM} is not writable", "make it writable for this user"
-    elif wanted - there > free:
-        yield "fail", text, advice
-    elif free - (wanted - there) < whole // 20:
-        yield "warn", f"{text}, which leaves little for engines", advice
-    else:
-        yield "ok", text
-
-
 def _memory(facts: Facts) -> Iterator[Said]:
-    found = [limit for limit in limits() if limit.what != str(shm.SHM)]
-    text = "; ".join(f"{limit.what}: {size(limit.free)} of {size(limit.most)} available" for limit in found)
-    wanted = 0 if facts.here is not None else facts.config.arena_bytes  # a running server's is not available any more
-    if found and wanted > found[0].free:
-        advice = f"the arena alone takes {size(wanted)}: lower --arena-gib, or {found[0].advice}"
-        yield "fail" if found[0].is_hard and wanted > found[0].most else "warn", text, advice
-    else:
-        yield "ok", text
+    """The arena beside every bound of the memory here; a running server's is allocated already."""
+    if not os.access(shm.SHM, os.W_OK):
+        advice = f"make it writable for this user, or mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}"
+        yield "fail", f"{shm.SHM}, where the arena is a file, is not there or not writable", advice
+        return
+    now = facts.here
+    wanted = facts.config.arena_bytes if now is None else now.capacity_bytes
+    missing = wanted - allocated(facts.config.arena) if now is None else 0
+    whose = "the arena" if now is None else "the running server's arena"
+    yield "ok", f"{whose} takes {size(wanted)}"
+    for limit in limits():
+        text = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available"
+        if missing <= limit.free:
+            yield "ok", text
+            continue
+        never = limit.is_hard and (wanted > limit.most or limit.what == str(shm.SHM))
+        yield "fail" if never else "warn", text, f"the arena does not fit: lower --arena-gib, or {limit.advice}"
 
 
 def _huge_pages(facts: Facts) -> Iterator[Said]:
@@ -318,9 +296,6 @@ def _web_page(facts: Facts) -> Iterator[Said]:
             yield "warn", text, "see the server's log"
     elif address == "off":
         yield "ok", "disabled (http = off)"
-    elif missing := missing_packages():
-        advice = f"{install.advice()} for the page, metrics and API, or --http off"
-        yield "warn", f"{', '.join(missing)} is not installed", advice
     elif facts.silence is not None and facts.silence[0] == "fail":
         yield "warn", f"not checked at {address}: the server does not answer", "see the finding about the server"
     elif now is None:
@@ -332,7 +307,6 @@ def _web_page(facts: Facts) -> Iterator[Said]:
 _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "system": _system,
     "settings": _settings,
-    "shared memory": _shared_memory,
     "memory": _memory,
     "huge pages": _huge_pages,
     "tier": _tiers,

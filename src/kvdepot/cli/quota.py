@@ -11,25 +11,14 @@ from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, duration, show, size
 from kvdepot.client import admin
-from kvdepot.errors import ConfigError
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota, name_of, shown_tag
-from kvdepot.values import parse_size
 
 _DRY = "nothing was changed: this was a dry run"
 
 
-def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return int(parse_size(text))
-    except ValueError as exc:
-        raise ConfigError(f"{option.opts[0]}: {exc}: write 64GiB or 512MiB, say") from exc
-
-
-_size = partial(click.option, metavar="SIZE", callback=_bytes)
-"""An option for a number of bytes, with or without a unit; it goes by the name of its field in Quota."""
+_size = partial(click.option, metavar="SIZE", type=options.size)
+"""An option for a number of bytes, which goes by the name of its field in Quota."""
 
 
 @click.command()

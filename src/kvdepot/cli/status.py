@@ -34,30 +34,25 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
               help="print it again every SECONDS (without a value: 2) until interrupted; with --json, one line "
               "each")  # fmt: skip
 @click.option("--http", "shows_page", is_flag=True, help="print the URL of the web page instead, with the token")
-@click.option("--http-token-file", metavar="FILE", type=click.Path(), help="with --http: the server's token file, if "
-              "it has one")  # fmt: skip
 @options.server
 @options.as_json
-def status(
-    watch: float | None, shows_page: bool, http_token_file: str | None, server: options.Address, as_json: bool
-) -> int:
+def status(watch: float | None, shows_page: bool, server: options.Address, as_json: bool) -> int:
     """Show the state of a running server: memory, tokens reused and their upper bound (infinite cache), saved prefill,
     latencies, engines, models, tiers, evictions and failures, and GPUs; and the path of the log if an engine started
     the server. Other servers log to where they were started: a terminal, the journal of a service, a container's log.
 
-    With --http, print only the URL of the web page, as the server reports it. The token follows the #, and browsers do
-    not send it; anyone with this URL can forget, lease and load chunks. HTTP requests that change something need the
-    token (Authorization: Bearer), and so do all requests from other hosts, or where clients need keys.
+    With --http, print only the URL of the web page, as the server reports it, with the token of the file that
+    KVDEPOT_HTTP_TOKEN_FILE names, or that the server made. The token follows the #, and browsers do not send it; anyone
+    with this URL can forget, lease and load chunks. HTTP requests that change something need the token (Authorization:
+    Bearer), and so do all requests from other hosts, or where clients need keys.
     """
     if shows_page and watch is not None:
         raise click.UsageError("--http prints the URL once: give no --watch with it")
-    if http_token_file and not shows_page:
-        raise click.UsageError("--http-token-file is for --http: give both")
     place = endpoint(server.url)
     try:
         with connect(server) as client:
             if shows_page:
-                return _show_page(client.ask(wire.Status()).result(_ANSWER_S), place, http_token_file, as_json)
+                return _show_page(client.ask(wire.Status()).result(_ANSWER_S), place, as_json)
             while True:
                 try:
                     _show(client.ask(wire.Status()).result(_ANSWER_S), place, as_json, watch is not None)
@@ -101,20 +96,22 @@ def _log_at(place: str) -> Path | None:
     return log if log is not None and log.is_file() else None
 
 
-def _show_page(answer: Any, place: str, token_file: str | None, as_json: bool) -> int:
+def _show_page(answer: Any, place: str, as_json: bool) -> int:
     # Ask the server, because another user's server may have the address in the settings, and would get our token.
     address = read(answer).http
     if not address:
         raise Unavailable(
-            f"the server at {place} has no web page (yet): HTTP is off, its packages are not installed, or its "
-            "address is in use; see the log of `kvdepot serve`, or run `kvdepot doctor`"
+            f"the server at {place} has no web page (yet): HTTP is off, or its address is in use; "
+            " see the log of `kvdepot serve`, or run `kvdepot doctor`"
         )
     if ask_health(address) is None:
         raise Unavailable(f"the web page at {_local(address)} does not answer; see the server's log")
     try:
-        token = read_token(load(flags={"url": place, "http_token_file": token_file}))
+        token = read_token(load(flags={"url": place}))
     except ConfigError as exc:
-        advice = "a server creates its token when it starts, for its own user; --http-token-file names another file"
+        advice = (
+            "a server creates its token when it starts, for its own user; KVDEPOT_HTTP_TOKEN_FILE names another file"
+        )
         raise ConfigError(f"{exc}; {advice}") from exc
     url = f"{_local(address)}/#token={quote(token, safe='')}"
     show(as_json, {"url": url, "token": token}, url)

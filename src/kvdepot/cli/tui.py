@@ -170,7 +170,7 @@ class Top(App[None]):
                 self.show_status(read(answer))
             else:
                 kind: Any = _TABLES[tab].rows
-                self.show_list(tab, msgspec.convert(answer, list[kind]))
+                self._lists[tab] = msgspec.convert(answer, list[kind])
         except DeadlineExceeded:
             self._trouble = ""
         except (KVDepotError, msgspec.ValidationError) as exc:
@@ -183,11 +183,6 @@ class Top(App[None]):
         while status.uptime_s - self._statuses[0].uptime_s > _WINDOW_S:
             self._statuses.popleft()
         self._trouble, self._answered, self._clock = "", time.monotonic(), time.strftime("%H:%M:%S")
-        self._draw()
-
-    def show_list(self, tab: str, rows: list[Row]) -> None:
-        """Show what the server lists on request for a tab."""
-        self._lists[tab] = rows
         self._draw()
 
     def _why_old(self) -> str:

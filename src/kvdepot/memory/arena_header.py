@@ -67,16 +67,8 @@ class ArenaHeader(NamedTuple):
             )
         header = cls(size, table_bytes, boot)
         if header.pack() != data:
-            raise ArenaError(
-                f"the header of {path} is damaged: remove the file (`kvdepot check --fix` does; its chunks are "
-                "recomputed on demand)"
-            )
+            raise ArenaError(f"the header of {path} is damaged: remove the file (its chunks are recomputed on demand)")
         return header
-
-    @staticmethod
-    def is_damaged(fd: int) -> bool:
-        """Whether this is an arena of our format; for one whose header `read` refuses."""
-        return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
 
     def read_table(self, fd: int) -> bytearray:
         """The contents of the table, up to the file's end; allocates no memory for pages that were never written."""

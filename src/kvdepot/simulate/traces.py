@@ -51,20 +51,23 @@ class Trace:
             ends.append(len(blocks))
             times.append(time)
         self.name = name
-        self.block_tokens = 0  # 0 = not known
+        self.block_tokens = 0
+        """Tokens per block; 0 = not known."""
         self.unique = len(numbers)
         self.blocks: npt.NDArray[np.uint32] = np.array(blocks, np.uint32)
         """uint32[references]: the blocks of all requests, concatenated."""
         self.ends: npt.NDArray[np.int64] = np.array(ends, np.int64)
         """int64[requests]: where each request ends in `blocks`."""
-        self.times: npt.NDArray[np.float64] = np.array(times, np.float64)
-        """float64[requests]: when each request arrived, in seconds."""
-        if (np.diff(self.times) < 0).any():
-            found = list(self)
-            order = np.argsort(self.times, kind="stable")
+        if (np.diff(times) < 0).any():
+            found, order = list(self), np.argsort(times, kind="stable")
             self.blocks = np.concatenate([found[i] for i in order])
             self.ends = np.cumsum([len(found[i]) for i in order])
-            self.times = self.times[order]
+
+    @property
+    def contents(self) -> str:
+        """The numbers of its requests and blocks, for a title."""
+        text = f"{len(self):,} requests, {len(self.blocks):,} block references, {self.unique:,} blocks"
+        return f"{text} of {self.block_tokens} tokens" if self.block_tokens else text
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -127,6 +130,4 @@ def _open(file: Path) -> IO[bytes]:
 def _decoder(line: bytes) -> Callable[[bytes], _Mooncake | _Bailian]:
     """The decoder for objects like this one. Raises msgspec.DecodeError if it is not a JSON object."""
     fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    if "requests" in fields:
-        raise msgspec.DecodeError("sessions of WEKA's format are no longer read: write a line per request")
     return msgspec.json.Decoder(_Bailian).decode if "chat_id" in fields else msgspec.json.Decoder(_Mooncake).decode

@@ -49,7 +49,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(order.log_level, order.settings["log_format"])
+    logs.configure(order.log_level, order.log_format)
     try:
         return _serve(order)
     except KVDepotError as exc:
@@ -94,7 +94,7 @@ def _serve(order: Order) -> int:
     poll = Poll(order.url, key)
     live, signs = LiveStatus(poll), list[object]()
     try:
-        app = make_app(poll, live, order.settings, order.address, order.token)
+        app = make_app(poll, live, order)
         server = HttpServer(app, lambda: signs.append(None))
         threading.Thread(target=_watch, args=(signs,), name="kvdepot-watchdog", daemon=True).start()
         threading.Thread(target=_await_end, args=(server, live), daemon=True).start()

@@ -6,14 +6,13 @@ something ask the server, on threads, a few at a time.
 
 from __future__ import annotations
 
-import mimetypes
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -31,6 +30,7 @@ from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
+from kvdepot.web.child import Order
 from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import TimeSeries
@@ -79,11 +79,10 @@ class CachedLists:
 
 @dataclass(frozen=True, slots=True)
 class ApiState:
-    """The parts that endpoints use. settings: shown to clients, without secrets."""
+    """The parts that endpoints use."""
 
     poll: Poll
     live: LiveStatus
-    settings: dict[str, Any]
     registry: CollectorRegistry
     leases: CachedLists = field(default_factory=CachedLists)
     prefixes: CachedLists = field(default_factory=CachedLists)
@@ -249,12 +248,6 @@ def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
     return state.prefixes.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
 
 
-@get("/v1/config")
-async def config(state: ApiState) -> dict[str, Any]:
-    """The server's settings; secrets are masked."""
-    return state.settings
-
-
 # -- changing
 
 
@@ -351,37 +344,37 @@ def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
 # -- the page
 
 
+_TYPES = {
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}  # fmt: skip
+"""Media types by suffix; not the host's, which differ."""
+
+
 def _read_page() -> dict[str, Encoded]:
     """Read all files of the page, which are few and small. Returns them by path."""
-    found: dict[str, Encoded] = {}
-    todo = [("/", resources.files("kvdepot.web") / "page")]
-    while todo:
-        path, folder = todo.pop()
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                todo.append((f"{path}{entry.name}/", entry))
-                continue
-            kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
-            if kind == "application/javascript":
-                kind = "text/javascript"  # the host's table may have either
-            charset = "; charset=utf-8" if kind.startswith("text/") else ""
-            found[path + entry.name] = Encoded(entry.read_bytes(), kind + charset)
+    folder = Path(__file__).with_name("page")
+    found = {
+        f"/{file.relative_to(folder)}": Encoded(file.read_bytes(), _TYPES.get(file.suffix, "text/plain; charset=utf-8"))
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
     return {**found, "/": found["/index.html"]}
 
 
 _ENDPOINTS = [
-    healthz, readyz, metrics, status, stream, history, leases, prefixes, config,
+    healthz, readyz, metrics, status, stream, history, leases, prefixes,
     warm, lease, release, preview, forget, quota,
 ]  # fmt: skip
 
 
-def make_app(poll: Poll, live: LiveStatus, settings: dict[str, Any], address: str, token: str) -> App:
-    """The application. settings: shown to clients, without secrets. address: HOST:PORT that we listen at."""
+def make_app(poll: Poll, live: LiveStatus, order: Order) -> App:
+    """The application of the web process that `order` describes."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
     document = Encoded(describe(_ENDPOINTS, __version__))
-    app = Dispatch(_ENDPOINTS, {**pages, "/schema/openapi.json": document}, ApiState(poll, live, settings, registry))
-    is_local = is_loopback(f"tcp://{address}")
-    return Guard(app, token, is_local, is_local and not settings["keys"], pages)
+    is_local = is_loopback(f"tcp://{order.address}")
+    guard = Guard(order.token, is_local, is_local and order.key is None, pages)
+    return Dispatch(_ENDPOINTS, {**pages, "/schema/openapi.json": document}, ApiState(poll, live, registry), guard)

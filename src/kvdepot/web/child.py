@@ -7,19 +7,17 @@ closes, however the server ended. Invariant: nothing that happens here affects t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvdepot import install
-from kvdepot.config import Config, masked
+from kvdepot.config import Config
 from kvdepot.processes import module_command
 from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _USER = ".web"
-_NEEDS = ("uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Delay of the start, so that clients that waited for the server come first."""
 _LISTEN_S = 1.0
@@ -42,21 +39,17 @@ _STOP_S = 3.0
 _BACKLOG = 64
 
 
-def missing_packages() -> list[str]:
-    """Packages that the web process needs and that are not installed."""
-    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-
-
 class Order(msgspec.Struct, frozen=True):
-    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; or None."""
+    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; None unless
+    clients need keys."""
 
     url: str
     listener: int
     address: str
     token: str
     key: tuple[str, str, str] | None
-    settings: dict[str, Any]
     log_level: str
+    log_format: str
 
     def __repr__(self) -> str:
         return f"Order(url={self.url!r}, address={self.address!r})"
@@ -118,10 +111,6 @@ class Child:
     def _run(self) -> None:
         if self._stopping.wait(_GRACE_S):
             return
-        if missing := missing_packages():
-            self.failure = f"{missing[0]} is missing; {install.advice()}, or set --http off"
-            log.info("HTTP is disabled: %s", self.failure)
-            return
         listener = self._listen()
         if listener is None:
             return
@@ -173,8 +162,8 @@ class Child:
 
         address, key = self.address, self._key
         keys = (key.public.decode(), key.secret.decode(), key.server.decode()) if key is not None else None
-        shown, level = masked(self._config), self._config.log_level
-        order = Order(self._url, listener.fileno(), address, self._token, keys, shown, level)
+        level, form = self._config.log_level, self._config.log_format
+        order = Order(self._url, listener.fileno(), address, self._token, keys, level, form)
         # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:

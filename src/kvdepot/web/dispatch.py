@@ -19,7 +19,7 @@ import msgspec
 
 from kvdepot.errors import BadRequest, InternalError, KVDepotError
 from kvdepot.values import fault_of
-from kvdepot.web.guard import MOST_BODY, Problem, Receive, Scope, Send, head
+from kvdepot.web.guard import HEADERS, Gone, Guard, Problem, Receive, Refused, RequestBody, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ HTTP_STATUS = {
     "arena": 500,
     "device": 500,
 }
-_REMOVED = {
-    "/v1/pin": "/v1/lease",
-    "/v1/unpin": '/v1/release with `"drops": false`',
-    **{f"/v1/{part}": f"`{part}` of /v1/status" for part in ("namespaces", "engines", "tiers", "events")},
-    "/v1/fleet": "the Grafana dashboard",
-    "/v1/status?after": "/v1/stream",
-}
-"""Paths and parameters of the release before this one, and what to use instead."""
 _THREADS = 40
 _JSON = "application/json"
 
@@ -59,20 +51,6 @@ class Encoded:
 
     body: bytes
     media_type: str = _JSON
-
-
-class _Refused(Exception):
-    """An error of the HTTP layer."""
-
-    def __init__(self, status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(problem.message)
-        self.status = status
-        self.problem = problem
-        self.headers = headers or {}
-
-
-class _Gone(Exception):
-    """The client has closed the connection."""
 
 
 class Endpoint:
@@ -95,12 +73,12 @@ class Endpoint:
         decoder = msgspec.json.Decoder(self.given) if self.given else None
         self._decoder = decoder if method == "POST" else None
 
-    async def run_on(self, state: object, scope: Scope, receive: Receive, threads: ThreadPoolExecutor) -> Any:
-        """The encoded answer, or an iterator of events. Raises KVDepotError or _Refused."""
-        body = await _read(scope, receive) if self._decoder else b""
+    async def run_on(self, state: object, scope: Scope, body: RequestBody, threads: ThreadPoolExecutor) -> Any:
+        """The encoded answer, or an iterator of events. Raises KVDepotError, Refused or Gone."""
+        data = await body.read() if self._decoder else b""
 
         def arguments() -> list[object]:
-            given = [self._parse(scope["query_string"], body)] if self.given else []
+            given = [self._parse(scope["query_string"], data)] if self.given else []
             return [state, *given, *([scope] if self.takes_scope else [])]
 
         if inspect.isasyncgenfunction(self.run):
@@ -139,8 +117,11 @@ def post(path: str) -> Callable[[Callable[..., Any]], Endpoint]:
 class Dispatch:
     """Answers each request by the endpoint of its method and path, or by a file."""
 
-    def __init__(self, endpoints: Iterable[Endpoint], files: Mapping[str, Encoded], state: object) -> None:
+    def __init__(
+        self, endpoints: Iterable[Endpoint], files: Mapping[str, Encoded], state: object, guard: Guard
+    ) -> None:
         """files: by path. state: passed to each endpoint."""
+        self._guard = guard
         self._endpoints: dict[str, dict[str, Endpoint]] = {}
         for endpoint in endpoints:
             self._endpoints.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -149,38 +130,40 @@ class Dispatch:
         self._threads = ThreadPoolExecutor(_THREADS, "kvdepot-http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, headers = 200, dict[str, str]()
+        if scope["type"] != "http":
+            return
+        body, status, headers = RequestBody(scope, receive), 200, dict[str, str]()
         try:
-            answer = await self._answer(scope, receive)
-        except _Gone:
+            self._guard.check(scope)
+            answer = await self._answer(scope, body)
+        except Gone:
             return
         except Exception as exc:  # noqa: BLE001 - answered, and logged if it is not the client's
             status, problem, headers = _refusal(exc)
             answer = Encoded(msgspec.json.encode(problem))
+        if body.is_left:
+            headers["connection"] = "close"
         if isinstance(answer, Encoded):
-            headers = {"content-type": answer.media_type, "content-length": str(len(answer.body)), **headers}
-            await send(head(status, headers))
-            await send({"type": "http.response.body", "body": answer.body})
+            headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
+            await send(_head(status, headers))
+            await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         else:
-            await send(head(status, {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
+            await send(_head(status, headers | {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
             await _send_events(scope, answer, send)
+        await body.discard()
+        await send({"type": "http.response.body", "body": b""})
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Any:
+    async def _answer(self, scope: Scope, body: RequestBody) -> Any:
         path = scope["path"]
-        for used in (path, f"{path}?{scope['query_string'].decode('latin-1').partition('=')[0]}"):
-            if used in _REMOVED:
-                raise _Refused(410, Problem("gone", f"{used} was removed: use {_REMOVED[used]}"))
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body
         methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._endpoints.get(path, {})
         if not methods:
-            raise _Refused(404, Problem("not_found", "no such path; /schema/openapi.json lists them"))
+            raise Refused(404, "not_found", "no such path; /schema/openapi.json lists them")
         if method not in methods:
             allowed = ", ".join(methods)
-            raise _Refused(405, Problem("method", f"{path} answers {allowed}, not {method}"), {"allow": allowed})
+            raise Refused(405, "method", f"{path} answers {allowed}, not {method}", allow=allowed)
         found = methods[method]
-        if isinstance(found, Endpoint):
-            return await found.run_on(self._state, scope, receive, self._threads)
-        return found
+        return await found.run_on(self._state, scope, body, self._threads) if isinstance(found, Endpoint) else found
 
 
 async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -> None:
@@ -192,27 +175,17 @@ async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -
                 return
             await send({"type": "http.response.body", "body": event, "more_body": True})
             connection.events += 1
-    await send({"type": "http.response.body", "body": b""})
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes:
-    """The body of a request. Raises _Refused if it is too large, without reading the rest."""
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    body, is_whole = bytearray(), False
-    while not is_whole:
-        if int(declared) > MOST_BODY or len(body) > MOST_BODY:
-            raise _Refused(413, Problem("too_large", f"the body is larger than {MOST_BODY >> 20} MiB"))
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Gone
-        body += message["body"]
-        is_whole = not message["more_body"]
-    return bytes(body)
+def _head(status: int, headers: Mapping[str, str]) -> Scope:
+    """The message that begins a response."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": [*encoded, *HEADERS]}
 
 
 def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
-    if isinstance(exc, _Refused):
-        return exc.status, exc.problem, dict(exc.headers)
+    if isinstance(exc, Refused):
+        return exc.status, exc.problem, {"connection": "close", **exc.headers}
     if isinstance(exc, KVDepotError):
         status = HTTP_STATUS.get(exc.code, 500)
         return status, Problem(exc.code, str(exc)), {"retry-after": "1"} if status in (429, 503) else {}

@@ -1,37 +1,38 @@
-"""Access control for HTTP: an ASGI application around the others.
+"""Access control for HTTP, and limits of sizes; dispatch.py asks for both.
 
 On a loopback address everybody on this host may read, and the Host header must name this host (against DNS rebinding);
 requests that change something need the token, and must not come from another site's page. On any other address, and if
 the server's clients need keys (a tenant must not read about others), everything needs the token except the page's
 static files and the two probes, which only say whether the server works.
 
-Limits of sizes are here, too. A request may be answered before its body has come, because it is refused or too large.
-The rest of the body is then read and discarded within bounds: closing a connection with unread data resets it, and the
-client would see that instead of the answer.
+A request may be answered before its body has come, because it is refused or too large. The rest of the body is then
+read and discarded within bounds: closing a connection with unread data resets it, and the client would see that instead
+of the answer.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 import msgspec
+
+from kvdepot.protocol.curve import is_loopback
 
 Scope = MutableMapping[str, Any]  # of a connection, or one message, as ASGI has them
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MOST_BODY = 8 << 20
+_MOST_BODY = 8 << 20
 _MOST_HEADERS = 16 << 10
 """Most bytes of a request's headers. uvicorn's limit of this size holds only for a head that arrives in pieces."""
 _DISCARDED = 32 << 20
 """Most bytes of a body that are discarded after the answer; the connection ends at once if more are announced."""
 _PROBES = ("/healthz", "/readyz")
 _READING = ("GET", "HEAD", "OPTIONS")
-_HEADERS = [
+HEADERS = [
     (
         b"content-security-policy",
         b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -44,6 +45,7 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
+"""Headers of every response."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -53,55 +55,42 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
 
 
-class Guard:
-    """Refuses forbidden requests; passes on the others."""
+class Refused(Exception):
+    """A request that the HTTP layer refuses, by a status and a Problem."""
 
-    def __init__(self, app: App, token: str, is_local: bool, reads_free: bool, open_paths: Collection[str]) -> None:
+    def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.problem = Problem(code, message)
+        self.headers = headers
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Guard:
+    """Refuses forbidden requests."""
+
+    def __init__(self, token: str, is_local: bool, reads_free: bool, open_paths: Collection[str]) -> None:
         """is_local: whether only this host can reach us. reads_free: whether reading needs no token. open_paths: paths
         that never need one."""
-        self._app = app
         self._token = token.encode()
         self._is_local = is_local
         self._reads_free = reads_free
         self._open = {*open_paths, *_PROBES}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        body = _RequestBody(scope, receive)
-
-        async def send_guarded(message: Scope) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_HEADERS]
-                if body.is_left:
-                    message["headers"].append((b"connection", b"close"))
-            elif body.is_left:
-                await send({**message, "more_body": True})
-                await body.discard()
-                message = {"type": "http.response.body", "body": b""}
-            await send(message)
-
-        refused = self._refusal(scope)
-        if refused is None:
-            await self._app(scope, body.receive, send_guarded)
-            return
-        status, problem = refused
-        answer = msgspec.json.encode(problem)
-        headers = {"content-type": "application/json", "content-length": str(len(answer)), "connection": "close"}
-        await send_guarded(head(status, headers | ({"www-authenticate": "Bearer"} if status == 401 else {})))
-        await send_guarded({"type": "http.response.body", "body": answer})
-
-    def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
+    def check(self, scope: Scope) -> None:
+        """Raises Refused."""
         if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > _MOST_HEADERS:
-            return 431, Problem("too_large", f"the request's headers are larger than {_MOST_HEADERS >> 10} KiB")
+            raise Refused(431, "too_large", f"the request's headers are larger than {_MOST_HEADERS >> 10} KiB")
         host = _header(scope, b"host")
         if self._is_local and not _is_this_host(host):
-            return 403, Problem("forbidden", "the Host header names another host; use localhost or a loopback address")
+            raise Refused(403, "forbidden", "the Host header names another host; use localhost or a loopback address")
         is_change = scope["method"] not in _READING
         origin = _header(scope, b"origin")
         if is_change and origin is not None and origin.partition("://")[2] != host:
-            return 403, Problem("forbidden", "pages of other sites must not change anything here")
+            raise Refused(403, "forbidden", "pages of other sites must not change anything here")
         if is_change or not (self._reads_free or scope["path"] in self._open):
             given = _header(scope, b"authorization") or ""
             scheme, _, token = given.partition(" ")
@@ -109,11 +98,10 @@ class Guard:
                 message = (
                     "this needs the header `Authorization: Bearer TOKEN`; `kvdepot status --http` prints the token"
                 )
-                return 401, Problem("unauthorized", message)
-        return None
+                raise Refused(401, "unauthorized", message, **{"www-authenticate": "Bearer"})
 
 
-class _RequestBody:
+class RequestBody:
     """The body of one request, which may be answered before all of it has come."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -124,23 +112,30 @@ class _RequestBody:
         self.is_left = bool(self._announced or _header(scope, b"transfer-encoding")) and not _header(scope, b"expect")
         """Whether some of it has not been read."""
 
-    async def receive(self) -> Scope:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" or not message["more_body"]:
-            self.is_left = False
-        return message
+    async def read(self) -> bytes:
+        """All of it. Raises Refused if it is too large, without reading the rest, and Gone."""
+        body = bytearray()
+        while True:
+            if max(self._announced, len(body)) > _MOST_BODY:
+                raise Refused(413, "too_large", f"the body is larger than {_MOST_BODY >> 20} MiB")
+            message = await self._next()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            body += message["body"]
+            if not message["more_body"]:
+                return bytes(body)
 
     async def discard(self) -> None:
         """Read the rest of it, unless there is too much; server.py limits the time."""
         discarded = 0
         while self.is_left and max(self._announced, discarded) <= _DISCARDED:
-            discarded += len((await self.receive()).get("body", b""))
+            discarded += len((await self._next()).get("body", b""))
 
-
-def head(status: int, headers: Mapping[str, str]) -> Scope:
-    """The message that begins a response."""
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": encoded}
+    async def _next(self) -> Scope:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message["more_body"]:
+            self.is_left = False
+        return message
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
@@ -151,12 +146,6 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 def _is_this_host(host: str | None) -> bool:
     """Whether a Host header names this host, with any port, because a tunnel may use another one."""
-    if host is None:
-        return False
+    host = host or ""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(f"tcp://{name.lower()}:")
