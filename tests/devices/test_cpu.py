@@ -27,15 +27,14 @@ from tests.programs import missing
 
 
 class TorchWorker:
-    """Tensors of torch, in this process; `device` of torch's."""
+    """Tensors of torch, in this process."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.storages: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
 
     def make(self, model: Model) -> list[TensorView]:
-        self.storages = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in model.sizes]
+        self.storages = [torch.zeros(size, dtype=torch.uint8) for size in model.sizes]
         self.tensors = []
         for layer in model.layers:
             item, dtype = DTYPES[layer.dtype], getattr(torch, layer.dtype)
@@ -47,15 +46,9 @@ class TorchWorker:
     def write(self, storages: Sequence[Bytes]) -> None:
         for storage, new in zip(self.storages, storages, strict=True):
             storage.copy_(torch.from_numpy(np.array(new)))
-        self._settle()
 
     def read(self) -> list[Bytes]:
-        self._settle()
-        return [storage.cpu().numpy().copy() for storage in self.storages]
-
-    def _settle(self) -> None:
-        if self._device != "cpu":
-            torch.cuda.synchronize()
+        return [storage.numpy().copy() for storage in self.storages]
 
 
 class TestProcessor(DeviceConformance):

@@ -68,6 +68,7 @@ class TestDma(OnFakeDriver):
         after = self.machine.counts(os.getpid())
         assert after["batch_order_1"] == before["batch_order_1"] + 1, "STREAM for the store"
         assert after["batch_order_3"] == before["batch_order_3"] + 1, "ANY for the retrieve"
+        assert after["batch_flags_1"] == before["batch_flags_1"] + 2, "the multiprocessors are the engine's"
         assert after["pageable_copies"] == 0
 
 

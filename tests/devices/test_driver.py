@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -15,6 +14,7 @@ from tests.fakecuda.machine import Machine
 
 SIZE = 1 << 12
 COUNT = 16
+DMA_ONLY = {"store": [(0, "dma")], "retrieve": [(0, "dma")]}
 ELSEWHERE = "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
 
 
@@ -40,13 +40,24 @@ def test_bindings_that_hold_the_gil_while_they_wait_are_refused(
     assert load().devices()
 
 
-def test_what_the_driver_refuses_can_travel_to_another_process(machine: Machine) -> None:
-    from kvdepot.devices.cuda.driver import DriverError, load
+@pytest.mark.parametrize(("version", "staged"), [(13000, ["retrieve"]), (12040, ["store", "retrieve"])])
+def test_small_copies_are_staged_where_copy_engines_are_slow(version: int, staged: list[str]) -> None:
+    """Before CUDA 12.8 each copy is a call of its own."""
+    mixed = {direction: [(0, "staged"), (28 << 10, "dma")] for direction in staged}
+    with closing(Machine(gpus=1, version=version)) as made, made.here():
+        from kvdepot.devices.cuda.copy_paths import CopyPaths
+        from kvdepot.devices.cuda.driver import load
 
-    with pytest.raises(DriverError) as refused:
-        load().call("cuMemAlloc", 1)
-    there = pickle.loads(pickle.dumps(refused.value))  # noqa: S301 - our own
-    assert (str(there), there.result) == (str(refused.value), "CUDA_ERROR_INVALID_CONTEXT")
+        driver = load()
+        with driver.current(driver.retain(0)):
+            for staging_bytes, dma_from_bytes, chosen in [
+                (64 << 20, 28 << 10, DMA_ONLY | mixed),
+                (64 << 20, 0, DMA_ONLY),
+                (0, 28 << 10, DMA_ONLY),
+            ]:
+                with closing(CopyPaths(driver, 0, staging_bytes, dma_from_bytes)) as paths:
+                    assert paths.choice == chosen
+        driver.release(0)
 
 
 @pytest.mark.parametrize("is_store", [True, False])
@@ -62,8 +73,8 @@ def test_a_gpu_that_sees_registered_memory_elsewhere_gets_no_cpu_address(machine
     steps = np.arange(COUNT, dtype=np.uint64) * np.uint64(SIZE)
     context = driver.retain(0)
     with driver.current(context):
-        paths = CopyPaths(driver, 0, 64 << 20)
-        assert paths.available == ("dma",) and paths.without
+        paths = CopyPaths(driver, 0, 64 << 20, 28 << 10)
+        assert paths.without and paths.choice == DMA_ONLY
         device = int(driver.call("cuMemAlloc", len(host)))
         driver.call("cuMemHostRegister", host.ctypes.data, len(host), 3)
         plan = CopyPlan(

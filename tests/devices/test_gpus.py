@@ -258,23 +258,6 @@ def test_pieces_that_were_refused_are_tried_again_when_a_worker_comes(
         eventually(lambda: pins_of(devices).pinned_bytes == len(arena.bytes))
 
 
-def test_a_gpu_that_could_not_be_measured_is_measured_for_the_next_worker(
-    machine: Machine, devices: Devices, workers: list[WorkerProcess], arena: Arena
-) -> None:
-    gpus: Any = devices._gpus
-    gpus._choices.clear()
-    gpus._dma_from_bytes = 0
-    machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
-    with suite.case(workers[0], devices, arena, model()):
-        (gpu,) = devices.status()
-        assert gpu.copy_paths == {"store": [(0, "dma")], "retrieve": [(0, "dma")]}, "the setting is ignored"
-    machine.heal()
-    assert devices.status() == []
-    with suite.case(workers[0], devices, arena, model()):
-        assert len(gpus._choices) == 1
-    assert [gpu.registrations for gpu in devices.status()] == [0]
-
-
 def test_a_gpu_on_which_no_registration_succeeded_is_not_kept(devices: Devices, workers: list[WorkerProcess]) -> None:
     views = [view._replace(handle=b"\3" + bytes(64)) for view in workers[0].make(model())]
     with pytest.raises(KVDepotError):

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClien
 from kvdepot.client import device_events as events
 from kvdepot.errors import Unavailable
 from tests.conftest import HANG_S, Depot, eventually
+from tests.devices.tensors import Placed
+from tests.devices.worker import DriverTensor
 from tests.fakecuda.machine import VARIABLES, Machine
 
 pytestmark = pytest.mark.faults
@@ -40,12 +41,8 @@ class Worker:
         self.stream = self.call("cuStreamCreate", 1)
         self.host = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         self.call("cuMemHostRegister", self.host.ctypes.data, size, 1)
-        storage = SimpleNamespace(data_ptr=lambda: self.address, nbytes=lambda: size)
-        self.tensor: Any = SimpleNamespace(
-            device=SimpleNamespace(type="cuda", index=0), dtype="torch.uint8", shape=(BLOCKS, BLOCK_BYTES),
-            data_ptr=lambda: self.address, stride=lambda: (BLOCK_BYTES, 1), element_size=lambda: 1,
-            untyped_storage=lambda: storage,
-        )  # fmt: skip
+        placed = Placed("layer", 0, 0, (BLOCKS, BLOCK_BYTES), (BLOCK_BYTES, 1), "float8_e4m3fn")
+        self.tensor: Any = DriverTensor(0, self.address, size, placed)
         self.client = MessageQueueClient(depot.url, depot.context)
         self.ask(RequestType.REGISTER_KV_CACHE, 1, [KVCacheHandle(self.tensor, "layer")]).result(HANG_S)
 

@@ -97,14 +97,3 @@ def test_layers_that_lie_side_by_side_in_a_block_are_one_copy_a_block(kind: str,
     apart = CopyPiece(((0, 3 * layout.block_bytes),), np.array([6, 2, 4], np.intp))
     plan = Planner(layout, [DEVICE]).plan("store", [apart], HOST, 1 << 30)
     assert len(plan) == 3 * copies and plan.sizes.tolist() == [layout.block_bytes // copies] * len(plan)
-
-
-def test_a_plan_is_arrays_that_the_driver_can_read_by_their_addresses() -> None:
-    for segments in ([Segment(0, 0, 64, 64)], [Segment(0, 0, 64, 64), Segment(0, 2048, 64, 64)]):
-        layout = Layout([Mapping("m", 4096)], segments, 8, bytes(32))
-        for ids in ([2], [2, 4, 6], [2, 3, 4]):
-            plan = Planner(layout, [DEVICE]).plan(
-                "store", [CopyPiece(((0, 4096),), np.array(ids, np.intp))], HOST, 1 << 30
-            )
-            for array in (plan.device, plan.host, plan.sizes):
-                assert array.dtype == np.uint64 and array.flags.c_contiguous

@@ -154,6 +154,24 @@ def test_an_engine_that_restarts_finds_the_gpu_until_the_server_ends(
     assert machine.contexts(0) == set() and "Traceback" not in depot.logged()
 
 
+def test_the_status_shows_the_memory_and_the_copy_paths_of_each_gpu_in_use(
+    machine: Machine, start_depot: StartDepot, start_engine: StartEngine
+) -> None:
+    depot = start_depot("--gpu-staging-mib", "16", "--gpu-idle-s", "0", "--gpu-dma-from-kib", "8", arena_mib=16)
+    assert depot.status()["devices"] == []
+    engine = start_engine(depot, gpu=1)
+    engine.round_trip(list(range(8)), list(range(8, 16)), tokens_of(1, 2))
+    (shown,) = depot.status()["devices"]
+    worker = machine.held_by(engine.pid)
+    of_worker = sum(worker["contexts"].values()) + sum(worker["memory"].values())
+    assert 0 < shown["staging_bytes"] <= 16 << 20 and shown["context_bytes"] > 0
+    assert shown["staging_bytes"] + shown["context_bytes"] == machine.used_bytes(1) - of_worker
+    assert shown["copy_paths"] == {"store": [[0, "dma"]], "retrieve": [[0, "staged"], [8 << 10, "dma"]]}
+    assert f"{shown['uuid']} is in use: stores use dma; retrieves use staged, dma from 8192 bytes on" in depot.logged()
+    engine.process.kill()
+    eventually(lambda: depot.status()["devices"] == [])
+
+
 def test_a_server_releases_a_gpu_that_no_worker_has_come_back_to(
     machine: Machine, start_depot: StartDepot, start_engine: StartEngine
 ) -> None:

@@ -6,7 +6,6 @@ It tests the order of calls and that everything is released; tests/gpu tests tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -197,28 +196,6 @@ def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: 
     with pytest.raises(DeviceError, match="cudaMallocAsync"):
         worker.call("part", "a", 0, 2 * MIB)
     machine.heal()
-
-
-# -- ends
-
-
-def test_memory_of_a_killed_worker_stays_until_the_server_closes_it(
-    machine: Machine, worker: WorkerProcess, server: WorkerProcess
-) -> None:
-    views = [worker.call("tensor", "a", 2 * MIB), worker.call("virtual", "b", 4 * MIB)]
-    for name in "ab":
-        worker.call("fill", name, 9)
-    numbers = [server.call("attach", view) for view in views]
-    sums = [server.call("sum", number) for number in numbers]
-    path = Path("/dev/shm") / msgspec.msgpack.decode(views[1].handle[1:])[0]
-    worker.kill()
-    assert [server.call("sum", number) for number in numbers] == sums
-    for number in numbers:
-        server.call("detach", number)
-    assert not path.exists()  # the dead worker's socket goes with the last of its memory
-    server.call("leave")
-    assert held(machine, server) == NOTHING
-    assert machine.used_bytes(0) == 0
 
 
 # -- handles that are none

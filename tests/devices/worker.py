@@ -65,7 +65,7 @@ class GpuMemory:
     """Memory of one GPU: an allocation for all storages, one each, or pieces of virtual memory."""
 
     def __init__(self, gpu: int, how: str) -> None:
-        """how: "one", "each", "virtual" (exportable), "closed" (virtual, not exportable), or "torch" (its tensors)."""
+        """how: "one", "each", "virtual", or "torch" (its tensors)."""
         from kvdepot.devices.cuda.driver import load
 
         self.driver = load()
@@ -90,7 +90,7 @@ class GpuMemory:
         for size in sizes:
             places.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        base = self._allocate(end) if self.how == "one" else self._map(end, self.how == "virtual", self._undo)
+        base = self._allocate(end) if self.how == "one" else self._map(end, True, self._undo)
         self.addresses = [base + place for place in places]
 
     def _allocate(self, size: int) -> int:
@@ -374,8 +374,11 @@ class WorkerProcess:
         self.call("open", gpu, how)
 
     def call(self, name: str, *args: Any) -> Any:
-        self.send(name, *args)
-        return self.answer()
+        self._ours.send((name, args))
+        kind, value = self._ours.recv()
+        if kind == "error":
+            raise value
+        return value
 
     def make(self, model: Model) -> list[TensorView]:
         views: list[TensorView] = self.call("make", model)
@@ -387,16 +390,6 @@ class WorkerProcess:
     def read(self) -> list[Bytes]:
         storages: list[Bytes] = self.call("read")
         return storages
-
-    def send(self, name: str, *args: Any) -> None:
-        """Call without waiting; `answer` is due."""
-        self._ours.send((name, args))
-
-    def answer(self) -> Any:
-        kind, value = self._ours.recv()
-        if kind == "error":
-            raise value
-        return value
 
     @property
     def pid(self) -> int:

@@ -35,7 +35,7 @@ def main() -> int:
     there[order] = np.concatenate(([0], np.cumsum(sizes[order])[:-1])).astype(np.uint64)
     places = np.uint64(device) + there, np.uint64(host) + ends - sizes, sizes
     store, retrieve = (CopyPlan(direction, *places) for direction in DIRECTIONS)
-    paths = CopyPaths(driver, 0, STAGING)
+    paths = CopyPaths(driver, 0, STAGING, 0)
     if paths.without:
         print(paths.without, file=sys.stderr)
         return 77
@@ -43,10 +43,11 @@ def main() -> int:
     for path in ("staged", "dma"):
         data = draw.integers(0, 256, total, np.uint8)
         seen[:] = data
+        paths.choice = {direction: [(0, path)] for direction in DIRECTIONS}
         with paths.slot() as slot:
-            paths.run(retrieve, slot, path)
+            paths.run(retrieve, slot)
             seen[:] = 0
-            paths.run(store, slot, path)
+            paths.run(store, slot)
         wrong += int((seen != data).sum())
     paths.close()
     driver.call("cuMemFreeHost", host)

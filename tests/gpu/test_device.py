@@ -50,6 +50,7 @@ class OnGpu(CopyPathsConformance):
 class TestDma(OnGpu): ...
 
 
+@runs_elsewhere
 class TestStaged(OnGpu):
     paths = ("staged", "staged")
 
@@ -73,7 +74,7 @@ class TestAllocationsApart(OnGpu):
 
 
 class TestAsItIs(DeviceConformance):
-    """Nothing made small, paths as they are measured, tensors of torch with its caching allocator."""
+    """Nothing made small, copy paths as they are chosen, tensors of torch with its caching allocator."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -115,14 +116,3 @@ def test_contexts_come_and_go_and_leave_nothing() -> None:
         devices.close()
     worker.close()
     asking.close()
-
-
-def test_memory_that_was_not_made_for_it_is_refused_with_what_to_set() -> None:
-    from kvdepot.errors import DeviceError
-
-    worker = WorkerProcess(os.environ, how="closed")
-    try:
-        with pytest.raises(DeviceError, match=r"expandable_segments|--enable-sleep-mode"):
-            worker.make(Model().add("mla", 4, 2, 1, 8, "bfloat16"))
-    finally:
-        worker.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvdepot.devices.cuda.driver import DriverError
@@ -151,12 +153,14 @@ def test_memory_of_a_killed_worker_is_readable_until_the_server_closes_it(
     worker.call("fill", "b", 9)
     numbers = [server.call("attach", view) for view in views]
     expected = server.call("sum", numbers[1])
+    path = Path("/dev/shm") / msgspec.msgpack.decode(views[1].handle[1:])[0]
     worker.kill()
     assert server.call("sum", numbers[1]) == expected
     before = server.call("info")[0]
     for number in numbers:
         server.call("detach", number)
     assert server.call("info")[0] - before > 1.8 * half
+    assert not path.exists(), "the dead worker's socket goes with the last of its memory"
 
 
 @pytest.mark.parametrize("kind", ["tensor", "virtual"])

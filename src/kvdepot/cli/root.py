@@ -35,7 +35,6 @@ _FAMILIES = {
     },
     "Measure": {
         "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
-        "calibrate": ("setup", "measure GPU copy paths"),
     },
     "Set up": {
         "keygen": ("setup", "generate the keys of a server and its clients"),
@@ -45,6 +44,7 @@ _FAMILIES = {
 _COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}
 REMOVED = {
     "bench": "`make bench` in a checkout, or `python bench/load.py --url URL` for a running server",
+    "calibrate": "`kvdepot status --json`, which has the copy paths of each GPU, and `make bench-gpu` in a checkout",
     "completion": 'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)", or zsh_source, fish_source',
     "demo": "`make demo` in a checkout",
     "leases": "`kvdepot lease` without arguments, which lists them",

@@ -1,7 +1,7 @@
 """Passes file descriptors of device memory from a worker to the server, over a unix socket of their own.
 
-The worker calls `offer`: its process then listens in /dev/shm, on one daemon thread, and creates descriptors on
-request. The server calls `fetch` on a copy thread. sharing.py exports and imports the memory behind them. Invariant: a
+The worker calls `offer`: its process then listens in /dev/shm and creates descriptors on request, on daemon
+threads. The server calls `fetch` on a copy thread. sharing.py exports and imports the memory behind them. Invariant: a
 descriptor is open only while it is passed on. So it does not keep memory alive, and thousands of pieces need no more
 open files than one message carries.
 
@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import secrets
-import selectors
+import select
 import socket
 import stat
 import struct
@@ -89,8 +89,8 @@ _listener: _Listener | None = None
 
 def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
     """Let the server fetch descriptors of memory in pieces of these sizes; returns the handle for `fetch`. Memory with
-    the same key is offered once. `export` is called on the listener's thread, for each request. Raises DeviceError if
-    this process cannot listen, LayoutError for too many pieces."""
+    the same key is offered once. `export` is called for each request, on the thread that serves the client. Raises
+    DeviceError if this process cannot listen, LayoutError for too many pieces."""
     global _listener
     if len(sizes) > _MOST_PIECES:
         raise LayoutError(f"device memory in {len(sizes)} pieces, more than {_MOST_PIECES}")
@@ -104,16 +104,16 @@ def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
 
 
 class _Listener:
-    """The worker's end: one socket and one thread per process."""
+    """The worker's end: one socket per process, and a thread for each client that is served."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._offers: list[_Offer] = []  # appended to under _starting; read by the thread
+        self._offers: list[_Offer] = []  # appended to under _starting; read by the threads
         self._numbers: dict[Hashable, int] = {}
         self._socket = _listen(SHM / self.name)
-        self._deadlines: dict[socket.socket, float] = {}  # by connection; used by the thread only
+        self._free = threading.Semaphore(_CONNECTIONS)
         os.register_at_fork(after_in_child=self._socket.close)  # otherwise a child would seem to be listening
         atexit.register(self._remove)
         threading.Thread(target=self._run, name="kvdepot-descriptors", daemon=True).start()
@@ -131,57 +131,31 @@ class _Listener:
                 (SHM / self.name).unlink()
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            while True:
-                full = len(self._deadlines) >= _CONNECTIONS  # further clients wait in the kernel's queue
-                if full == (self._socket in selector.get_map()):
-                    if full:
-                        selector.unregister(self._socket)
-                    else:
-                        selector.register(self._socket, selectors.EVENT_READ)
-                first = min(self._deadlines.values(), default=None)
-                for key, _ in selector.select(None if first is None else max(0.0, first - time.monotonic())):
-                    assert isinstance(key.fileobj, socket.socket)
-                    if key.fileobj is self._socket:
-                        self._accept(selector)
-                    else:
-                        self._turn(selector, key.fileobj)
-                now = time.monotonic()
-                for late in [connection for connection, at in self._deadlines.items() if at <= now]:
-                    self._shut(selector, late)
+        while True:
+            self._free.acquire()  # further clients wait in the kernel's queue
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as exc:  # probably out of descriptors; the client is still waiting, so we come back at once
+                log.warning("cannot share device memory: %s", exc)
+                self._free.release()
+                time.sleep(_NO_FILES_S)
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="kvdepot-descriptors", daemon=True).start()
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one client, until it is gone, silent for too long, or sends something invalid."""
         try:
-            connection, _ = self._socket.accept()
-        except OSError as exc:  # probably out of descriptors; the socket stays readable, so we come back at once
-            log.warning("cannot share device memory: %s", exc)
-            time.sleep(_NO_FILES_S)
-            return
-        if _peer(connection) != os.geteuid():
-            connection.close()
-            return
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ)
-        self._deadlines[connection] = time.monotonic() + _IDLE_S
-
-    def _shut(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        del self._deadlines[connection]
-        selector.unregister(connection)
-        connection.close()
-
-    def _turn(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        """Answer one message; closes the connection if the message is invalid or the client is gone."""
-        is_answered = False
-        try:
-            with contextlib.suppress(OSError, *_UNREADABLE):  # it is gone, does not read, or sent something else
-                is_answered = self._answer(connection)
+            with connection, contextlib.suppress(OSError, *_UNREADABLE):
+                connection.setblocking(False)  # one that does not read its replies is not waited for
+                asks = select.poll()
+                asks.register(connection, select.POLLIN)
+                is_ours = _peer(connection) == os.geteuid()
+                while is_ours and asks.poll(_IDLE_S * 1000) and self._answer(connection):
+                    pass
         except Exception:
             log.exception("could not export device memory")
-        if is_answered:
-            self._deadlines[connection] = time.monotonic() + _IDLE_S
-        else:
-            self._shut(selector, connection)
+        finally:
+            self._free.release()
 
     def _answer(self, connection: socket.socket) -> bool:
         """Raises OSError, or what msgspec raises."""
@@ -213,7 +187,6 @@ def _listen(path: Path) -> socket.socket:
         try:
             hidden.chmod(0o600)  # before it listens, because until then no process can connect
             listening.listen(_CONNECTIONS)
-            listening.setblocking(False)  # a client may be gone before it is accepted
             hidden.rename(path)
         except OSError:
             hidden.unlink()

@@ -86,6 +86,11 @@ class Driver:
         self.version: int = self.call("cuDriverGetVersion")
         self._batch = self._find_batch()
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether `copy_batch` enqueues its copies with one call."""
+        return self._batch is not None
+
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of the driver; returns None, its value, or a tuple of its values. Raises DriverError."""
         result, *values = getattr(self.cu, name)(*args)

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
-from kvdepot.devices.cuda import calibrate
-from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths, unmeasured
+from kvdepot.devices.cuda.copy_paths import CopyPaths
 from kvdepot.devices.cuda.driver import Driver, DriverError, load
 from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
 from kvdepot.devices.cuda.plan import Planner
@@ -32,9 +32,9 @@ _TASK_BYTES = 64 << 20
 
 
 class Gpu:
-    """One GPU in use: its context and copy paths. Created by `Gpus`, and by `kvdepot calibrate`."""
+    """One GPU in use: its context and copy paths. Created by `Gpus`."""
 
-    def __init__(self, driver: Driver, uuid: str, staging_bytes: int) -> None:
+    def __init__(self, driver: Driver, uuid: str, staging_bytes: int, dma_from_bytes: int) -> None:
         """Creates the context. Raises DeviceError, and then keeps nothing."""
         self.driver = driver
         self.uuid = uuid
@@ -43,13 +43,16 @@ class Gpu:
         self.registrations = 0
         self.idle_since = math.inf  # time.monotonic() when the last worker left; inf while there are workers
         self.failure = ""  # the driver's error of the last copy
-        self.is_measured = False
         self.has_served = False  # a worker's memory has been mapped
         self.leaks = False  # memory of a worker could not be unmapped, so only the end of the context frees it
-        self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
+        before = _used_bytes(uuid)
+        self.context = driver.retain(self.device)
+        after = _used_bytes(uuid)
+        # Another process may have freed memory in the meantime.
+        self.context_bytes = after - before if before is not None and after is not None and after >= before else None
         try:
             with driver.current(self.context):
-                self.copy_paths = CopyPaths(driver, self.device, staging_bytes)
+                self.copy_paths = CopyPaths(driver, self.device, staging_bytes, dma_from_bytes)
         except BaseException:
             driver.release(self.device)
             raise
@@ -59,8 +62,8 @@ class Gpu:
 
     def is_reusable(self) -> bool:
         """Whether another worker can use this GPU as it is; not if only a new context heals it: copies fail or have no
-        buffers, or its copy paths could not be measured. Waits for the GPU."""
-        if self.failure or self.leaks or self.copy_paths.lacks_memory or not (self.is_measured and self.has_served):
+        buffers. Waits for the GPU."""
+        if self.failure or self.leaks or self.copy_paths.lacks_memory or not self.has_served:
             return False
         try:
             with self.driver.current(self.context):
@@ -159,11 +162,9 @@ class Gpus:
         self._change = threading.Condition()  # guards the next two
         self._gpus: dict[str, Gpu] = {}
         self._turning: set[str] = set()  # GPUs being entered or left by some thread, which takes seconds
-        self._choices: dict[str, Choice] = {}  # measured once per GPU
-        self._measuring = threading.Lock()  # one GPU at a time, because they share the host's memory bandwidth
 
     def map(self, layout: Layout) -> DeviceTensors:
-        """Map registered tensors. Blocks; for a GPU's first tensors also to create its context and to measure it."""
+        """Map registered tensors. Blocks; for a GPU's first tensors also to create its context."""
         gpu = self._join(layout.device)
         try:
             mapped = DeviceTensors(self, gpu, layout)
@@ -203,7 +204,7 @@ class Gpus:
 
     def _enter(self, uuid: str) -> Gpu:
         try:
-            gpu = Gpu(self._driver, uuid, self._staging_bytes)
+            gpu = Gpu(self._driver, uuid, self._staging_bytes, self._dma_from_bytes)
         except DriverError as exc:
             if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
@@ -211,23 +212,13 @@ class Gpus:
                 f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB; give the engine less "
                 "(vLLM: --gpu-memory-utilization)"
             ) from exc
-        log.info("%s %s is in use", gpu.name, uuid)
+        chosen = "; ".join(
+            f"{direction}s use {', '.join(f'{path} from {size} bytes on' if size else path for size, path in steps)}"
+            for direction, steps in gpu.copy_paths.choice.items()
+        )
+        log.info("%s %s is in use: %s", gpu.name, uuid, chosen)
         if gpu.copy_paths.without:
             log.warning("small copies to %s will be slow: %s", uuid, gpu.copy_paths.without)
-        try:
-            if uuid not in self._choices:
-                with self._measuring:
-                    figures = calibrate.measure(gpu)
-                self._choices[uuid] = calibrate.choose(figures, self._dma_from_bytes)
-                for line in calibrate.describe(figures, self._choices[uuid]):
-                    log.info("%s: %s", uuid, line)
-            gpu.copy_paths.choice, gpu.is_measured = self._choices[uuid], True
-        except DeviceError as exc:
-            log.warning("could not measure the copy paths of %s: %s", uuid, exc)
-            gpu.copy_paths.choice = unmeasured(self._dma_from_bytes)
-        except BaseException:
-            gpu.close()
-            raise
         return gpu
 
     def leave(self, gpu: Gpu) -> None:
@@ -295,3 +286,21 @@ class Gpus:
     def close(self) -> None:
         """Release everything. No copy may be in progress. May be called twice."""
         self._release(list(self._gpus.values()))
+
+
+def _used_bytes(uuid: str) -> int | None:
+    """Bytes of a GPU's memory that are in use, by all processes; None if nvidia-ml-py is missing, or NVML fails."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            memory: Any = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+            return int(memory.used)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as exc:
+        log.info("NVML does not report the memory in use on %s: %s", uuid, exc)
+        return None

@@ -1,5 +1,7 @@
-"""Launches the copy kernel: thread blocks copy within the GPU, row by row of a table, for `staged` (copy_paths.py) and
-the occupant. The GPU's context must be current in every call."""
+"""Launches the copy kernel: thread blocks copy within the GPU, row by row of a table, for `staged` (copy_paths.py).
+
+The GPU's context must be current in every call.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Planner:
         index = np.arange(piece.skip, count, dtype=np.uint64)[None, :]
         device = (self._bases + ids * self._strides).reshape(-1)
         logical = (self._before * np.uint64(count) + index * self._sizes).reshape(-1)
-        sizes = np.repeat(self._sizes, count - piece.skip)  # not broadcast, because the driver reads the memory
+        sizes = np.repeat(self._sizes, count - piece.skip)
         device, logical, sizes = merge(device, logical, sizes)
         if len(piece.extents) == 1:
             places = logical + np.uint64(piece.extents[0][0])
