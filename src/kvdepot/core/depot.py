@@ -84,7 +84,6 @@ class Depot:
             *listeners,
             self.lifetimes,
             self.tiering,
-            self.leases,
             self.sessions,
         ]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
