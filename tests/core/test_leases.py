@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Account, Chunk, Namespace
+from kvdepot.core.leases import Lease
 from kvdepot.core.tiering.forgetting import DroppedErase, Erasures, Unsaved
 from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import BadRequest, Busy
@@ -138,6 +139,7 @@ def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk
     desk.ask(blue, store(chain, end=10))
     assert desk.ask(blue, lease(chain)) == 10
     desk.ask(blue, store(chain, first=10, end=20))
+    desk.tick(1.0, 1001.0)
     assert desk.depot.leases.totals("") == (1, 10 * PAGE)
     assert desk.depot.counters["lease_growths_refused"] == 1 and desk.depot.counters["leases_refused"] == 0
 
@@ -154,51 +156,40 @@ def test_a_lowered_quota_ends_leases_by_priority_and_endless_ones_last(desk: Des
     assert desk.index.held == 0
 
 
-def test_a_lease_of_a_model_with_windows_grows_when_the_prompts_last_chunk_is_stored() -> None:
+@pytest.mark.parametrize(("reach", "parts", "grown"), [(2, [3, 4], 5), (1, [2], 3)], ids=["window", "state"])
+def test_a_lease_grows_to_each_boundary_that_all_groups_have(reach: int, parts: list[int], grown: int) -> None:
     desk = Desk()
     desk.hello()
-    desk.register_groups((0, 2))
+    desk.register_groups((0, reach))
     chain = prompt("a", 5)
     assert desk.ask(b"one", lease(chain)) == 0
-    for each in group_stores((0, 2), chain):  # windows of the last two chunks alone
+    for each in group_stores((0, reach), chain, [range(5), parts]):
         desk.ask(b"one", each)
-    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [5]
+    for second in (1.0, 62.0):
+        desk.tick(second, 1000.0 + second)
+        assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [grown]
 
 
-def test_a_lease_of_a_model_with_states_grows_to_each_boundary() -> None:
-    desk = Desk()
-    desk.hello()
-    desk.register_groups((0, 1))
-    chain = prompt("a", 8)
-    assert desk.ask(b"one", lease(chain)) == 0
-    for each in group_stores((0, 1), chain, [range(7), [6]]):
-        desk.ask(b"one", each)
-    desk.tick(1.0, 1001.0)
-    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
-    desk.tick(62.0, 1062.0)
-    assert [each.chunks for each in desk.depot.leases.listed("", 0.0)] == [7]
-
-
-def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_beyond_those_that_one_tick_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.leases._MOST_MATCHED", 1)
     blue = engine(desk, "blue")
-    chain = prompt("a", 3)
     for name in "xyz":
-        assert desk.ask(blue, lease(chain, name, ttl_s=100)) == 0
-    desk.ask(blue, store(chain))
-    sizes = [each.chunks for each in desk.depot.leases.listed("blue", desk.now)]
-    assert sorted(sizes) == [0, 0, 3]
-    for second in (1, 2):
+        assert desk.ask(blue, lease(prompt("a", 3), name, ttl_s=100)) == 0
+    desk.ask(blue, store(prompt("a", 2)))
+    sizes = []
+    for second in range(1, 4):
         desk.tick(float(second), 1000.0 + second)
-    assert [each.chunks for each in desk.depot.leases.listed("blue", desk.now)] == [3, 3, 3]
+        sizes.append(sorted(each.chunks for each in desk.depot.leases.listed("blue", desk.now)))
+    assert sizes == [[0, 0, 2], [0, 2, 2], [2, 2, 2]]
 
 
 def test_a_lease_that_has_grown_whole_keeps_no_hashes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdepot.core.leases.MOST_HASHES", 4)
     blue = engine(desk, "blue")
-    for name in "xyz":  # hashes of two would be too many
+    for second, name in enumerate("xyz", 1):  # hashes of two would be too many
         assert desk.ask(blue, lease(prompt(name, 3), name)) == 0
         desk.ask(blue, store(prompt(name, 3)))
+        desk.tick(float(second), 1000.0 + second)
     assert [each.chunks for each in desk.depot.leases.listed("blue", desk.now)] == [3, 3, 3]
 
 
@@ -380,12 +371,6 @@ class LeaseMachine(RuleBasedStateMachine):
     def store(self, tenant: str, name: str, chunks: int) -> None:
         salted = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt_of(name))
         self.desk.ask(self.clients[tenant], wire.Store(1, 1, [salted]))
-        growing = [(key, each) for key, each in self.model.items() if key[0] == tenant and each[0] == name]
-        for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
-            gone = self.model.pop(key)
-            grown = [each for other, each in growing if other != key and gone[3] <= each[3]]
-            assert gone[2] < float("inf") and grown, "no lease that grew needed its room"
-            assert self.account(tenant, gone[0]) is self.account(tenant, name), "it gave up another account's room"
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
@@ -412,6 +397,9 @@ class LeaseMachine(RuleBasedStateMachine):
             gone = self.model.pop(key)
             assert gone[2] < float("inf") and gone[3] <= priority, "this lease need not make room"
             assert self.account(tenant, gone[0]) is self.account(tenant, what), "it gave up another account's room"
+
+    def _prompt(self, lease: Lease) -> str:
+        return self.model[lease.tenant, lease.request.name][0]
 
     def _names(self, tenant: str) -> set[str]:
         return set(self.desk.depot.leases._by_tenant.get(tenant, {}))
@@ -442,16 +430,34 @@ class LeaseMachine(RuleBasedStateMachine):
         over = [key for key in self.expiring if key in self.model and self.model[key][2] <= now]
         expired = {(key[0], self.model[key][0], self.expiring.pop(key)) for key in over}
         there = {each: has(self.desk, self.clients[each[0]], prompt(each[1], 6)) for each in expired}
+        could_grow = {
+            lease: has(self.desk, self.clients[lease.tenant], prompt(self._prompt(lease), 6))
+            for lease in self.desk.depot.leases._growing
+        }
         self.desk.tick(now, 1000.0 + now)
+        for lease in self.desk.depot.leases._growing:
+            assert lease.chunks == min(could_grow[lease], len(lease.hashes) // 32), "it has grown with what was stored"
         self.desk.settle()
         self.model = {key: each for key, each in self.model.items() if each[2] > now}
         for tenant, what, chunks in expired:
             left = has(self.desk, self.clients[tenant], prompt(what, 6))
             if there[tenant, what, chunks] <= chunks:
                 assert left == self._held(tenant, what), "what has expired is gone, unless another lease holds it"
-        for tenant in _TENANTS:  # those that nobody stored end after a minute
-            for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
-                assert self.model.pop(key)[1] == 0
+        for key in [key for key in self.model if key[1] not in self._names(key[0])]:
+            what, chunks, ends, priority = self.model.pop(key)
+            account = self.account(key[0], what)
+            grown = [
+                each
+                for each in could_grow
+                if (each.tenant, each.request.name) != key
+                and each.tenant == key[0]
+                and each.request.priority >= priority
+                and self.account(each.tenant, self._prompt(each)) is account
+            ]
+            made_room = ends < float("inf") and grown
+            assert not chunks or made_room, (
+                "neither did nobody store it for a minute, nor did one that grew need its room"
+            )
 
     @rule(owner=st.sampled_from(_QUOTAS), floor=st.sampled_from([0, 4, 8, None]), cap=st.sampled_from([0, 8, 16]))
     def quota(self, owner: tuple[str, bytes], floor: int | None, cap: int) -> None:
@@ -486,11 +492,6 @@ class LeaseMachine(RuleBasedStateMachine):
             held[account] = held.get(account, 0) + leases._by_tenant[tenant][name].held
             assert leases._by_tenant[tenant][name].held >= chunks * PAGE
         assert {(t, n) for t, each in leases._by_tenant.items() for n in each} == set(self.model)
-        for lease in () if leases._due else leases._growing:
-            there = has(
-                self.desk, self.clients[lease.tenant], prompt(self.model[lease.tenant, lease.request.name][0], 6)
-            )
-            assert lease.chunks == min(there, len(lease.hashes) // 32), "it has grown with what was stored"
         protected: Counter[int] = Counter()
         for top, _ in (each for lease in leases._all() for each in lease.tops):
             chunk: Chunk | None = top

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -175,24 +174,3 @@ class Client:
     def engine_called(self) -> str:
         """The short name of its engine in the status, journal and log, with a UUID cut to its first digits."""
         return _UUID.sub(r"\1", self.engine)[:_MOST_NAME] or self.called
-
-
-class Idleness:
-    """The time without a connected engine; commands, probes and web pages are none."""
-
-    def __init__(self, exit_s: float) -> None:
-        """exit_s: after how many seconds it is over; 0: never."""
-        self._exit_s = exit_s
-        self._since: float | None = None
-
-    def __repr__(self) -> str:
-        return f"<Idleness since {self._since}, over after {self._exit_s:g} s>"
-
-    def is_over(self, clients: Iterable[Client], now: float) -> bool:
-        """Whether the server should stop, with these clients. Called once a second."""
-        if not self._exit_s or any(client.is_engine for client in clients):
-            self._since = None
-            return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= self._exit_s

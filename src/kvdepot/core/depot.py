@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
-from kvdepot.core.clients import Client, Idleness, Liveness
-from kvdepot.core.engines import Engines, client_figures
+from kvdepot.core.clients import Client, Liveness
+from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.events import Listener
@@ -26,7 +26,7 @@ from kvdepot.core.leases import Leases
 from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import SHOWN, Report, ServerFacts, namespace_figures, tenant_figures
+from kvdepot.core.report import SHOWN, Report, ServerFacts, fill_namespaces, tenant_figures
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import TierLookup
@@ -83,13 +83,12 @@ class Depot:
             *listeners,
             self.lifetimes,
             self.tiering,
-            self.leases,
             self.sessions,
         ]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
-        self._idleness = Idleness(config.idle_exit)
+        self._idle_since = float("inf")  # the first tick without an engine; commands, probes and web pages are none
         self._is_tenant = is_tenant
         self._step_chunks = step_chunks
         self._is_behind = False  # chunks that have expired, or are above a cap, are still there
@@ -146,7 +145,6 @@ class Depot:
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:
                 self.engines.joined(client)
-                client.is_seen = True
         except KVDepotError as exc:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
@@ -275,9 +273,12 @@ class Depot:
         self.usages.tick(now)
         self._drop_excess()
         self.report.tick(now, self.counters, self.tiering.status(now))
-        is_over = self._idleness.is_over(self._clients.values(), now)
-        stops = [Stop(f"no engine for {self._config.idle_exit:g} s")] if is_over else []
-        return self._publish([*self.tiering.tick(now), *stops])
+        is_used = any(client.is_engine for client in self.clients)
+        self._idle_since = float("inf") if is_used else min(self._idle_since, now)
+        actions: list[Action] = [*self.tiering.tick(now)]
+        if 0 < self._config.idle_exit <= now - self._idle_since:
+            actions.append(Stop(f"no engine for {self._config.idle_exit:g} s"))
+        return self._publish(actions)
 
     def _drop_excess(self) -> None:
         """Remove some of the chunks that have expired, and of those of tenants above their caps."""
@@ -373,11 +374,8 @@ class Depot:
     def status(self, tenant: str = "") -> Status:
         """The status that this tenant may see; empty: everything."""
         index, usages = self.index, self.usages
-        tokens = usages.figures(tenant)
         lease_count, leased_bytes = self.leases.totals(tenant)
-        firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
-        return Status(
-            **self.report.figures(tenant, self.now),
+        status = Status(
             capacity_bytes=index.allocator.capacity,
             used_bytes=index.allocator.capacity - index.allocator.free_bytes,
             chunks=index.chunks,
@@ -388,9 +386,9 @@ class Depot:
             record_slots_used=index.records.used,
             unrecorded_shards=index.unrecorded,
             holds_s=self.lifetimes.holds_s(),
-            **client_figures(self.clients, tenant, self.now),
-            **namespace_figures(firsts, tokens["model_usage"]),
-            **tokens,
+            clients=len(self.clients),
+            sessions=sum(len(client.sessions) for client in self.clients),
+            instances=sum(len(client.instances) for client in self.clients),
             chunk_size_tokens=self._config.chunk_tokens,
             operations=self.operations,
             lease_count=lease_count,
@@ -403,3 +401,9 @@ class Depot:
             counters={**self.counters, "evicted_chunks": index.evicted},
             histograms=[each.figure() for each in (usages.hit_tokens, *self.lifetimes, usages.saved_s)],
         )
+        self.report.fill(status, tenant, self.now)
+        usages.fill(status, tenant)
+        fill_engines(status, self.clients, tenant, self.now)
+        firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
+        fill_namespaces(status, firsts)
+        return status

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import TypedDict
 
 from kvdepot.core.clients import Client
-from kvdepot.protocol.status import Engine
+from kvdepot.protocol.status import Engine, Status
 
 log = logging.getLogger(__name__)
 
@@ -28,43 +27,38 @@ _SHORT = 100
 """Most characters of a model's name in an engine's entry."""
 
 
-@dataclass(slots=True)
-class _Engine:
-    clients: int = 0
-    has_died: bool = False  # a client of it ended without closing its connection
-
-
 class Engines:
     """The engines of one depot."""
 
     def __init__(self, note: Callable[[str, str], None]) -> None:
         """note: adds an event to the journal."""
         self._note = note
-        self._by_name: dict[tuple[str, str | bytes], _Engine] = {}
-        self._by_client: dict[bytes, _Engine] = {}
+        self._clients: Counter[tuple[str, str | bytes]] = Counter()  # by engine
+        self._died: set[tuple[str, str | bytes]] = set()  # those of which a client did not close its connection
 
     def __repr__(self) -> str:
-        return f"<Engines {len(self._by_name)} with {len(self._by_client)} clients>"
+        return f"<Engines {len(self._clients)} with {self._clients.total()} clients>"
 
     def joined(self, client: Client) -> None:
         """A client has sent its first registration or lookup: it belongs to an engine."""
+        client.is_seen = True
         key = _key(client)
-        if key not in self._by_name:
-            self._by_name[key] = _Engine()
+        self._clients[key] += 1
+        if self._clients[key] == 1:
             self._announce(client, f"connected: {client.model[:_SHOWN] or 'a model'}")
-        engine = self._by_client[client.identity] = self._by_name[key]
-        engine.clients += 1
 
     def left(self, client: Client, has_left: bool) -> None:
         """A client is gone, of an engine or not. has_left: it closed its connection."""
-        engine = self._by_client.pop(client.identity, None)
-        if engine is None:
+        if not client.is_seen:
             return
-        engine.clients -= 1
-        engine.has_died |= not has_left
-        if not engine.clients:
-            del self._by_name[_key(client)]
-            self._announce(client, "died" if engine.has_died else "is gone")
+        key = _key(client)
+        self._clients[key] -= 1
+        if not has_left:
+            self._died.add(key)
+        if not self._clients[key]:
+            del self._clients[key]
+            self._announce(client, "died" if key in self._died else "is gone")
+            self._died.discard(key)
 
     def _announce(self, client: Client, what: str) -> None:
         name = client.engine_called
@@ -76,30 +70,14 @@ def _key(client: Client) -> tuple[str, str | bytes]:
     return client.user, client.engine or client.identity
 
 
-class ClientFigures(TypedDict):
-    """Fields of `status.Status`."""
-
-    clients: int
-    sessions: int
-    instances: int
-    engine_count: int
-    divided_engines: int
-    kv_event_topics: int
-    engines: list[Engine]
-
-
-def client_figures(clients: Collection[Client], tenant: str, now: float) -> ClientFigures:
-    """All clients counted, and the engines that a tenant may see; empty: all."""
+def fill_engines(status: Status, clients: Collection[Client], tenant: str, now: float) -> None:
+    """Fill in the engines that a tenant may see; empty: all."""
     engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
-    return ClientFigures(
-        clients=len(clients),
-        sessions=sum(len(client.sessions) for client in clients),
-        instances=sum(len(client.instances) for client in clients),
-        engine_count=len(engines),
-        divided_engines=_divided(engines),
-        kv_event_topics=len({part.topic for each in engines for part in each.instances.values()} - {""}),
-        engines=[_status(each, now) for each in heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)],
-    )
+    status.engine_count = len(engines)
+    status.divided_engines = _divided(engines)
+    status.kv_event_topics = len({part.topic for each in engines for part in each.instances.values()} - {""})
+    latest = heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)
+    status.engines = [_status(each, now) for each in latest]
 
 
 def _divided(clients: Iterable[Client]) -> int:

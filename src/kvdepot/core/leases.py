@@ -1,8 +1,8 @@
 """Leases: which prompts' chunks stay in memory for whom, how long, and within which budget. Decisions only.
 
 Called by core/sessions.py with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
-belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has, and
-for a minute after its begin it grows when the first chunk that it lacks, or the prompt's last one, is stored.
+belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has; one
+that lacks some is looked up again each second for a minute, and holds what was stored meanwhile.
 Invariants:
 
 - the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
@@ -19,16 +19,14 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.core.actions import Action
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin, is_forgotten
-from kvdepot.core.index.events import IndexEvent, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import match_prompt
 from kvdepot.errors import BadRequest, Busy
@@ -45,7 +43,7 @@ MOST_HASHES = 1 << 22
 """Hashes that all leases keep, to grow or to drop their chunks: 128 MiB."""
 _MOST_TTL_S = 1 << 31
 _MOST_MATCHED = 64
-"""Leases that one tick or one request lets grow; the others follow with the next."""
+"""Leases that one tick looks up again; the others follow with the next."""
 _MOST_NAME = 256
 """Characters of a name in a list."""
 _NEVER = float("inf")
@@ -71,11 +69,6 @@ class Lease:
     held: int = 0
     """Bytes that it holds."""
     grows_until: float = _NEVER
-    awaits: tuple[bytes, ...] = ()
-    """The chunks that it awaits while it grows: the first that it lacks, and its prompt's last."""
-    is_simple: bool = False
-    """Its model is known to have one KV cache group; else it is also looked up each second, because a window or a state
-    may complete its prefix at any chunk."""
 
     @property
     def holds(self) -> bool:
@@ -114,9 +107,7 @@ class Leases:
         self._by_tenant: dict[str, dict[str, Lease]] = {}  # then by name, the oldest first
         self._count = 0
         self._leased: Counter[Account] = Counter()  # bytes
-        self._growing: dict[Lease, None] = {}  # the oldest first
-        self._awaited: dict[bytes, dict[Lease, None]] = {}  # growing leases by the chunks that they await
-        self._due: dict[Lease, None] = {}  # growing leases whose chunk was stored
+        self._growing: dict[Lease, None] = {}  # the one that was looked up longest ago first
         self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
         self._hashes = 0  # kept
         self._numbers = itertools.count()
@@ -201,7 +192,6 @@ class Leases:
         if grows:
             lease.grows_until = self.now + GROW_S
             self._growing[lease] = None
-            self._await(lease)
         return matched
 
     def _hold(self, lease: Lease, tops: _Tops, matched: int) -> None:
@@ -269,28 +259,9 @@ class Leases:
 
     # -- growth
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
-        """Let leases grow that await a chunk of which a shard was just sealed."""
-        waits = self._awaited
-        due = [waits.get(each.chunk.key, {}) for each in events if isinstance(each, Stored)] if waits else []
-        if any(due):
-            self.now = now
-            for leases in due:
-                self._due.update(leases)
-            self._grow_some()
-        return ()
-
-    def _grow_some(self) -> None:
-        for lease in list(itertools.islice(self._due, _MOST_MATCHED)):
-            if lease in self._due:  # the growth of one before it may have ended it
-                del self._due[lease]
-                self._grow(lease)
-
     def _grow(self, lease: Lease) -> None:
-        """Hold what memory has of its prompt by now. It then waits for more, or has all, or no room."""
-        self._stop_awaiting(lease)
+        """Hold what memory has of its prompt by now, and stop growing with the last chunk, without room or in time."""
         found = match_prompt(self._index.namespaces, lease.tenant, lease.request, lease.hashes)
-        lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
             salt = _salt_of(tops)
@@ -301,27 +272,15 @@ class Leases:
                 self._stop_growing(lease)
                 return
             self._hold(lease, tops, found.chunks)
-        if lease.chunks * HASH_BYTES >= len(lease.hashes):
+        if lease.chunks * HASH_BYTES >= len(lease.hashes) or lease.grows_until <= self.now:
             self._stop_growing(lease)
+            if not lease.chunks and not lease.drops:
+                self._end(lease, "no chunk of it was stored")
         else:
-            self._await(lease)
-
-    def _await(self, lease: Lease) -> None:
-        at = lease.chunks * HASH_BYTES
-        lease.awaits = lease.hashes[at : at + HASH_BYTES], lease.hashes[-HASH_BYTES:]
-        for key in lease.awaits:
-            self._awaited.setdefault(key, {})[lease] = None
-
-    def _stop_awaiting(self, lease: Lease) -> None:
-        for key in set(lease.awaits):
-            del self._awaited[key][lease]
-            if not self._awaited[key]:
-                del self._awaited[key]
-        lease.awaits = ()
+            del self._growing[lease]
+            self._growing[lease] = None  # as the last one
 
     def _stop_growing(self, lease: Lease) -> None:
-        self._stop_awaiting(lease)
-        self._due.pop(lease, None)
         del self._growing[lease]
         if not lease.drops:
             self._hashes -= len(lease.hashes) // HASH_BYTES
@@ -347,13 +306,11 @@ class Leases:
             del self._by_tenant[lease.tenant]
         self._count -= 1
         self._growing.pop(lease, None)
-        self._due.pop(lease, None)
-        self._stop_awaiting(lease)
         self._hashes -= len(lease.hashes) // HASH_BYTES
         self._hold(lease, [], 0)
 
     def tick(self, now: float) -> list[Lease]:
-        """Called once a second: ends leases whose time is over; returns those whose chunks are to be dropped."""
+        """Called once a second: ends leases whose time is over, and lets others grow; returns those to be dropped."""
         self._counters["lease_byte_seconds"] += round(self.bytes * (now - self._ticked))
         self.now = self._ticked = now
         over: list[Lease] = []
@@ -362,15 +319,9 @@ class Leases:
             if self._is_there(lease):
                 self._end(lease, "expired")
                 over += [lease] if lease.drops else []
-        grouped = (lease for lease in self._growing if not lease.is_simple)
-        self._due.update(dict.fromkeys(itertools.islice(grouped, _MOST_MATCHED)))
-        self._grow_some()
-        for lease in list(self._growing):
-            if lease.grows_until > now:
-                break  # the oldest comes first
-            self._stop_growing(lease)
-            if not lease.chunks and not lease.drops:
-                self._end(lease, "no chunk of it was stored")
+        for lease in list(itertools.islice(self._growing, _MOST_MATCHED)):
+            if lease in self._growing:  # the growth of one before it may have ended it
+                self._grow(lease)
         return over
 
     def forget(self) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from kvdepot import __version__
 from kvdepot.core.index.chunk import Account, Namespace
 from kvdepot.protocol.counters import SERVER, Counters
-from kvdepot.protocol.metrics import Event, Journal, Latencies, Latency
+from kvdepot.protocol.metrics import Journal, Latencies
 from kvdepot.protocol.quotas import shown_tag
 from kvdepot.protocol.status import (
     MOST_NAME,
@@ -22,6 +21,7 @@ from kvdepot.protocol.status import (
     Device,
     GroupStatus,
     NamespaceStatus,
+    Status,
     TenantStatus,
     TierStatus,
     Usage,
@@ -52,33 +52,6 @@ class ServerFacts:
     unreachable: str = ""
     """Why no new client can find this server."""
     settings: dict[str, str] = field(default_factory=dict)
-
-
-class ReportFigures(TypedDict):
-    """Fields of `status.Status`."""
-
-    version: str
-    boot: str
-    pid: int
-    host: str
-    wall_s: float
-    uptime_s: float
-    http: str
-    http_failure: str
-    unreachable: str
-    settings: dict[str, str]
-    devices: list[Device]
-    latencies: list[Latency]
-    events: list[Event]
-
-
-class NamespaceFigures(TypedDict):
-    """Fields of `status.Status`."""
-
-    namespace_count: int
-    cached_tokens: int
-    namespaces: list[NamespaceStatus]
-    other_namespaces: NamespaceStatus | None
 
 
 class Report:
@@ -131,35 +104,34 @@ class Report:
                 self._tiers[tier.name] = tier.state
                 self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
-    def figures(self, tenant: str, now: float) -> ReportFigures:
-        """The fields that a tenant's client may see; empty: all."""
+    def fill(self, status: Status, tenant: str, now: float) -> None:
+        """Fill in what a tenant's client may see of the server; empty: all."""
         server = self.server
-        return ReportFigures(
-            version=__version__,
-            boot=server.boot.hex(),
-            pid=server.pid,
-            host=server.host,
-            wall_s=self.wall,
-            uptime_s=now - self._began if self._began is not None else 0.0,
-            http=server.http,
-            http_failure=server.http_failure,
-            unreachable=server.unreachable,
-            settings={} if tenant else server.settings,
-            devices=server.devices(),
-            latencies=self.latencies.figures(),
-            events=[] if tenant else self.journal.events(),
-        )
+        status.version = __version__
+        status.boot = server.boot.hex()
+        status.pid = server.pid
+        status.host = server.host
+        status.wall_s = self.wall
+        status.uptime_s = now - self._began if self._began is not None else 0.0
+        status.http = server.http
+        status.http_failure = server.http_failure
+        status.unreachable = server.unreachable
+        status.settings = {} if tenant else server.settings
+        status.devices = server.devices()
+        status.latencies = self.latencies.figures()
+        status.events = [] if tenant else self.journal.events()
 
 
-def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) -> NamespaceFigures:
-    """One entry per model, the largest ones, and the sum of the others. namespaces: their first KV cache groups.
-    models: tokens by tenant and model; the largest namespace of a model shows them."""
+def fill_namespaces(status: Status, namespaces: Sequence[Namespace]) -> None:
+    """Fill in one entry per model, the largest ones, and the sum of the others. namespaces: their first KV cache
+    groups. The largest namespace of a model shows the tokens that `model_usage` has of it."""
     sizes = sorted(((_bytes(each), each) for each in namespaces), key=lambda item: -item[0])
-    usages = {(each.tenant, each.model): each for each in models}
-    listed = []
+    usages = {(each.tenant, each.model): each for each in status.model_usage}
+    status.namespace_count = len(namespaces)
+    status.cached_tokens = sum(_chunks(each) * each.chunk_tokens for each in namespaces)
     for size, namespace in sizes[:_NAMESPACES]:
         usage = usages.pop((namespace.tenant, namespace.model[:MOST_NAME]), Usage(""))
-        listed.append(
+        status.namespaces.append(
             NamespaceStatus(
                 tenant=namespace.tenant,
                 model=namespace.model[:MOST_NAME],
@@ -178,9 +150,9 @@ def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) 
                 answers=usage.answers,
             )
         )
-    others, rest = None, sizes[_NAMESPACES:]
+    rest = sizes[_NAMESPACES:]
     if rest or usages:
-        others = NamespaceStatus(
+        status.other_namespaces = NamespaceStatus(
             tenant=OTHERS,
             model=OTHERS,
             world_size=0,
@@ -194,12 +166,6 @@ def namespace_figures(namespaces: Sequence[Namespace], models: Iterable[Usage]) 
             found_tokens=sum(each.found_tokens for each in usages.values()),
             reused_tokens=sum(each.reused_tokens for each in usages.values()),
         )
-    return NamespaceFigures(
-        namespace_count=len(namespaces),
-        cached_tokens=sum(_chunks(each) * each.chunk_tokens for each in namespaces),
-        namespaces=listed,
-        other_namespaces=others,
-    )
 
 
 def _bytes(namespace: Namespace) -> int:

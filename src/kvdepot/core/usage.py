@@ -16,15 +16,13 @@ wrong; it changes nothing about which chunks are kept or found.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
 from kvdepot.core.infinite_cache import InfiniteCache, words
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import MOST_NAME, OTHERS, AnswersStatus, Saved, TokenCounts, Usage
+from kvdepot.protocol.status import MOST_NAME, OTHERS, AnswersStatus, Saved, Status, TokenCounts, Usage
 
 _MODELS = 100
 """Most pairs of tenant and model with an entry of their own; a tenant alone gets half of them."""
@@ -43,15 +41,6 @@ class _Sum:
         self.asked += asked
         self.found += found
         self.reused += reused
-
-
-class TokenFigures(TypedDict):
-    """Fields of `status.Status`."""
-
-    saved: Saved
-    tokens: TokenCounts
-    usage: list[Usage]
-    model_usage: list[Usage]
 
 
 class Usages:
@@ -76,14 +65,12 @@ class Usages:
         bound = None if missed is None else total.found + missed
         return TokenCounts(total.asked, total.found, total.reused, bound)
 
-    def figures(self, tenant: str) -> TokenFigures:
-        """The figures that a tenant's client may see; empty: all."""
-        return TokenFigures(
-            saved=Saved(self.total.reused, self.saved_s.sum),
-            tokens=self.tokens,
-            usage=self.by_tenant(tenant),
-            model_usage=self.by_model(tenant),
-        )
+    def fill(self, status: Status, tenant: str) -> None:
+        """Fill in the tokens that a tenant's client may see; empty: all."""
+        status.saved = Saved(self.total.reused, self.saved_s.sum)
+        status.tokens = self.tokens
+        status.usage = self.by_tenant(tenant)
+        status.model_usage = self.by_model(tenant)
 
     def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
         """Count a lookup together with what it found, in chunks, so that both fall into the same window.

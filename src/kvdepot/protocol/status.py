@@ -1,7 +1,8 @@
 """The status of a server: the schema that command line, HTTP, page and metrics read. Plain data.
 
-core/report.py fills it in as the answer to `wire.Status`; clients decode it with `read`. Sizes in bytes, times in
-seconds, counters since the server's start. Invariant: names here do not change; new fields have a default.
+Made as the answer to `wire.Status` by core/depot.py, of which each part fills in its fields; clients decode it with
+`read`. Sizes in bytes, times in seconds, counters since the server's start.
+Invariant: names here do not change; new fields have a default.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Device(msgspec.Struct, frozen=True):
     failure: str
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class Status(msgspec.Struct, kw_only=True):
     """The current state of one server. namespaces and engines are limited; their counts cover all.
 
     tenants: those with a quota, also salts, and the others together; empty while there is no quota.

@@ -25,7 +25,7 @@ from kvdepot.web.guard import Problem
 from kvdepot.web.poll import STALE_S, Poll
 
 
-class StatusNow(Status, frozen=True, kw_only=True):
+class StatusNow(Status, kw_only=True):
     """The server's status, and what the page needs beside it.
 
     turn: number of the poll. point: the latest point of `/v1/history`. trouble: the error of `/healthz`; empty if
