@@ -2,7 +2,8 @@
 
 Run as `python -m tests.vllm.child FD PARENT`: vLLM is imported once, which takes longer than to start an engine. Then
 each message on the socket FD forks a process (`fork`), or waits for one that has ended (`wait`). An engine reads its
-commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
+commands from the socket that came with its message, logs to the file that came with it, and keeps a locked file as long
+as one of its processes is there. All die with PARENT.
 
 Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step (one),
 abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are done), meet
@@ -24,6 +25,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging.config
 import os
 import socket
 import sys
@@ -37,6 +39,11 @@ from tests.vllm import insides, preloaded
 
 MESSAGE_BYTES = 1 << 20
 USED = (
+    "kvdepot.client.admin",
+    "kvdepot.client.launch",
+    "kvdepot.client.scheduler",
+    "kvdepot.client.worker",
+    "kvdepot.devices.cpu",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
@@ -54,7 +61,7 @@ USED = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
 )
-"""What vLLM imports when an engine starts; one that is missing here, or gone from vLLM, costs time only."""
+"""What an engine imports when it starts; one that is missing here, or gone from vLLM, costs time only."""
 
 
 class Child:
@@ -278,7 +285,7 @@ def end(run: Callable[..., None], *arguments: Any) -> NoReturn:
 
 
 def import_vllm() -> None:
-    """All that an engine imports but kvdepot, which notes when it was imported: an engine's start, to it."""
+    """All that an engine imports but our connector, which notes when it was imported: an engine's start, to it."""
     if os.environ.get("TRITON_INTERPRET"):  # see engines.V2
         from triton.backends import backends
 
@@ -293,8 +300,10 @@ def import_vllm() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
     insides.install()
     _do_not_spin()
+    _do_once()
     gc.collect()
-    gc.freeze()  # an engine's start collects garbage several times
+    gc.freeze()  # an engine's start and end collect garbage several times
+    gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
 def _do_not_spin() -> None:
@@ -304,13 +313,26 @@ def _do_not_spin() -> None:
     shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
 
 
+def _do_once() -> None:
+    """What each of an engine's processes would do again, which takes a second of CPU time per engine."""
+    import torch._dynamo.trace_rules as rules
+    from vllm.platforms import current_platform
+
+    rules.get_torch_obj_rule_map()
+    # Loggers below vLLM's: each process gives them the level that they have.
+    logging.config._handle_existing_loggers = lambda *_: None  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):  # releases that have no such kernels
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = lambda *_: None  # type: ignore[method-assign]
+
+
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     requests = socket.socket(fileno=int(sys.argv[1]))
     import_vllm()
     end_server = preloaded.start_server()
     while True:
-        message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
         if not message:
             return end_server()
         asked = json.loads(message)
@@ -325,10 +347,13 @@ def main() -> None:
             die_with_parent(me)
             os.setpgid(0, 0)  # its test ends the group
             requests.close()
-            channel, log = fds
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            channel, log, alive = fds
+            # Spawned processes have no file of their parent's but its output.
+            output = alive if asked["arguments"].get("is_spawned") else log
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.close(log)
+            preloaded.keep(alive)
             os.environ.clear()
             os.environ.update(asked["environ"])
             end(serve, socket.socket(fileno=channel), asked["arguments"])

@@ -227,11 +227,14 @@ class Nursery:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         return os.environ | ENVIRON | {"PYTHONPATH": path} | self._runner
 
-    def fork(self, arguments: dict[str, Any], channel: socket.socket, log: int) -> int:
-        """Fork an engine with vLLM's `arguments` and this process's environment. Returns its process id."""
+    def fork(self, arguments: dict[str, Any], fds: list[int]) -> int:
+        """Fork an engine with vLLM's `arguments` and this process's environment. Returns its process id.
+
+        fds: its channel, its log, and the file that it keeps.
+        """
         message = json.dumps({"do": "fork", "arguments": arguments, "environ": self._environ()}).encode()
         with self._lock:
-            socket.send_fds(self._channel, [message], [channel.fileno(), log])
+            socket.send_fds(self._channel, [message], fds)
             return int(json.loads(self._channel.recv(64)))
 
     def wait(self, pid: int) -> int:
@@ -288,9 +291,10 @@ class Engine:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
         self._nursery = nursery(python, model_runner)
-        with theirs, Path(f"/proc/self/fd/{self.log.fileno()}").open("ab", buffering=0) as log:
-            fcntl.flock(log, fcntl.LOCK_SH)  # until the last of the engine's processes has ended
-            self.pid = self._nursery.fork(options, theirs, log.fileno())
+        file = Path(f"/proc/self/fd/{self.log.fileno()}")
+        with theirs, file.open("ab", buffering=0) as log, file.open("ab", buffering=0) as alive:
+            fcntl.flock(alive, fcntl.LOCK_SH)  # until the last of the engine's processes has ended
+            self.pid = self._nursery.fork(options, [theirs.fileno(), log.fileno(), alive.fileno()])
         self._process = os.pidfd_open(self.pid)
         self._lines = self._channel.makefile("r")
         self._exit_code: int | None = None

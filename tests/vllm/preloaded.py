@@ -19,15 +19,16 @@ from typing import Any
 _spawn = context._concrete_contexts["spawn"]  # type: ignore[attr-defined]
 _WORKER_S = 30.0
 """A worker whose engine core has ended has this long to end by itself."""
+_alive = -1  # a file that this engine's processes have locked
 
 
 class _Process(context.ForkServerProcess):
-    """A process of the fork server's, which takes over its parent's environment and output, and ends with it."""
+    """A process of the fork server's, which takes over its parent's environment, output and lock, and ends with it."""
 
     _start_method = "spawn"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        outputs = [reduction.DupFd(fd) for fd in (1, 2)]
+        outputs = [reduction.DupFd(fd) for fd in (1, 2, _alive)]
         return _rebuild, (dict(os.environ), outputs, bytes(reduction.ForkingPickler.dumps(self.__dict__)))
 
     def run(self) -> None:
@@ -38,11 +39,19 @@ class _Process(context.ForkServerProcess):
 def _rebuild(environ: dict[str, str], outputs: list[Any], state: bytes) -> _Process:
     os.environ.clear()
     os.environ.update(environ)
-    for fd, output in enumerate(outputs, 1):
+    for fd, output in enumerate(outputs[:2], 1):
         os.dup2(output.detach(), fd)
+    keep(outputs[2].detach())
     made = _Process()
     made.__dict__.update(reduction.ForkingPickler.loads(state))
     return made
+
+
+def keep(alive: int) -> None:
+    """Keep a locked file, which says that an engine's processes are there. Programs that they start do not have it."""
+    global _alive
+    _alive = alive
+    os.set_inheritable(alive, False)
 
 
 def _end_with_parent() -> None:
