@@ -162,3 +162,19 @@ def test_namespaces_beyond_those_that_are_listed_are_told_as_a_sum() -> None:
     assert sum(each.bytes for each in everything) == status.used_bytes
     assert sums(everything) == sums(status.model_usage) == (206, 203, 0)
     assert status.model_usage[-1] == Usage(OTHERS, 106, 106, 0, OTHERS)  # beyond the first 50
+
+
+def test_a_lookup_that_pins_nothing_counts_at_once_what_its_engine_lacks() -> None:
+    desk = Desk(settings={"max_sessions": 1})
+    desk.hello()
+    desk.register(b"one")
+    assert desk.ask(b"one", store(prompt("a", 3))) is True
+    for own, found in ((0, 3), (2, 1), (4, 0)):
+        before = desk.depot.status().tokens
+        lookup = msgspec.structs.replace(look(5, f"r{own}"), pins=False, own=own)
+        assert desk.ask(b"one", lookup) == 3
+        tokens, sessions = desk.depot.status().tokens, desk.depot.status().sessions
+        assert (tokens.asked - before.asked, tokens.found - before.found, sessions) == (5 - own, found, 0)
+    assert desk.depot.status().holds == 0
+    for own in (-1, 6):
+        assert isinstance(desk.ask(b"one", msgspec.structs.replace(look(5, "r"), own=own)), BadRequest)

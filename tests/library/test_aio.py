@@ -39,6 +39,7 @@ def test_every_call_does_what_it_does_without_asyncio(server: Depot) -> None:
             assert await ns.get_into(tokens, target) == n
             assert np.array_equal(cut(target, SMALL, 0, n), kv)
             assert (await depot.status()).pid == server.process.pid
+            assert await ns.release(tokens)
             await ns.delete(tokens)
             with pytest.raises(BadRequest):
                 await ns.put(tokens, kv[:1])

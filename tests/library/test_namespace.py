@@ -417,6 +417,24 @@ def test_a_leased_sequence_survives_pressure(start_depot: StartDepot, connect: C
     found, n = ns.get(leased)
     assert (n, ns.contains(other)) == (2 * TOKENS, 0)
     check(found, kv, shape, n)
+    assert ns.release(leased) and not ns.release(leased)
+    for number in range(40, 80):
+        ns.put(random_tokens(4 * TOKENS, number), random_kv(shape, 4 * TOKENS, number))
+    assert ns.contains(leased) == 0
+
+
+def test_leases_of_equal_tokens_end_apart(server: Depot, connect: Connect) -> None:
+    depot, tokens = connect(server), random_tokens(TOKENS, 7)
+    before, spaces = depot.status().lease_count, [open_namespace(depot, f"lease {number}") for number in (1, 2)]
+    for ns in spaces:
+        ns.put(tokens, random_kv(SMALL, TOKENS))
+        assert ns.lease(tokens, 60) == ns.lease(tokens, 60, "by name" + str(id(ns))) == TOKENS
+    assert depot.status().lease_count == before + 4
+    assert spaces[0].release(tokens) and not spaces[0].release(tokens)
+    assert spaces[1].release(tokens) and not spaces[1].release(tokens[:-1])
+    for ns in spaces:
+        assert ns.release(tokens, "by name" + str(id(ns)))
+    assert depot.status().lease_count == before
 
 
 def test_bytes_that_change_in_the_arena_are_not_served(start_depot: StartDepot, connect: Connect) -> None:
@@ -459,7 +477,7 @@ def test_tokens_that_are_none_are_refused_by_every_call(make: MakeNamespace, tok
     kv = random_kv(SMALL, TOKENS)
     calls: list[Callable[[], object]] = [
         lambda: ns.put(tokens, kv), lambda: ns.get(tokens), lambda: ns.get_into(tokens, kv),
-        lambda: ns.contains(tokens), lambda: ns.delete(tokens), lambda: ns.lease(tokens, 5),
+        lambda: ns.contains(tokens), lambda: ns.delete(tokens), lambda: ns.lease(tokens, 5), lambda: ns.release(tokens),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(BadRequest, match="token"):

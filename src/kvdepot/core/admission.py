@@ -43,6 +43,8 @@ def check_lookup(request: wire.Lookup) -> None:
     check_chunk_tokens(request.chunk_tokens)
     if not 0.0 <= request.speed < float("inf"):
         raise BadRequest(f"{request.speed} tokens per second")
+    if not 0 <= request.own <= len(request.hashes) // HASH_BYTES:
+        raise BadRequest(f"{request.own} chunks of the engine's own among {len(request.hashes) // HASH_BYTES}")
     if not request.tails:
         return
     if len(request.tails) > wire.MAX_TAILS:

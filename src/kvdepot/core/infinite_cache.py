@@ -27,6 +27,9 @@ _ALL = 1 << 16
 """The sketches get all of the first chunks up to this number, and then one in _SAMPLED: a prompt of 128k tokens has 512
 to 8,192 chunks, and its lookup must not wait for as many updates."""
 _SAMPLED = 8
+_DUE = 1 << 14
+"""The sketches get chunks once a second, or when this many wait: no answer waits for its own chunks, and no request
+longer than some 2 ms for those of others."""
 _UNREPORTED = 1 << 20
 """Most chunks of one client whose reports have not come, 8 MiB; the oldest lookups beyond that do not count."""
 _MOST_LOOKUPS = 1 << 13
@@ -77,6 +80,8 @@ class InfiniteCache:
         self._missed = 0.0  # estimated tokens; an estimate, so it may fall
         self._most = 0  # its maximum
         self._day_began = now
+        self._due: list[tuple[Words, int, int]] = []  # what `count` was given, and the sketches were not yet
+        self._due_chunks = 0
         self._sketch = _sketch()  # the one in use
         self._next = _sketch()  # in use after the next rotation
 
@@ -89,6 +94,7 @@ class InfiniteCache:
 
         None without `datasketches`.
         """
+        self._count_due()
         return None if self._sketch is None else self._most
 
     def count(self, chunks: Words, chunk_tokens: int, held: int) -> None:
@@ -98,6 +104,18 @@ class InfiniteCache:
         """
         if self._sketch is None:
             return
+        self._due.append((chunks, chunk_tokens, held))
+        self._due_chunks += len(chunks)
+        if self._due_chunks > _DUE:
+            self._count_due()
+
+    def _count_due(self) -> None:
+        for each in self._due:
+            self._count(*each)
+        self._due.clear()
+        self._due_chunks = 0
+
+    def _count(self, chunks: Words, chunk_tokens: int, held: int) -> None:
         whole, part = divmod(min(held, len(chunks) * chunk_tokens), chunk_tokens)
         step = 1 if self._chunks < _ALL else _SAMPLED
         self._chunks += len(chunks)
@@ -126,7 +144,8 @@ class InfiniteCache:
         return float(step * (added - (self._sketch.get_estimate() - before)))
 
     def tick(self, now: float) -> None:
-        """Called once a second: rotates the sketches after a day."""
+        """Called once a second: counts what is due, and rotates the sketches after a day."""
+        self._count_due()
         if self._sketch is not None and now - self._day_began >= _DAY_S:
             self._day_began = now
             self._sketch, self._next = self._next, _sketch()

@@ -70,7 +70,7 @@ class Sessions:
         client, request = pending.asker, pending.lookup
         check_lookup(request)
         is_new = pending.lease is None and request.request not in client.sessions
-        if is_new and len(client.sessions) >= self._config.max_sessions:
+        if is_new and request.pins and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
         before = self._table(pending).get(request.request)
@@ -103,7 +103,7 @@ class Sessions:
         awaits = part is not None and self._waiting.may_wait(pending, part, now)
         has_end = match.tail is not None or not request.tails or request.tails[0].chunks < pending.first
         searches = may_wait and (may_grow or not has_end) and self._tiering.is_searchable
-        if pending.lease is None and pending.share is None:
+        if pending.lease is None and pending.share is None and (request.pins or awaits or searches):
             most, tail = pending.first, match.tail_key(request.tails)
             if awaits or searches:
                 most, tail = chunks, request.tails[0].key if request.tails else b""
@@ -318,8 +318,11 @@ class Sessions:
         return match.answer
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:
-        """Pin the matched chunks. Raises Busy if max_pins would be exceeded."""
+        """Pin the matched chunks, if the lookup wants that. Raises Busy if max_pins would be exceeded."""
         client, request, pins = pending.asker, pending.lookup, match.pins if match.answer else []
+        if not request.pins:
+            self._index.use([chunk for pin in pins for chunk in pin.chunks])
+            return
         old = client.sessions.get(request.request)
         parts = max((pin.parts for pin in pins), default=0)
         if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:

@@ -77,7 +77,8 @@ class Usages:
 
         is_known: the depot has a namespace of its model.
         """
-        asked, found = len(lookup.hashes) // HASH_BYTES * chunk_tokens, found * chunk_tokens
+        own, found = lookup.own * chunk_tokens, found * chunk_tokens
+        asked = len(lookup.hashes) // HASH_BYTES * chunk_tokens - own
         if found:
             self.hit_tokens.count(found)
         chunks = words(lookup.hashes)
@@ -85,7 +86,8 @@ class Usages:
             client.unreported.add(lookup.request, chunks, chunk_tokens)
             asked = found = 0  # `report` counts them
         else:
-            self._infinite_cache.count(chunks, chunk_tokens, found)
+            self._infinite_cache.count(chunks, chunk_tokens, max(found, own))
+            found = max(0, found - own)
         self.count(client.tenant, lookup.model, asked, found, is_known=is_known)
 
     def report(self, client: Client, request: wire.EndSession) -> None:

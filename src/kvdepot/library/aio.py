@@ -108,3 +108,7 @@ class Namespace:
     async def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
         """As `kvdepot.Namespace.lease`."""
         return await _run(self._namespace.lease, tokens, retain_s, name)
+
+    async def release(self, tokens: Sequence[int], name: str = "") -> bool:
+        """As `kvdepot.Namespace.release`."""
+        return await _run(self._namespace.release, tokens, name)

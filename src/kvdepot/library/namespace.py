@@ -33,7 +33,7 @@ from kvdepot.library.link import Link
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
 from kvdepot.memory.copier import Bytes, views
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
+from kvdepot.protocol.keys import ChunkChain
 from kvdepot.protocol.layout import Layout, copied_by_client
 from kvdepot.protocol.model_names import name_model
 
@@ -259,17 +259,20 @@ class Namespace:
 
         Raises BadRequest for wrong arguments, or what the server refuses.
         """
-        prompt = self._prompt(self._chain(tokens))
         if not isinstance(retain_s, int) or isinstance(retain_s, bool) or not 0 < retain_s < 1 << 32:
             raise BadRequest(f"retain_s must be a whole number of seconds, not {retain_s!r:.40}")
-        if not isinstance(name, str):
-            raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
+        chain = self._chain(tokens)
+        name, prompt = self._lease_name(chain, name), self._prompt(chain)
         if not prompt:
             return 0
-        lease = prompt.lease(
-            name or f"library-{prompt.hashes[-HASH_BYTES:].hex()[:32]}", LeaseTerms("retain", retain_s)
-        )
+        lease = prompt.lease(name, LeaseTerms("retain", retain_s))
         return self.chunk_tokens * self._call(lambda client: check_type(client.ask(lease).result(_ANSWER_S), int))
+
+    def release(self, tokens: Sequence[int], name: str = "") -> bool:
+        """End the lease of these tokens, or the one of this name: its chunks may be evicted again. Returns whether
+        there was one. Raises BadRequest for wrong arguments."""
+        end = wire.EndLease(self._lease_name(self._chain(tokens), name))
+        return bool(self._call(lambda client: check_type(client.ask(end).result(_ANSWER_S), bool)))
 
     # -- arguments
 
@@ -373,6 +376,12 @@ class Namespace:
     def _prompt(self, chain: ChunkChain) -> PromptChunks | None:
         return PromptChunks(self._spec, bytes(chain.hashes)) if len(chain) else None
 
+    def _lease_name(self, chain: ChunkChain, name: str) -> str:
+        """The name of a lease of these chunks: the given one, or one that no other sequence or namespace has."""
+        if not isinstance(name, str):
+            raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
+        return name or f"library-{blake3(self._spec.model.encode() + chain.parent(len(chain))).hexdigest()[:32]}"
+
     def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> wire.Shards:
         """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
         blocks = np.arange(end - first, dtype=np.uint32).tobytes()
@@ -385,11 +394,8 @@ class Namespace:
         if prompt is None:
             return 0
         name = request or f"contains-{self._instance}-{next(self._numbers)}"
-        try:
-            return check_type(client.ask(prompt.lookup(name, 1 if request else None)).result(_ANSWER_S), int)
-        finally:
-            if not request:
-                client.ask(wire.EndSession(name), deadline_s=None)
+        lookup = msgspec.structs.replace(prompt.lookup(name, 1 if request else None), pins=bool(request))
+        return check_type(client.ask(lookup).result(_ANSWER_S), int)
 
     def _load(self, tokens: Sequence[int], make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
         """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the

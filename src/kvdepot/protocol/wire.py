@@ -138,6 +138,8 @@ class Lookup(_Message, frozen=True):
     has no answer yet, which is counted no more, and answered at once with what is in memory.
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
+    pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
+    leading chunks that the engine's own cache has, which are not counted as asked for.
     """
 
     model: str
@@ -154,6 +156,8 @@ class Lookup(_Message, frozen=True):
     hurries: bool = False
     queued: bool = False
     tails: tuple[Tail, ...] = ()
+    pins: bool = True
+    own: int = 0
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
