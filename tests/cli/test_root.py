@@ -14,6 +14,7 @@ import pytest
 
 from kvdepot import cli
 from kvdepot.cli.root import REMOVED, root
+from kvdepot.config import REMOVED as REMOVED_SETTINGS
 from kvdepot.processes import module_command
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
@@ -56,6 +57,28 @@ def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.Ca
         capsys.readouterr().err
         == f"kvdepot: `kvdepot {name}` was removed: use {REMOVED[name]} (see `kvdepot --help`)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["simulate", "--hosts", "1,10", "trace.jsonl"], "--hosts was removed: replay the requests that one host gets"),
+        (["simulate", "--tier-size=1GiB"], "--tier-size was removed: replay the requests that one host gets"),
+        (
+            ["top", "--json"],
+            "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",
+        ),
+        (["doctor", "--fix"], "use `kvdepot check --remove-left`, which removes KV that ended engines have left"),
+        (["serve", "--fleet", "http://a:1", "http://b:1"], f"--fleet was removed: {REMOVED_SETTINGS['fleet']}"),
+        (["config", "--kv-events-topics", "engines"], f"topics was removed: {REMOVED_SETTINGS['kv_events_topics']}"),
+    ],
+    ids=lambda words: " ".join(words[:2]) if isinstance(words, list) else "",
+)
+def test_a_removed_option_says_what_to_do_instead(
+    words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert f"{instead} (see `kvdepot {words[0]} --help`)\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

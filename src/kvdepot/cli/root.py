@@ -56,6 +56,16 @@ REMOVED = {
     "unpin": "`kvdepot release NAME --keep`",
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
+_OF_FLEETS = "hosts", "routing", "scale", "prefill-tokens-per-s", "tier-size", "tier-latency", "tier-bandwidth"
+_REMOVED_OPTIONS = {
+    **{f"simulate --{name}": "replay the requests that one host gets" for name in _OF_FLEETS},
+    "top --json": "use `kvdepot status --watch --json`, which prints one line per update",
+    "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
+    "inspect --long": "use --json, which has each chunk with its whole hash",
+    "inspect -l": "use --json, which has each chunk with its whole hash",
+    "doctor --fix": "use `kvdepot check --remove-left`, which removes KV that ended engines have left",
+}
+"""Options of the release before this one, by command, and what to do instead; config.REMOVED has settings."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -138,6 +148,13 @@ def run(words: Sequence[str]) -> int:
         return 2
     except click.UsageError as exc:
         context, said = exc.ctx or _context(words), exc.format_message()
+        if isinstance(exc, click.NoSuchOption):
+            from kvdepot.config import REMOVED as REMOVED_SETTINGS
+
+            name = exc.option_name
+            setting = name.lstrip("-").replace("-", "_")
+            if instead := _REMOVED_OPTIONS.get(f"{context.info_name} {name}") or REMOVED_SETTINGS.get(setting):
+                said = f"{name} was removed: {instead}"
         return _failed(f"{' '.join(said.split()).rstrip('.')} (see `{context.command_path} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)
