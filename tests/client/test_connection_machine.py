@@ -382,6 +382,18 @@ def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy() -> None:
     assert not any(server.watches for server in talk.servers)
 
 
+def test_a_new_client_waits_for_a_server_that_is_slow_to_answer() -> None:
+    talk = Talk()
+    talk.start(False)
+    talk.register(0)
+    for _ in range(300):
+        talk.wait(0.01)
+    ((_, ended),) = talk.outcomes
+    assert not ended and len(talk.sent) == 3, "a hello a second"
+    talk.settle()
+    assert ended == [None]
+
+
 def test_copies_of_a_server_that_lost_its_address_wait_for_its_own_end() -> None:
     talk = Talk()
     copies, first = talk.begin(0), talk.servers[0]

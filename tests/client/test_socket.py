@@ -37,7 +37,9 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         assert isinstance(request, wire.Hello)
         server.send_multipart((identity, wire.encode_failure(number, b"bootboot", VersionMismatch("another"))))
         waiting.join(HANG_S)
-        assert not waiting.is_alive() and future.query()
+        assert not waiting.is_alive()
+        with pytest.raises(VersionMismatch, match="another"):
+            future.result(0.0)
         asking.close()
 
 

@@ -47,7 +47,7 @@ def helper_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
-def test_a_worker_killed_in_the_middle_of_a_copy_leaves_chunks_whole_and_nothing_held(
+def test_a_worker_killed_in_a_copy_leaves_chunks_whole_and_nothing_held(
     is_store: bool, start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
     depot = start_depot("--copy-threads", "1", arena_mib=512, chunk_size=64)

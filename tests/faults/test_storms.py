@@ -9,7 +9,7 @@ from tests.faults.conftest import StartDriver, resident_kib, settled
 
 pytestmark = pytest.mark.faults
 
-MOST_GROWTH_KIB = 1024
+MOST_GROWTH_KIB = 512
 """What the heap of a server may grow by in the last third of a storm."""
 
 
