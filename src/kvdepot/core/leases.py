@@ -108,7 +108,6 @@ class Leases:
         self._count = 0
         self._leased: Counter[Account] = Counter()  # bytes
         self._growing: dict[Lease, None] = {}  # the one that was looked up longest ago first
-        self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
         self._hashes = 0  # kept
         self._numbers = itertools.count()
 
@@ -175,11 +174,6 @@ class Leases:
         size = _size(tops)
         if not self._make_room(lease, size, old):
             self._refuse(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
-        if lease.ends < _NEVER:
-            if len(self._ends) > 2 * self._count + 64:  # most of them have ended before their time
-                self._ends = [entry for entry in self._ends if self._is_there(entry[2])]
-                heapq.heapify(self._ends)
-            heapq.heappush(self._ends, (lease.ends, lease.number, lease))
         self._hold(lease, tops, matched)  # first, so that chunks of both stay held
         if old is not None:
             self._end(old, "replaced")
@@ -313,16 +307,13 @@ class Leases:
         """Called once a second: ends leases whose time is over, and lets others grow; returns those to be dropped."""
         self._counters["lease_byte_seconds"] += round(self.bytes * (now - self._ticked))
         self.now = self._ticked = now
-        over: list[Lease] = []
-        while self._ends and self._ends[0][0] <= now:
-            lease = heapq.heappop(self._ends)[2]
-            if self._is_there(lease):
-                self._end(lease, "expired")
-                over += [lease] if lease.drops else []
+        over = [lease for lease in self._all() if lease.ends <= now]  # a millisecond for the most that there can be
+        for lease in over:
+            self._end(lease, "expired")
         for lease in list(itertools.islice(self._growing, _MOST_MATCHED)):
             if lease in self._growing:  # the growth of one before it may have ended it
                 self._grow(lease)
-        return over
+        return [lease for lease in over if lease.drops]
 
     def forget(self) -> None:
         """End leases of chunks that a removal in progress covers: a hold would keep them from being stored again."""
@@ -334,9 +325,6 @@ class Leases:
 
     def _find(self, tenant: str, name: str) -> Lease | None:
         return self._by_tenant.get(tenant, {}).get(name)
-
-    def _is_there(self, lease: Lease) -> bool:
-        return self._find(lease.tenant, lease.request.name) is lease
 
     def _all(self, tenant: str = "") -> Iterable[Lease]:
         """All leases, or a tenant's."""
@@ -351,7 +339,7 @@ class Leases:
 
         The leased chunks of a chain are its first ones, so the last of them is found by bisection.
         """
-        lead = next((each for each in namespace.groups if each.trunk is each), None) if self.bytes else None
+        lead = namespace.trunk
         if lead is None:
             return
 

@@ -267,7 +267,7 @@ class Sessions:
             found = matched
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
-                if namespaces:
+                if namespaces and self._leases.bytes:
                     self._leases.count_found(namespaces[0], lookup.hashes, matched, self._tokens(lookup))
                 for namespace, pin in zip(namespaces, pins, strict=True):
                     namespace.hit_chunks += matched

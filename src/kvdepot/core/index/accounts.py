@@ -1,18 +1,23 @@
 """Accounts: the shares of the arena (eviction/shares.py) of tenants and cache salts with a quota, and of the rest.
 
-Used by core/index/index.py on the deciding thread; pure. Invariant: the accounts' bytes add up to the arena's used
-bytes.
+Used by core/index/index.py on the deciding thread; pure. eviction/shares.py says what a quota does. Invariants: the
+accounts' bytes add up to the arena's used bytes; a change of a quota that is refused has changed nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvdepot.core.index.chunk import Account, Chunk
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
+from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy, Victim
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
+from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
+
+MOST_MOVED = 1 << 17
+"""Chunks that change their account, or whose ages are recorded, in one step of some tenths of a second."""
 
 
 class Accounts:
@@ -85,8 +90,6 @@ class Accounts:
         quota, tenants = chunk.account.quota, self.of(chunk.namespace.tenant).quota
         return shortest(self.ttl_s, quota.ttl_s, tenants.ttl_s, self.salt_ttls.get(chunk.salt, 0))
 
-    # -- quotas; quotas.py moves the chunks
-
     def fault(self, tenant: str, tag: bytes, quota: Quota) -> str:
         """Why a tenant or a salt of it cannot have this quota beside the others'; empty if it can."""
         if not tenant and not tag:
@@ -95,26 +98,64 @@ class Accounts:
         quotas[tenant, tag] = quota
         return fault_of([(name_of(*owner), each) for owner, each in quotas.items()], self._capacity)
 
-    def set(self, account: Account, quota: Quota) -> None:
-        """Change an account's quota."""
-        account.set(quota)
-        self.has_ttls |= quota.ttl_s > 0
+    def set_quota(self, namespaces: Sequence[Namespace], owner: tuple[str, bytes], quota: Quota | None) -> None:
+        """Give the tenant or the salt of `owner` (tenant, tag) a quota, another one, or none, and its chunks in these
+        namespaces (all) the account that this leaves them. Raises BadRequest or Busy, and then changes nothing."""
+        tenant, tag = owner
+        if quota is not None and (fault := self.fault(tenant, tag, quota)):
+            raise BadRequest(fault)
+        salt = tenant_salt(tenant, tag)
+        old = self.of(tenant, salt)
+        has_account = (old.tenant, old.tag) == owner and old is not self.rest
+        if quota is None and not has_account:
+            return
+        of_tenant = [each for each in namespaces if each.tenant == tenant]
+        named = [chunk for chunk in _chunks_in(of_tenant) if not tag or chunk.salt == salt]
+        aging: list[Chunk] = []
+        if quota is not None and quota.ttl_s and not (has_account and 0 < old.quota.ttl_s <= quota.ttl_s):
+            aging = [chunk for chunk in named if chunk.sealed]  # others have no age yet
+        if quota is not None and has_account:
+            _refuse_many(len(aging))
+            old.set(quota)
+            self.has_ttls |= quota.ttl_s > 0
+        else:
+            moved = [chunk for chunk in named if chunk.account is old]
+            stay_sealed = sum(chunk.account is not old for chunk in aging)
+            _refuse_many((old.chunks if moved else 0) + stay_sealed)
+            left: list[Chunk] = []
+            if quota is not None and moved:  # a policy cannot give up chunks, so those that stay get a new one
+                ids = set(map(id, moved))
+                known = namespaces if old is self.rest else of_tenant
+                left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
+            size = sum(chunk.bytes for chunk in moved)
+            for each, each_salt, late in self.given_up.values():
+                is_named = each == tenant and (not tag or each_salt == salt)
+                size += late if is_named and self.of(each, each_salt) is old else 0
+            self._move(old, owner, quota, moved, size)
+            if quota is not None and moved:
+                old.policy = self._policy()
+            queue(moved + left)
+            assert quota is not None or (not old.used and not old.chunks), old
+        for chunk in aging:
+            self.ages.record(chunk)
 
-    def open(self, tenant: str, tag: bytes, quota: Quota) -> Account:
-        """A new, empty account of a tenant or a salt that has none."""
-        account = self._new((tenant, tag), quota)
-        self._by_owner[tenant, account.salt] = account
-        self._all.append(account)
-        return account
-
-    def detach(self, account: Account) -> None:
-        """Remove an account; the caller moves its chunks."""
-        del self._by_owner[account.tenant, account.salt]
-        self._all.remove(account)
-
-    def renew(self, account: Account) -> None:
-        """Give an account a new policy, which knows no chunk."""
-        account.policy = self._policy()
+    def _move(
+        self, old: Account, owner: tuple[str, bytes], quota: Quota | None, chunks: list[Chunk], size: int
+    ) -> None:
+        """Open an account, or without a quota remove the old one, and move chunks and bytes from the old one."""
+        if quota is None:
+            del self._by_owner[old.tenant, old.salt]
+            self._all.remove(old)
+            new = self.of(old.tenant)
+        else:
+            new = self._new(owner, quota)
+            self._by_owner[new.tenant, new.salt] = new
+            self._all.append(new)
+        for chunk in chunks:
+            chunk.account = new
+        for account, sign in ((old, -1), (new, 1)):
+            account.charge(sign * size)
+            account.chunks += sign * len(chunks)
 
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
         self.has_ttls |= quota.ttl_s > 0
@@ -124,3 +165,28 @@ class Accounts:
 def _bytes_of(victim: Victim) -> int:
     assert isinstance(victim, Chunk)
     return victim.bytes
+
+
+def queue(chunks: list[Chunk]) -> None:
+    """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
+    chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
+    for chunk in chunks:
+        chunk.queued, chunk.place = False, 0  # of another policy
+    for chunk in chunks:
+        chunk.account.policy.insert([chunk])
+    for chunk in chunks:
+        if is_evictable(chunk):
+            chunk.account.policy.add(chunk)
+
+
+def _chunks_in(namespaces: Iterable[Namespace]) -> list[Chunk]:
+    return [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
+
+
+def _refuse_many(chunks: int) -> None:
+    """Raise Busy if these are too many chunks to change in one step."""
+    if chunks > MOST_MOVED:
+        raise Busy(
+            f"{chunks} chunks would have to be moved, more than {MOST_MOVED} at once: set the quota in the settings "
+            "file and restart the server, or forget chunks first"
+        )

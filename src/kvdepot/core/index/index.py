@@ -28,7 +28,6 @@ from kvdepot.core.index.chunk import (
 from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Stored, Used
 from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_space
 from kvdepot.core.index.namespaces import Namespaces
-from kvdepot.core.index.quotas import set_quota
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator
@@ -439,8 +438,8 @@ class Index:
     # -- the whole index
 
     def set_quota(self, tenant: str, quota: Quota | None, tag: bytes = b"") -> None:
-        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See quotas.py."""
-        set_quota(self.accounts, self.namespaces, (tenant, tag), quota)
+        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See accounts.py."""
+        self.accounts.set_quota(self.namespaces.all(), (tenant, tag), quota)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""

@@ -12,9 +12,9 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvdepot.core.index.accounts import queue
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.quotas import queue
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import NamespaceRecord, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
