@@ -21,8 +21,7 @@ import pytest
 from kvdepot.config import default_url
 from kvdepot.web.live import engine_flag
 from tests.conftest import HANG_S, eventually, suspend
-from tests.web.conftest import StartWeb, Web
-from tests.web.sockets import connect, open_connections
+from tests.web.conftest import StartWeb, Web, connect, open_connections
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -136,18 +135,19 @@ def test_a_server_that_ends_does_not_wait_for_streams(start_web: StartWeb) -> No
     assert not re.search("Traceback|Cancel|ERROR|WARNING", web.depot.logged())
 
 
-def test_a_stream_that_is_not_read_is_given_up() -> None:
+def test_a_stream_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvdepot.web import server as http
     from kvdepot.web.dispatch import Dispatch, get
     from kvdepot.web.guard import Guard
-    from kvdepot.web.server import HttpServer
 
     async def large(state: object) -> AsyncIterator[bytes]:
         while True:
             yield b"data: %b\n\n" % (b"x" * (1 << 20))
 
+    monkeypatch.setattr(http, "_READ_S", 1.0)
     app = Dispatch([get("/v1/stream")(large)], {}, None, Guard("", is_local=False, reads_free=True, open_paths=()))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = HttpServer(app, int)
+        server = http.HttpServer(app, int)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         with socket.create_connection(listener.getsockname(), 10.0) as reader:

@@ -13,8 +13,7 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually
-from tests.web.conftest import StartWeb, Web
-from tests.web.sockets import connect, open_connections
+from tests.web.conftest import StartWeb, Web, connect, open_connections
 
 pytestmark = pytest.mark.faults
 
