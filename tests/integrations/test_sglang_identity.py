@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.sglang import identity
@@ -120,6 +121,27 @@ class TestIdentity:
             one.name("mamba", "f", 0), one.name("kv", "g", 0),
         ]  # fmt: skip
         assert len(set(names)) == len(names) and other.name("kv", "f", 0) == names[0]
+
+    def test_the_ranks_of_one_start_have_one_name_after_updates_and_other_starts_another(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def updated() -> str:
+            return identify("served", {"model_path": str(model)}, "", "0.5.23").name("kv", "f", 1)
+
+        assert updated() != updated()  # no ranks are known
+        names: list[str] = []
+        for _ in range(2):
+            store = torch.distributed.HashStore()  # which an engine's ranks share, and its next start does not have
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            try:
+                names.append(updated())
+                assert updated() == names[-1]
+                monkeypatch.setattr(identity, "_are_updated", True)
+                assert updated() != names[-1]  # an earlier backend of this process may have used the ranks' name
+                monkeypatch.setattr(identity, "_are_updated", False)
+            finally:
+                torch.distributed.destroy_process_group()
+        assert names[0] != names[1]
 
     def test_weights_that_cannot_be_identified_need_a_name(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for more in ({"load_format": "remote"}, {"custom_weight_loader": ["x"]}):

@@ -196,6 +196,21 @@ class TestRanks:
         assert ranks[1].batch_exists(names) == 1 and ranks[1].batch_get_v1(names, slots) == [True]
         assert torch.equal(pools[0].kv_buffer[:PAGE], pools[1].kv_buffer[:PAGE])
 
+    def test_ranks_find_what_all_have_stored_since_the_same_update(
+        self, depot: Depot, make: Callable[..., Any]
+    ) -> None:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+        ranks = [make(config(depot.url, (rank, 2)), ("kv", host_pool(device_pool()))) for rank in range(2)]
+        names, slots = hashes(76), torch.arange(PAGE)
+        assert [rank.batch_set_v1(names, slots) for rank in ranks] == [[True], [True]]
+        with contextlib.suppress(Exception):  # there is no model
+            WeightUpdater.update_weights_from_tensor(None, named_tensors=[], load_format=None)
+        for rank in ranks:
+            rank.registered_pools[PoolName.KV].clear()
+            assert rank.batch_exists(names) == 0 and rank.batch_set_v1(names, slots) == [True]
+        assert [rank.batch_exists(names) for rank in ranks] == [1, 1]
+
     def test_what_is_attached_again_after_an_update_has_a_name_of_its_own(
         self, depot: Depot, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:

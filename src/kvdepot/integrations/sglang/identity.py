@@ -44,12 +44,10 @@ _SETTLED_S = 2.0
 
 
 class EngineIdentity(NamedTuple):
-    """An engine's facts. label: for people. run: names this start of this process, and no other."""
+    """An engine's facts. label: for people. run: names this start of the engine, and no other; equal in all ranks."""
 
     label: str
     facts: str
-    # A trainer's engine starts again with the same parent, port and seed, and other weights. Nothing that is new with
-    # each start is equal in all ranks, so engines of several ranks find nothing in what is their own.
     run: str
 
     def name(self, pool: str, facts: str, epoch: int) -> str:
@@ -97,7 +95,20 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
             "files, and change the name whenever one of them changes"
         )
     path = str(arguments.get("model_path") or model_name or "sglang")
-    return EngineIdentity(Path(path).name, json.dumps(facts, sort_keys=True, default=str), secrets.token_hex(16))
+    return EngineIdentity(Path(path).name, json.dumps(facts, sort_keys=True, default=str), _name_run())
+
+
+def _name_run() -> str:
+    """A name for this start of the engine: what the first of its ranks has put into the store of their process group,
+    which is new with each start. (A trainer's engine starts again with the same parent, port and seed, and other
+    weights.) A rank of which no group is known, or whose weights have changed under an earlier backend, has its own."""
+    import torch.distributed
+
+    own = secrets.token_hex(16)
+    if _are_updated or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return own
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return bytes(store.compare_set("kvdepot run", "", own)).decode()
 
 
 def _adapters(arguments: dict[str, object]) -> list[object]:
