@@ -232,7 +232,7 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
         (lambda: traces.chat(2, 900), 3500, -0.006),
         (lambda: traces.loop(2, 500, prompts=80), 1000, 0.1),
         (lambda: traces.system_prompts(2, 1500), 3500, 0.01),
-        (lambda: traces.scan_heavy(4, 4000), 4714, 0.01),
+        (lambda: traces.scan_heavy(4, 2000), 2000, 0.03),
         (lambda: traces.shifting(4, 2000, phase=400), 1800, -0.006),
         (lambda: traces.rag(5, 500), 500, 0.01),
     ],
