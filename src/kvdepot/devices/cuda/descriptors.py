@@ -135,12 +135,13 @@ class _Listener:
             self._free.acquire()  # further clients wait in the kernel's queue
             try:
                 connection, _ = self._socket.accept()
-            except OSError as exc:  # probably out of descriptors; the client is still waiting, so we come back at once
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="kvdepot-descriptors", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as exc:  # out of descriptors or threads, but perhaps not for long
                 log.warning("cannot share device memory: %s", exc)
                 self._free.release()
                 time.sleep(_NO_FILES_S)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="kvdepot-descriptors", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one client, until it is gone, silent for too long, or sends something invalid."""
