@@ -278,13 +278,14 @@ def test_a_connection_cut_after_the_copy_leaves_nothing_placed(
 
 
 def test_a_server_killed_in_between_costs_misses_until_its_successor_has_all(
-    start_depot: StartDepot, connect: Connect
+    running: Running, start_depot: StartDepot
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    ns = open_namespace(connect(server), "1")
-    assert put(ns, 1) == put(ns, 2) == COUNT
+    server, _, ns = running
+    tokens, kv = random_tokens(COUNT, 1), random_kv(SMALL, COUNT, 1)
+    assert put(ns, 2) == COUNT
     kill(server)
-    assert put(ns, 3) == check(ns, 1) == ns.contains(random_tokens(COUNT, 1)) == 0
+    assert put(ns, 3) == check(ns, 1) == ns.contains(tokens) == ns.delete(tokens) == ns.get_into(tokens, kv) == 0
+    assert ns.lease(tokens, 60) == 0 and not ns.release(tokens)
     server = again(start_depot, server)
     eventually(lambda: check(ns, 1) == COUNT)
     assert check(ns, 2) == put(ns, 3) == check(ns, 3) == COUNT
