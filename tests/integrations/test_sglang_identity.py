@@ -37,7 +37,7 @@ class TestSettings:
             ({"kvdepot.required": 1}, "kvdepot.required is 1, not of type bool"),
             ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
             ({"kvdepot.url": "http://x"}, "kvdepot.url: "),
-            ({"interface_v1": 0}, 'add "interface_v1": 1 to --hicache-storage-backend-extra-config, given in the'),
+            ({"interface_v1": None}, 'add "interface_v1": 1 to --hicache-storage-backend-extra-config, given in the'),
             ({"allocator": "default"}, 'add "allocator": "shm" to --hicache-storage-backend-extra-config'),
         ],
     )

@@ -299,9 +299,3 @@ class TestPoolsThatAreRefused:
         depot = start_depot(chunk_size=256)
         with pytest.raises(ConfigError, match=r"pages of 4 tokens are shorter .* --chunk-size auto, or SGLang with a"):
             open_store(depot, Pool())
-
-    def test_a_server_that_must_be_there(self, start_depot: StartDepot, open_store: Open) -> None:
-        depot = start_depot(chunk_size="auto")
-        depot.stop()
-        with pytest.raises(Unavailable):
-            open_store(depot, Pool(), required=True)

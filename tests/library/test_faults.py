@@ -26,6 +26,17 @@ pytestmark = pytest.mark.faults
 
 COUNT = 6 * TOKENS
 OPTIONS: dict[str, Any] = {"arena_mib": 16, "chunk_size": TOKENS}
+Running = tuple[Depot, kvdepot.Depot, kvdepot.Namespace]
+
+
+@pytest.fixture
+def running(start_depot: StartDepot, connect: Connect) -> Running:
+    """A server, a connection to it, and a namespace with the sequence of seed 1."""
+    server = start_depot("--verify", "always", **OPTIONS)
+    depot = connect(server)
+    ns = open_namespace(depot, "1")
+    assert put(ns, 1) == COUNT
+    return server, depot, ns
 
 
 def again(start_depot: StartDepot, depot: Depot) -> Depot:
@@ -49,12 +60,9 @@ def check(ns: kvdepot.Namespace, seed: int) -> int:
 
 @pytest.mark.parametrize("at_copy", [1, 6])
 def test_a_program_killed_in_the_middle_of_a_put_leaves_nothing_behind(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram, at_copy: int
+    running: Running, start_program: StartProgram, at_copy: int
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    depot = connect(server)
-    ns = open_namespace(depot, "1")
-    assert put(ns, 1) == COUNT
+    server, depot, ns = running
     before = at_rest(depot)
     program = start_program(server.url)
     program.pause("put", at_copy, seed=2, count=COUNT)
@@ -68,13 +76,8 @@ def test_a_program_killed_in_the_middle_of_a_put_leaves_nothing_behind(
     assert put(ns, 2) == check(ns, 2) == check(ns, 1) == COUNT
 
 
-def test_a_program_killed_in_the_middle_of_a_get_holds_nothing(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram
-) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    depot = connect(server)
-    ns = open_namespace(depot, "1")
-    assert put(ns, 1) == COUNT
+def test_a_program_killed_in_the_middle_of_a_get_holds_nothing(running: Running, start_program: StartProgram) -> None:
+    server, depot, ns = running
     before = at_rest(depot)
     program = start_program(server.url)
     program.pause("get", 3, seed=1, count=COUNT)
@@ -105,13 +108,8 @@ def test_chunks_that_are_being_copied_are_not_evicted(
     assert check(ns, 2) == COUNT
 
 
-def test_a_sequence_forgotten_during_a_get_is_not_served(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram
-) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    depot = connect(server)
-    ns = open_namespace(depot, "1")
-    assert put(ns, 1) == COUNT
+def test_a_sequence_forgotten_during_a_get_is_not_served(running: Running, start_program: StartProgram) -> None:
+    server, depot, ns = running
     program = start_program(server.url)
     program.pause("get", 3, seed=1, count=COUNT)
     with admin.connect(server.url) as client:
@@ -140,11 +138,8 @@ def test_a_sequence_forgotten_during_a_put_is_not_found(
     assert at_rest(depot).used_bytes == 0
 
 
-def test_an_interrupted_wait_leaves_nothing_placed(start_depot: StartDepot, connect: Connect) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    depot = connect(server)
-    ns = open_namespace(depot, "1")
-    assert put(ns, 1) == COUNT
+def test_an_interrupted_wait_leaves_nothing_placed(running: Running) -> None:
+    server, depot, ns = running
     suspend(server.process.pid)
     waiting, client = threading.Event(), depot._link._client
     wait = client.wait
@@ -175,12 +170,8 @@ def test_an_interrupted_wait_leaves_nothing_placed(start_depot: StartDepot, conn
     assert put(ns, 2) == check(ns, 2) == COUNT
 
 
-def test_an_interrupted_copy_stores_nothing(
-    start_depot: StartDepot, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    depot = connect(start_depot("--verify", "always", **OPTIONS))
-    ns = open_namespace(depot, "1")
-    assert put(ns, 1) == COUNT
+def test_an_interrupted_copy_stores_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, depot, ns = running
     copyto, copies = np.copyto, iter(range(4))
 
     def interrupted(to: Any, source: Any) -> None:
@@ -287,13 +278,14 @@ def test_a_connection_cut_after_the_copy_leaves_nothing_placed(
 
 
 def test_a_server_killed_in_between_costs_misses_until_its_successor_has_all(
-    start_depot: StartDepot, connect: Connect
+    running: Running, start_depot: StartDepot
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    ns = open_namespace(connect(server), "1")
-    assert put(ns, 1) == put(ns, 2) == COUNT
+    server, _, ns = running
+    tokens, kv = random_tokens(COUNT, 1), random_kv(SMALL, COUNT, 1)
+    assert put(ns, 2) == COUNT
     kill(server)
-    assert put(ns, 3) == check(ns, 1) == ns.contains(random_tokens(COUNT, 1)) == 0
+    assert put(ns, 3) == check(ns, 1) == ns.contains(tokens) == ns.delete(tokens) == ns.get_into(tokens, kv) == 0
+    assert ns.lease(tokens, 60) == 0 and not ns.release(tokens)
     server = again(start_depot, server)
     eventually(lambda: check(ns, 1) == COUNT)
     assert check(ns, 2) == put(ns, 3) == check(ns, 3) == COUNT
@@ -302,10 +294,9 @@ def test_a_server_killed_in_between_costs_misses_until_its_successor_has_all(
 
 @pytest.mark.parametrize("do", ["put", "get"])
 def test_a_server_killed_during_a_copy_is_succeeded_once_the_copy_has_ended(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram, do: str
+    running: Running, start_depot: StartDepot, connect: Connect, start_program: StartProgram, do: str
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    assert put(open_namespace(connect(server), "1"), 1) == COUNT
+    server, *_ = running
     program = start_program(server.url)
     program.pause(do, 3, seed=2 if do == "put" else 1, count=COUNT)
     kill(server)
@@ -322,10 +313,9 @@ def test_a_server_killed_during_a_copy_is_succeeded_once_the_copy_has_ended(
 
 @pytest.mark.parametrize("do", ["put", "get"])
 def test_a_program_stopped_in_a_copy_cannot_touch_the_next_servers_memory(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram, do: str
+    running: Running, start_depot: StartDepot, connect: Connect, start_program: StartProgram, do: str
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    assert put(open_namespace(connect(server), "1"), 1) == COUNT
+    server, *_ = running
     program = start_program(server.url)
     program.pause(do, 3, seed=2 if do == "put" else 1, count=COUNT)
     suspend(program.pid)
@@ -349,10 +339,9 @@ def test_a_program_stopped_in_a_copy_cannot_touch_the_next_servers_memory(
 
 
 def test_a_program_killed_in_a_copy_lets_the_next_server_take_over(
-    start_depot: StartDepot, connect: Connect, start_program: StartProgram
+    running: Running, start_depot: StartDepot, connect: Connect, start_program: StartProgram
 ) -> None:
-    server = start_depot("--verify", "always", **OPTIONS)
-    assert put(open_namespace(connect(server), "1"), 1) == COUNT
+    server, *_ = running
     program = start_program(server.url)
     program.pause("put", 3, seed=2, count=COUNT)
     kill(server)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvdepot
-from kvdepot import Namespace, Shape, State
+from kvdepot import Shape, State
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.memory import shm
 from tests.conftest import Depot, StartDepot
@@ -630,18 +630,3 @@ def test_a_namespace_says_what_to_do_once_its_depot_is_closed(server: Depot) -> 
 def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Any) -> None:
     with pytest.raises(Unavailable, match="kvdepot serve"):
         kvdepot.connect(f"ipc://{tmp_path}/none.sock")
-    with pytest.raises(Unavailable, match="address"):
-        kvdepot.connect("nonsense")
-
-
-def test_a_namespace_of_a_server_that_is_gone_stores_and_finds_nothing(
-    start_depot: StartDepot, connect: Connect
-) -> None:
-    server = start_depot(chunk_size=TOKENS)
-    ns: Namespace = open_namespace(connect(server), "1")
-    tokens, kv = random_tokens(TOKENS), random_kv(SMALL, TOKENS)
-    assert ns.put(tokens, kv) == TOKENS
-    server.process.kill()
-    server.process.wait()
-    assert ns.put(tokens, kv) == ns.contains(tokens) == ns.delete(tokens) == ns.get_into(tokens, kv) == 0
-    assert ns.get(tokens) == (None, 0)

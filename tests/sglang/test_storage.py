@@ -310,12 +310,6 @@ class TestRefusedAtTheStart:
         with pytest.raises(LayoutError, match="kv 0 is not in a memory file"):
             make(config(depot.url), ("kv", host_pool(device_pool(), allocator="default")))
 
-    @pytest.mark.parametrize("missing", ["interface_v1", "allocator"])
-    def test_an_extra_config_without_a_key(self, depot: Depot, missing: str) -> None:
-        given = {key: value for key, value in extra(depot.url).items() if key != missing}
-        with pytest.raises(ConfigError, match=f'add "{missing}": '):
-            backend(config(depot.url, extra_config=given))
-
     def test_a_drafter_with_keys_and_values_per_rank_beside_mla(self, depot: Depot, make: Callable[..., Any]) -> None:
         made = make(config(depot.url, (0, 2), True), ("kv", host_pool(device_pool("mla"))))
         with pytest.raises(ConfigError, match=r"SGLang stores one rank's only. Start without that draft model"):

@@ -114,13 +114,6 @@ class ModelFacts:
         return ShardSpec(name, 1, 0, self.chunk_tokens, 1, () if is_plain else groups)
 
 
-@dataclass(eq=False)
-class _Answered:
-    """The final answer of a store or retrieve that had nothing to copy."""
-
-    value: object
-
-
 class _Awaited:
     """The answer to a store or retrieve. What is placed for a call that has given up is given back once it is known."""
 
@@ -130,10 +123,10 @@ class _Awaited:
         self._placed: wire.Placement | None = None
         self._is_given_up = False
 
-    def read(self, value: object) -> wire.Placement | _Answered:
-        """Convert the answer. Raises ProtocolError."""
+    def read(self, value: object) -> object:
+        """Convert the answer: a Placement, or the final one if there is nothing to copy. Raises ProtocolError."""
         if not (isinstance(value, list) and len(value) == 4 and isinstance(value[1], str)):
-            return _Answered(value)
+            return value
         try:
             placed = msgspec.convert(value, wire.Placement)
         except msgspec.ValidationError as exc:
@@ -432,8 +425,8 @@ class Namespace:
         except BaseException:
             awaited.give_up()
             raise
-        if isinstance(placed, _Answered):
-            return placed.value
+        if not isinstance(placed, wire.Placement):
+            return placed
         copied, is_store = False, isinstance(message, wire.Store)
         try:
             with self._link.arena(placed.arena, placed.boot).use() as arena:

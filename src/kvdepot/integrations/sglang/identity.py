@@ -74,18 +74,17 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     started = json.dumps([boot, parent, ticks, str(arguments.get("random_seed")), str(arguments.get("port"))])
     began_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    facts: dict[str, object] = {
-        "arguments": {key: value for key, value in sorted(arguments.items()) if not _HARMLESS.fullmatch(key)},
-        "revision": revision,
-        "version": version,
-        "weights": [],
-    }
     origins = [(arguments.get("model_path"), arguments.get("revision"))]
     if draft := arguments.get("speculative_draft_model_path"):
         origins.append((draft, arguments.get("speculative_draft_model_revision")))
     origins += [(adapter, None) for adapter in _adapters(arguments)]
     weights = [_weights(arguments, origin, version_of, revision) for origin, version_of in origins]
-    facts["weights"] = [digest for digest, _ in weights]
+    facts: dict[str, object] = {
+        "arguments": {key: value for key, value in arguments.items() if not _HARMLESS.fullmatch(key)},
+        "revision": revision,
+        "version": version,
+        "weights": [digest for digest, _ in weights],
+    }
     if any(changed_at > began_at - _SETTLED_S for _, changed_at in weights):
         facts["private"] = started
     if unread := [name for name in _UNREAD if arguments.get(name) and not revision]:

@@ -214,14 +214,16 @@ class PageStore:
 
     # -- pages
 
-    def _is_served(self) -> bool:
-        """Whether a server can be asked now. Blocks 0.2 s at most."""
-        if self._is_suspended:
-            return False
-        if self._client.is_welcomed:
-            return True
-        self._revive()
-        return self._answers(_RETURN_S)
+    def _served(self, name: str, keys: Sequence[str]) -> PagePool | None:
+        """The pool, if a server can be asked for these keys of it now; None: all are misses. Blocks 0.2 s at most."""
+        pool = self._pools.get(name)
+        if pool is None or not keys or self._is_suspended:
+            return None
+        if not self._client.is_welcomed:
+            self._revive()
+            if not self._answers(_RETURN_S):
+                return None
+        return pool
 
     def _answers(self, timeout_s: float) -> bool:
         try:
@@ -236,8 +238,8 @@ class PageStore:
         prefix: the keys before them, from the prompt's start; None: not known, so each key is looked for.
         What is found is in memory afterwards, and the last to be evicted; nothing is pinned. Raises KVDepotError.
         """
-        pool = self._pools.get(name)
-        if pool is None or not keys or not self._is_served():
+        pool = self._served(name, keys)
+        if pool is None:
             return 0
         request, model, before = f"sglang-{self._session}-{next(self._numbers)}", pool.spec.model, prefix or ()
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
@@ -250,8 +252,8 @@ class PageStore:
 
     def present(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Which of `keys` are in memory on all ranks. Blocks a second. Raises KVDepotError."""
-        pool = self._pools.get(name)
-        if pool is None or not keys or not self._is_served():
+        pool = self._served(name, keys)
+        if pool is None:
             return [False] * len(keys)
         hashes = hash_keys(keys)
         answer = self._client.ask(wire.Inspect(pool.spec.model, hashes), partial(check_type, expected=list), LOOKUP_S)
@@ -263,8 +265,8 @@ class PageStore:
 
         Raises KVDepotError if nothing was copied.
         """
-        pool, missed = self._pools.get(name), [False] * len(keys)
-        if pool is None or not keys or not self._is_served():
+        pool, missed = self._served(name, keys), [False] * len(keys)
+        if pool is None:
             return missed
         shards = self._shards(pool, keys, indices)
         if not self._answers(_PING_S):
@@ -291,8 +293,8 @@ class PageStore:
         prefix: as in `exists`; pages whose prefix is known and there are a chain, which is found and evicted as one.
         Raises KVDepotError if nothing was kept.
         """
-        pool = self._pools.get(name)
-        if pool is None or not keys or not self._is_served():
+        pool = self._served(name, keys)
+        if pool is None:
             return [False] * len(keys)
         ticket = next(self._numbers)
         store = wire.Store(pool.instance, ticket, self._shards(pool, keys, indices, prefix))

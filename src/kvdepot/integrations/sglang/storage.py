@@ -237,20 +237,18 @@ class KVDepotHiCache(HiCacheStorage):
     # -- failures
 
     def _get(self, pool: str, keys: list[str], indices: torch.Tensor) -> list[bool]:
-        done, took_s = self._timed(lambda: self._store.get(pool, keys, indices), len(keys))
-        if pool == KV and any(done):
-            self._moved["get"].append((sum(done), took_s))
-        return done
+        return self._move("get", pool, keys, lambda: self._store.get(pool, keys, indices))
 
     def _set(self, pool: str, keys: list[str], indices: torch.Tensor, prefix: list[str] | None) -> list[bool]:
-        done, took_s = self._timed(lambda: self._store.set(pool, keys, indices, prefix), len(keys))
-        if pool == KV and any(done):
-            self._moved["set"].append((sum(done), took_s))
-        return done
+        return self._move("set", pool, keys, lambda: self._store.set(pool, keys, indices, prefix))
 
-    def _timed(self, call: Callable[[], list[bool]], pages: int) -> tuple[list[bool], float]:
+    def _move(self, kind: str, pool: str, keys: list[str], call: Callable[[], list[bool]]) -> list[bool]:
+        """Read or write pages; those of the KV pool are counted for `get_stats`."""
         began = time.perf_counter()
-        return self._guard(call, [False] * pages), time.perf_counter() - began
+        done = self._guard(call, [False] * len(keys))
+        if pool == KV and any(done):
+            self._moved[kind].append((sum(done), time.perf_counter() - began))
+        return done
 
     def _guard(self, call: Callable[[], T], missed: T) -> T:
         """Return what `call` returns, or `missed` where it raises: nothing may reach SGLang's threads."""
