@@ -7,7 +7,6 @@ from typing import Any
 
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
-from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -116,10 +115,6 @@ class Rack:
 
     def part(self, group: int, key: bytes) -> Chunk:
         return self.namespaces[group].chunks[key]
-
-    def lose(self, group: int, key: bytes) -> None:
-        """Evict a part that nothing holds."""
-        self.index.remove(self.part(group, key), Reason.EVICTED)
 
     def match(self, chain: Sequence[bytes]) -> Pin:
         return matching.match(self.namespaces[0], b"".join(chain))

@@ -105,8 +105,7 @@ class Shelf:
     """An index of `pages` pages with one namespace, whose chunks take one page a shard."""
 
     def __init__(self, pages: int, world_size: int = 1, policy: str = "lru", listener: Any = None) -> None:
-        self.policy = POLICIES[policy]()
-        self.index = Index(Allocator(0, pages * PAGE), lambda: self.policy, chunk_tokens=256)
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], chunk_tokens=256)
         if listener is not None:
             self.index.events = Told(listener)
         self.world_size = world_size
@@ -125,15 +124,3 @@ class Shelf:
                 chunk = self.reserve(chain, number, rank, loose)
                 assert chunk is not None
                 self.index.seal(chunk, rank)
-
-    def matched(self, chain: list[bytes]) -> int:
-        return matching.match(self.namespace, b"".join(chain)).matched
-
-    def pin(self, chain: list[bytes]) -> list[Chunk]:
-        found = matching.match(self.namespace, b"".join(chain)).chunks
-        self.index.hold(found)
-        self.index.use(found)
-        return found
-
-    def there(self, chain: list[bytes]) -> list[bool]:
-        return [key in self.namespace.chunks for key in chain]

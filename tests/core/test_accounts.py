@@ -152,7 +152,8 @@ class QuotaMachine(RuleBasedStateMachine):
             if is_evictable(chunk) and chunk is not needed
         ]
         assert not any(self.account(self.owner_of(chunk)) == account for chunk in evictable)
-        for chunk in [] if is_capped else evictable:
+        fits_alone = used[account] + size <= self.capacity  # else what others have would not suffice
+        for chunk in evictable if fits_alone and not is_capped else []:
             other = self.account(self.owner_of(chunk))
             floor = self.quotas.get(other, Quota()).floor_bytes / PAGE
             assert used[other] - chunk.bytes // PAGE < floor, "somebody could have spared a chunk"

@@ -89,3 +89,6 @@ def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCap
     ask(server, b"probe", wire.Lease("mine", "retain", "llama", 1, 1, bytes(32)))
     server.die(b"probe")
     assert lines(caplog) == []
+    server.hello(b"engine", engine="seven")
+    look_up(server, b"engine")
+    assert lines(caplog) == ["engine seven connected: llama"]

@@ -17,15 +17,6 @@ def test_a_message_counts_once_more_for_each_four_kib() -> None:
     assert [rates.count(b"a", 0) for _ in range(2)] == [True, False]
 
 
-def test_what_costs_more_is_charged_more() -> None:
-    rates = Rates(12)
-    served = []
-    for _ in range(4):
-        served.append(rates.count(b"a", 10) and rates.charge(b"a", 3))
-    assert served == [True] * 3 + [False]
-    assert rates.count(b"b", 10), "others pay nothing for it"
-
-
 def test_a_flood_of_costly_requests_gets_a_hundredth_until_it_keeps_to_that() -> None:
     rates = Rates(1000)
     while rates.count(b"a", 10) and rates.charge(b"a", 3):

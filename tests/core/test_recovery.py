@@ -86,6 +86,18 @@ def record(**changes: Any) -> ShardRecord:
     return ShardRecord(**fields)
 
 
+def restored_from(*shards: ShardRecord) -> tuple[Index, Restored]:
+    """An index made from the records of a namespace and of these shards."""
+    memory = memoryview(bytearray(16 * SLOT_BYTES))
+    records = Records(memory)
+    for each in (NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]), *shards):
+        records.write(each)
+    index = make(memory=memory)
+    restored = restore(index)
+    index.validate()
+    return index, restored
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,39 +109,25 @@ def record(**changes: Any) -> ShardRecord:
     ],
 )  # fmt: skip
 def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(changes: dict[str, Any]) -> None:
-    memory = memoryview(bytearray(16 * SLOT_BYTES))
-    records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
-    records.write(record(**changes))
-    records.write(record(key=b"g" * 32, extents=((START + 5 * PAGE, PAGE),)))
-    after = make(memory=memory)
-    restored = restore(after)
-    after.validate()
+    sound = record(key=b"g" * 32, extents=((START + 5 * PAGE, PAGE),))
+    after, restored = restored_from(record(**changes), sound)
     assert (restored.shards, len(restored.dropped), after.records.used) == (1, 1, 2)
 
 
 def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
-    memory = memoryview(bytearray(16 * SLOT_BYTES))
-    records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
-    records.write(record(extents=((START, 3 * PAGE),), size=3 * PAGE))
-    records.write(record(key=b"g" * 32, extents=((START + 2 * PAGE, PAGE),)))
-    records.write(record(key=b"h" * 32, extents=((START + 3 * PAGE, PAGE),)))
-    after = make(memory=memory)
-    restored = restore(after)
-    after.validate()
+    _, restored = restored_from(
+        record(extents=((START, 3 * PAGE),), size=3 * PAGE),
+        record(key=b"g" * 32, extents=((START + 2 * PAGE, PAGE),)),
+        record(key=b"h" * 32, extents=((START + 3 * PAGE, PAGE),)),
+    )
     assert (restored.shards, len(restored.dropped)) == (1, 2)
     assert all("same bytes" in line for line in restored.dropped)
 
 
 def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
-    memory = memoryview(bytearray(16 * SLOT_BYTES))
-    records = Records(memory)
-    records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}, 0, 0, 1, [(0, 4)]))
-    records.write(record(serial=2, checksum=22))
-    records.write(record(serial=1, checksum=11, extents=((START + PAGE, PAGE),)))
-    after = make(memory=memory)
-    assert restore(after).shards == 1
+    earlier = record(serial=1, checksum=11, extents=((START + PAGE, PAGE),))
+    after, restored = restored_from(record(serial=2, checksum=22), earlier)
+    assert restored.shards == 1
     (namespace,) = after.namespaces.all()
     assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
 

@@ -28,7 +28,6 @@ from tests.tiers.faulty import MemoryTier
 TWENTIETH = 1.05 + 1e-9
 SPEED = 10.0  # tokens, and chunks, per second
 CHUNKS = 8
-ALL_S = CHUNKS / SPEED
 NEVER = float("inf")
 NAMES = count()
 

@@ -212,6 +212,7 @@ class Engine:
 
     def clear(self) -> None:
         """Clear what nothing holds, without waiting."""
+        self.world.counters["cleared"] += 1
         self.scheduler.client.ask(wire.Clear(self.model.name))
 
     def store_elsewhere(self, streams: int) -> None:

@@ -345,24 +345,21 @@ class Run(Host):
             file.table_flipped = True
             self.world.counters["table_flipped"] += 1
 
-    def clear(self) -> None:
+    def _let_some_engine(self, act: Callable[[Engine], None]) -> None:
+        """Let one of the living engines do something, if it is served."""
         if self._living():
             engine = self.world.random.choice(self._living())
             if engine.serving:
-                self.world.counters["cleared"] += 1
-                engine.clear()
+                act(engine)
+
+    def clear(self) -> None:
+        self._let_some_engine(Engine.clear)
 
     def pin(self) -> None:
-        if self._living():
-            engine = self.world.random.choice(self._living())
-            if engine.serving:
-                engine.pin()
+        self._let_some_engine(Engine.pin)
 
     def forget(self) -> None:
-        if self._living():
-            engine = self.world.random.choice(self._living())
-            if engine.serving:
-                engine.forget()
+        self._let_some_engine(Engine.forget)
 
     def hang_tier(self) -> None:
         store = self.world.random.choice(self.stores)
@@ -394,10 +391,7 @@ class Run(Host):
             self.files.pop(ARENA, None)
 
     def store_elsewhere(self) -> None:
-        if self._living():
-            engine = self.world.random.choice(self._living())
-            if engine.serving:
-                engine.store_elsewhere(2)
+        self._let_some_engine(lambda engine: engine.store_elsewhere(2))
 
     def mix_up_tier(self) -> None:
         self.world.counters["objects_mixed_up"] += self.world.random.choice(self.stores).mix_up()
