@@ -3,10 +3,10 @@
     python scripts/test_versions.py [VERSION...]
 
 For each release with a wheel for processors: the tests of `ENGINES` with its own engine, in its environment
-(.venv-versions/VERSION, which the Makefile makes), and an upgrade from it to the main environment's release. For one
-whose environment holds only Python: the tests that need no kernels, with vLLM's own configuration, scheduler, KV cache
-manager and the code of its runners that calls the connector. Default: all environments there are. Ends after the first
-part that fails; a test that fails once is rerun alone, and named as flaky if it then passes (run_tests.py).
+(.venv-versions/VERSION, which the Makefile makes), an upgrade from it to the main environment's release among them. For
+one whose environment holds only Python: the tests that need no kernels, with vLLM's own configuration, scheduler, KV
+cache manager and the code of its runners that calls the connector. Default: all environments there are. Ends after the
+first release that fails; a test that fails once is rerun alone, and named as flaky if it then passes (run_tests.py).
 """
 
 from __future__ import annotations
@@ -27,44 +27,38 @@ ENGINES = [
     "tests/vllm/test_oracle.py::test_hits_end_where_vllms_own_prefix_cache_says_and_give_the_same_answer[states]",
     "tests/vllm/test_engine.py::test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised[gqa]",
     "tests/vllm/test_engine.py::test_an_engine_is_refused_before_it_loads_a_model",
-    "tests/vllm/test_windows.py::test_below_multiconnector_a_failed_load_is_recomputed_too",
+    "tests/vllm/test_engine.py::test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised[windows]",
     "tests/vllm/test_beside.py::test_a_failure_policy_that_ends_requests_is_refused_before_loading",
     "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_and_log_of_an_engine_say_what_it_did",
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
-BY_HAND = [
-    "-n", "2", "tests/vllm/test_runner_v2.py", "tests/vllm/test_tails.py", "-k", "not real_engine and not deep_queue",
-]  # fmt: skip
-"""Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code. A deep queue
-needs a client of Redis, which the main environment has."""
+BY_HAND = ["tests/vllm/test_runner_v2.py", "tests/vllm/test_tails.py"]
+"""Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
 NO_KERNELS = [
-    "-n", "2", "tests/vllm/test_versions.py", "tests/vllm/test_identity.py", "tests/vllm/test_groups.py",
-    "tests/vllm/test_layouts.py", "-k", "not engines_with",
+    "tests/vllm/test_versions.py", "tests/vllm/test_identity.py", "tests/vllm/test_groups.py",
+    "tests/vllm/test_layouts.py",
 ]  # fmt: skip
 """What ENGINES has beside engines, of a release that has no wheel for processors."""
-UPGRADE = ["tests/vllm/test_upgrade.py"]
+WITHOUT_ENGINES = "not real_engine and not deep_queue"
+"""The tests of `BY_HAND` but those that need vLLM's kernels, or a client of Redis, which the main environment has."""
 
 
 def main() -> int:
     versions = sys.argv[1:] or sorted(folder.name for folder in ENVIRONMENTS.iterdir() if (folder / "ready").exists())
     parts: dict[str, list[str]] = {}
     within: dict[str, Interpreter] = {}
-
-    def add(name: str, arguments: list[str], python: str = sys.executable, **environ: str) -> None:
-        parts[name], within[name] = arguments, Interpreter([python], environ)
-
     for version in versions:
         folder = ENVIRONMENTS / version
         python = str(folder / "bin" / "python")
-        if not Path(python).exists():  # no wheel for processors
-            add(f"vLLM {version} without kernels", NO_KERNELS, PYTHONPATH=str(folder))
-            add(f"vLLM {version}'s scheduler by hand", BY_HAND, PYTHONPATH=str(folder))
-            continue
-        add(f"vLLM {version}'s engine", ["-n", "2", *BY_FILE, *ENGINES], python)
-        add(f"vLLM {version}'s scheduler by hand", BY_HAND, python)
-        add(f"an upgrade from vLLM {version}", UPGRADE, KVDEPOT_OLDER_VLLM=python)
+        if Path(python).exists():
+            tests, selected = [*ENGINES, *BY_HAND], WITHOUT_ENGINES
+            within[version] = Interpreter([python], {"KVDEPOT_NEWER_VLLM": sys.executable})
+        else:  # no wheel for processors
+            tests, selected = [*NO_KERNELS, *BY_HAND], f"not engines_with and {WITHOUT_ENGINES}"
+            within[version] = Interpreter([sys.executable], {"PYTHONPATH": str(folder)})
+        parts[version] = ["-n", "2", *BY_FILE, *tests, "-k", selected]
     return run(parts, within)
 
 

@@ -11,8 +11,7 @@ abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, f
 server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
 folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count
 of tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those
-that were accepted), failed_chunks (retrieved in vain so far), record (note the worker's calls from now on), calls
-(those that were noted), adapter (the file of the connector's adapter), stop.
+that were accepted), failed_chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
 
 The engine core and its workers have processes of their own, as by default. Between add and finish, the core makes no
 step but by command.
@@ -321,9 +320,10 @@ def _do_once() -> None:
     rules.get_torch_obj_rule_map()
     # Loggers below vLLM's: each process gives them the level that they have.
     logging.config._handle_existing_loggers = lambda *_: None  # type: ignore[attr-defined]
-    with contextlib.suppress(AttributeError):  # releases that have no such kernels
-        current_platform.register_triton_kernel_overrides()
-        type(current_platform).register_triton_kernel_overrides = lambda *_: None  # type: ignore[method-assign]
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):  # 0.30 has no such kernels
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = lambda *_: None  # type: ignore[method-assign]
 
 
 def main() -> None:

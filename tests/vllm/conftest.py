@@ -14,6 +14,7 @@ from tests.vllm.engines import Engine
 
 StartByHand = Callable[..., by_hand.Engine]
 StartEngine = Callable[..., Engine]
+StartSteps = Callable[[str], Any]
 if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
     collect_ignore_glob = ["test_*.py"]  # `make test` installs it, and CI must not skip its tests
 
@@ -57,6 +58,22 @@ def start_engine() -> Iterator[StartEngine]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture
+def start_steps(models: dict[str, Path]) -> Iterator[StartSteps]:
+    """Make a scheduler's connector to a server, whose steps the test makes; it is shut down with the test."""
+    from tests.vllm.test_requests import Steps
+
+    made: list[Steps] = []
+
+    def start(url: str) -> Steps:
+        made.append(Steps(url, models["gqa"]))
+        return made[-1]
+
+    yield start
+    for steps in 2 * made:  # which is safe twice
+        steps.connector.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ def test_answers_are_loaded_and_not_stored_once_they_never_come_back(
     start_depot: StartDepot, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     depot, model = start_depot(arena_mib=256, chunk_size="auto"), write_model(tmp_path / "model", LLAMA | WIDE)
-    engine = start_engine(model, depot.url, block_size=32, dtype="float32").wait_started()
+    engine = start_engine(model, depot.url, block_size=32, dtype="float32", max_num_seqs=40).wait_started()
     tokens, computed = prompt(900, 70), 0
     for turn in range(3):
         answer = engine.run_fresh(tokens, max_tokens=50)

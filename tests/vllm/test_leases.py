@@ -12,7 +12,7 @@ from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import Busy
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
-from kvdepot.integrations.vllm.stats import OperationStats
+from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from tests.client.answers import Answering
@@ -27,7 +27,7 @@ class Desk:
 
     def __init__(self, saves_decode: bool = False) -> None:
         self.peer: Any = Answering()
-        self.stats = OperationStats()
+        self.stats = KVDepotStats()
         self.saves_decode = saves_decode
         self.leases = RequestLeases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.stats)
 

@@ -29,6 +29,7 @@ from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
 from tests.conftest import Depot
+from tests.vllm.conftest import StartSteps
 
 SIZE = 256
 ROOT = b"r" * 32
@@ -183,66 +184,60 @@ class Steps:
 
 
 def test_stores_follow_their_steps_output_and_keep_a_finished_requests_blocks(
-    vllm_depot: Depot, models: dict[str, Path]
+    vllm_depot: Depot, start_steps: StartSteps
 ) -> None:
-    steps = Steps(vllm_depot.url, models["gqa"])
+    steps = start_steps(vllm_depot.url)
     connector = steps.connector
-    try:
-        one = request(list(range(512)))
-        connector.on_new_request(one)
-        first = steps.build(512)
-        second = steps.build()  # ahead, as vLLM's async scheduling does
-        assert first.stores == second.stores == []
-        assert connector.request_finished(one, [1, 2, 3, 4]) == (True, None)  # aborted while the first runs
-        third = steps.build()
-        assert third.stores == [] and third.ended == set()
-        steps.back(first)
-        fourth = steps.build()
-        assert [store.request_id for store in fourth.stores] == ["r"] and fourth.ended == {"r"}
-        # A request that is preempted before its step is back loses its blocks, and stores nothing.
-        connector.on_new_request(one)
-        fifth = steps.build(512)
-        sixth = steps.build(preempted=True)
-        steps.back(fifth), steps.back(sixth)
-        assert steps.build().stores == []
-        # Nor does one that read a block which failed.
-        one.num_computed_tokens = 128
-        connector._scheduler._tracked["r"].read_tokens = None
-        seventh = steps.build(384)
-        steps.back(seventh, failed={1})
-        assert steps.build().stores == []
-    finally:
-        connector.shutdown()
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    first = steps.build(512)
+    second = steps.build()  # ahead, as vLLM's async scheduling does
+    assert first.stores == second.stores == []
+    assert connector.request_finished(one, [1, 2, 3, 4]) == (True, None)  # aborted while the first runs
+    third = steps.build()
+    assert third.stores == [] and third.ended == set()
+    steps.back(first)
+    fourth = steps.build()
+    assert [store.request_id for store in fourth.stores] == ["r"] and fourth.ended == {"r"}
+    # A request that is preempted before its step is back loses its blocks, and stores nothing.
+    connector.on_new_request(one)
+    fifth = steps.build(512)
+    sixth = steps.build(preempted=True)
+    steps.back(fifth), steps.back(sixth)
+    assert steps.build().stores == []
+    # Nor does one that read a block which failed.
+    one.num_computed_tokens = 128
+    connector._scheduler._tracked["r"].read_tokens = None
+    seventh = steps.build(384)
+    steps.back(seventh, failed={1})
+    assert steps.build().stores == []
 
 
 def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_late(
-    vllm_depot: Depot, models: dict[str, Path]
+    vllm_depot: Depot, start_steps: StartSteps
 ) -> None:
-    steps = Steps(vllm_depot.url, models["gqa"])
+    steps = start_steps(vllm_depot.url)
     connector = steps.connector
-    try:
-        one = request(list(range(512)))
-        connector.on_new_request(one)
-        before = connector._scheduler._tracked["r"].prompt.chain.root
-        first = steps.build(512)
-        assert connector.reset_cache() is True
-        second = steps.build(512)
-        assert second.void and not second.stores
-        steps.back(first)
-        assert connector._scheduler._forget_after
-        third = steps.build()
-        assert not third.void and not third.stores
-        steps.back(second)
-        assert not connector._scheduler._forget_after
-        connector.request_finished(one, [1, 2, 3, 4])
-        connector.on_new_request(one)
-        assert connector._scheduler._tracked["r"].prompt.chain.root != before
-    finally:
-        connector.shutdown()
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    before = connector._scheduler._tracked["r"].prompt.chain.root
+    first = steps.build(512)
+    assert connector.reset_cache() is True
+    second = steps.build(512)
+    assert second.void and not second.stores
+    steps.back(first)
+    assert connector._scheduler._forget_after
+    third = steps.build()
+    assert not third.void and not third.stores
+    steps.back(second)
+    assert not connector._scheduler._forget_after
+    connector.request_finished(one, [1, 2, 3, 4])
+    connector.on_new_request(one)
+    assert connector._scheduler._tracked["r"].prompt.chain.root != before
 
 
-def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot, models: dict[str, Path]) -> None:
-    steps, peer = Steps(vllm_depot.url, models["gqa"]), Answering()
+def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot, start_steps: StartSteps) -> None:
+    steps, peer = start_steps(vllm_depot.url), Answering()
     half = steps.connector._scheduler
     depot = half._depot
     try:
@@ -258,36 +253,32 @@ def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot,
         assert [each.hurries for each in peer.asked if isinstance(each, wire.Lookup)] == [False, True]
     finally:
         half._depot = depot
-        steps.connector.shutdown()
 
 
-def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: Depot, models: dict[str, Path]) -> None:
+def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: Depot, start_steps: StartSteps) -> None:
     """A chunk stored behind evicted ones can never be found; but decoding takes long, and must hold no pins."""
-    steps = Steps(vllm_depot.url, models["gqa"])
+    steps = start_steps(vllm_depot.url)
     connector = steps.connector
 
     def told_saved() -> int:
         """Tokens that ended sessions saved; one connection's messages keep their order."""
         return int(connector._scheduler._depot.client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
 
-    try:
-        before = told_saved()
-        one = request(list(range(512)))
-        connector.on_new_request(one)
-        connector.update_state_after_alloc(one, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
-        steps.build()
-        connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
-        assert told_saved() == before, "ended with the load"
-        one.num_computed_tokens = 256
-        steps.back(steps.build(256))
-        one.num_computed_tokens = 512
-        going = steps.build(1)
-        assert [store.request_id for store in going.stores] == ["r"]
-        assert told_saved() == before, "ended before the worker had the order to store"
-        steps.back(going)
-        steps.build(1)
-        assert told_saved() == before + 256
-        connector.request_finished(one, [1, 2, 3, 4])
-        assert told_saved() == before + 256, "told twice"
-    finally:
-        connector.shutdown()
+    before = told_saved()
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    connector.update_state_after_alloc(one, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
+    steps.build()
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    assert told_saved() == before, "ended with the load"
+    one.num_computed_tokens = 256
+    steps.back(steps.build(256))
+    one.num_computed_tokens = 512
+    going = steps.build(1)
+    assert [store.request_id for store in going.stores] == ["r"]
+    assert told_saved() == before, "ended before the worker had the order to store"
+    steps.back(going)
+    steps.build(1)
+    assert told_saved() == before + 256
+    connector.request_finished(one, [1, 2, 3, 4])
+    assert told_saved() == before + 256, "told twice"

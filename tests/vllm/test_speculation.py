@@ -19,7 +19,7 @@ from tests.vllm import drafters, engines
 from tests.vllm.engines import Engine, nothing_is_held
 
 CHUNK = 256
-DECODED = 150
+DECODED = 100
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

@@ -40,28 +40,31 @@ def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() 
 def warmed_up() -> PrefillSpeed:
     """The speed of an engine whose first step is over."""
     prefill = PrefillSpeed()
-    prefill.output(prefill.built([2048], -100.0), -50.0)
+    step(prefill, 1, [2048], -100.0, -50.0)
     return prefill
+
+
+def step(prefill: PrefillSpeed, number: int, tokens: list[int], begun: float, ended: float) -> None:
+    prefill.built(number, tokens, begun)
+    prefill.output(number, ended)
 
 
 def test_the_first_step_of_an_engine_does_not_price_what_it_loads() -> None:
     # As seen of the demo's second engine, on two cores: it computes one prompt of 2,050 tokens, cold, and loads the
     # rest. 4,096 loaded tokens were said to save 27.9 s, where computing 2,065 takes 8.1 s.
     prefill, now = PrefillSpeed(), 100.0
-    prefill.output(prefill.built([2048], now), now + 13.95)
-    for tokens in (2, *[1] * 15):  # the prompt's end, and what it generates
-        step = prefill.built([tokens], now + 14.0)
-        assert step == 0
-        prefill.output(step, now + 14.1)
+    step(prefill, 1, [2048], now, now + 13.95)
+    for number, tokens in enumerate((2, *[1] * 15), 2):  # the prompt's end, and what it generates
+        step(prefill, number, [tokens], now + 14.0, now + 14.1)
     assert prefill.speed == 0.0  # nothing is known yet: what is loaded now counts as tokens, not as time
-    prefill.output(prefill.built([2048], now + 20.0), now + 28.0)
+    step(prefill, 20, [2048], now + 20.0, now + 28.0)
     assert 4096 / prefill.speed == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(
     ("calls", "speed"),
     [
-        # built: tokens and time; output: the number of a built step, or another, and time
+        # built: tokens and time, of the steps 1, 2, ...; output: the number of a step, or 0, and time
         ([("built", 8192, 10.0), ("built", 4097, 10.003), ("output", 1, 10.8)], 8192 / 0.8),  # the second is ahead
         ([("built", 8192, 10.0), ("built", 4097, 10.003), ("output", 1, 10.8), ("output", 2, 11.2)], 4097 / 0.4),
         ([("built", 1000, 0.0), ("output", 1, 1.0), ("built", 1000, 60.0), ("output", 2, 61.0)], 1000),  # a pause
@@ -71,42 +74,42 @@ def test_the_first_step_of_an_engine_does_not_price_what_it_loads() -> None:
     ],
 )  # fmt: skip
 def test_a_step_lasts_from_its_build_or_the_output_before_to_its_own_output(calls: list[Any], speed: float) -> None:
-    prefill, steps = warmed_up(), [0]
+    prefill, last = warmed_up(), 1
     for call, what, at in calls:
         if call == "built":
-            steps.append(prefill.built([what], at))
+            last += 1
+            prefill.built(last, [what], at)
         else:
-            prefill.output(steps[what] if what < len(steps) else what, at)
+            prefill.output(what and what + 1, at)
     assert prefill.speed == pytest.approx(speed)
 
 
 def test_steps_that_only_decode_or_are_small_are_not_measured() -> None:
     prefill = warmed_up()
-    for tokens in ([], [255], [1] * 512):
-        step = prefill.built(tokens, 1.0)
-        assert step == 0
-        prefill.output(step, 2.0)
+    for number, tokens in enumerate(([], [255], [1] * 512), 2):
+        step(prefill, number, tokens, 1.0, 2.0)
     assert prefill.speed == 0.0
 
 
 def test_steps_whose_output_never_comes_are_forgotten() -> None:
     prefill = warmed_up()
-    steps = [prefill.built([300], float(i)) for i in range(10_000)]
-    prefill.output(steps[0], 10_000.0)
+    for number in range(2, 10_002):
+        prefill.built(number, [300], float(number))
+    prefill.output(2, 10_002.0)
     assert prefill.speed == 0.0
-    prefill.output(steps[-1], 10_001.0)
+    prefill.output(10_001, 10_003.0)
     assert prefill.speed == 300  # since the output before it
 
 
 def test_no_single_step_makes_the_speed_and_old_ones_are_forgotten() -> None:
-    prefill, now = warmed_up(), 0.0
+    prefill, now, number = warmed_up(), 0.0, 1
 
     def steps(count: int, took_s: float) -> None:
-        nonlocal now
+        nonlocal now, number
         for _ in range(count):
-            step = prefill.built([1000], now)
+            number += 1
+            step(prefill, number, [1000], now, now + took_s)
             now += took_s
-            prefill.output(step, now)
 
     steps(1, 20.0)  # compiles
     steps(5, 0.125)

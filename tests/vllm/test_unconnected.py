@@ -17,9 +17,9 @@ from kvdepot.integrations.vllm.settings import ServerPlace, read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from kvdepot.keys import derive_root
 from tests.conftest import HANG_S, StartDepot, eventually
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartEngine, StartSteps
 from tests.vllm.engines import output, prompt, write_lora
-from tests.vllm.test_requests import Steps, request
+from tests.vllm.test_requests import request
 
 
 def orders(holds: bool = False) -> Any:
@@ -30,7 +30,7 @@ def orders(holds: bool = False) -> Any:
 
     loads = {"a": [transfer("a", [1, 2, 3, 4], skip=1)], "b": [transfer("b", [5, 6, 7, 8])]}
     stores = [transfer("c", [9, 10, 11, 12])]
-    return Orders("m", loads, stores, ended={"c"}, holds=holds, step=7, measured=3)
+    return Orders("m", loads, stores, ended={"c"}, holds=holds, step=7)
 
 
 @pytest.mark.parametrize("fails_whole", [False, True])
@@ -52,56 +52,49 @@ def test_a_worker_without_a_server_fails_loads_and_ends_stores_at_once(
     assert step(orders()) == ({"c"}, {"a", "b"}, requests, blocks)
     assert worker.take_report(orders()).ended == {}
     assert worker.take_report(orders(holds=True)).ended == {7: {1}}
-    assert (worker.take_report(orders()).step, worker.take_report(orders()).measured) == (7, 3)
+    assert worker.take_report(orders()).step == 7
     assert step(Orders()) == (None, None, set(), set())
     assert worker.stats.take() is None
 
 
 def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice(
-    start_depot: StartDepot, models: dict[str, Path], tmp_path: Path
+    start_depot: StartDepot, start_steps: StartSteps, tmp_path: Path
 ) -> None:
     url = f"ipc://{tmp_path}/late.sock"
-    steps = Steps(url, models["gqa"])
+    steps = start_steps(url)
     connector = steps.connector
-    try:
-        one = request(list(range(512)))
-        connector.on_new_request(one)
-        assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
-        before = steps.build(512)
-        assert (before.loads, before.stores, before.step) == ({}, [], 0)
-        assert before.model == connector._process.model  # or a connected worker would say that the two differ
-        start_depot(url=url)
-        assert connector._link._settled.wait(HANG_S)
-        after = steps.build()  # now the connected half
-        assert after.step == 1
-        steps.back(before), steps.back(after)
-        assert connector.request_finished(one, [1, 2, 3, 4]) == (False, None)  # it began before: nothing is awaited
-        two = request(list(range(512)))
-        connector.on_new_request(two)
-        eventually(lambda: connector.get_num_new_matched_tokens(two, 0) == (0, False))
-        stored = steps.build(512)
-        steps.back(stored)
-        assert [store.request_id for store in steps.build().stores] == ["r"]
-        assert connector.request_finished(two, [1, 2, 3, 4]) == (True, None)
-    finally:
-        connector.shutdown()
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
+    before = steps.build(512)
+    assert (before.loads, before.stores, before.step) == ({}, [], 0)
+    assert before.model == connector._process.model  # or a connected worker would say that the two differ
+    start_depot(url=url)
+    assert connector._link._settled.wait(HANG_S)
+    after = steps.build()  # now the connected half
+    assert after.step == 1
+    steps.back(before), steps.back(after)
+    assert connector.request_finished(one, [1, 2, 3, 4]) == (False, None)  # it began before: nothing is awaited
+    two = request(list(range(512)))
+    connector.on_new_request(two)
+    eventually(lambda: connector.get_num_new_matched_tokens(two, 0) == (0, False))
+    stored = steps.build(512)
+    steps.back(stored)
+    assert [store.request_id for store in steps.build().stores] == ["r"]
+    assert connector.request_finished(two, [1, 2, 3, 4]) == (True, None)
 
 
 def test_a_reset_without_a_server_counts_when_one_comes(
-    start_depot: StartDepot, models: dict[str, Path], tmp_path: Path
+    start_depot: StartDepot, start_steps: StartSteps, tmp_path: Path
 ) -> None:
     url = f"ipc://{tmp_path}/late.sock"
-    steps = Steps(url, models["gqa"])
-    connector = steps.connector
-    try:
-        assert connector.reset_cache() is True  # vLLM stays paused where it is not, and nothing was stored yet
-        start_depot(url=url)
-        assert connector._link._settled.wait(HANG_S)
-        one = request(list(range(512)))
-        connector.on_new_request(one)
-        assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
-    finally:
-        connector.shutdown()
+    connector = start_steps(url).connector
+    assert connector.reset_cache() is True  # vLLM stays paused where it is not, and nothing was stored yet
+    start_depot(url=url)
+    assert connector._link._settled.wait(HANG_S)
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
 
 
 def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
@@ -130,18 +123,11 @@ def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
     two.stop()
 
 
-def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], tmp_path: Path) -> None:
-    steps = Steps(f"ipc://{tmp_path}/none.sock", models["gqa"])
-    steps.connector.shutdown()
-    steps.connector.shutdown()
-
-
 @pytest.mark.parametrize(
     ("extra", "fault"),
     [
         ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
         ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
-        ({"kvdepot.layout": "blocks"}, "kvdepot.layout was removed: set vLLM's variable VLLM_KV_CACHE_LAYOUT"),
         ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not of type bool"),
         ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
         ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),

@@ -1,6 +1,6 @@
-"""An upgrade of vLLM keeps its cache: what an engine of an older release stored is loaded by this one.
+"""An upgrade of vLLM keeps its cache: what an engine of this release stored is loaded by a newer one.
 
-KVDEPOT_OLDER_VLLM names the older one's Python (`make test-versions` does).
+KVDEPOT_NEWER_VLLM names the newer one's Python (`make test-versions` does).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tests.conftest import StartDepot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt, same_as_own
 
-OLDER = os.environ.get("KVDEPOT_OLDER_VLLM", "")
+NEWER = os.environ.get("KVDEPOT_NEWER_VLLM", "")
 
-pytestmark = pytest.mark.skipif(not OLDER, reason="needs an older vLLM: make test-versions has some, and runs this")
+pytestmark = pytest.mark.skipif(not NEWER, reason="needs two releases: make test-versions has them, and runs this")
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla", "windows"])
-def test_what_an_older_release_stored_is_what_this_one_computes(
+def test_what_a_release_stored_is_what_a_newer_one_computes(
     kind: str, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=64)
-    older = start_engine(models[kind], depot.url, python=OLDER)
-    newer = start_engine(models[kind], depot.url)
+    older = start_engine(models[kind], depot.url)
+    newer = start_engine(models[kind], depot.url, python=NEWER)
     older.wait_started(), newer.wait_started()
     tokens = prompt(900, 4 * 256 + 17)
     before = older.run(tokens)
@@ -37,13 +37,13 @@ def test_what_an_older_release_stored_is_what_this_one_computes(
     newer.stop()
 
 
-def test_states_are_not_shared_with_an_older_release(
+def test_states_are_not_shared_with_a_newer_release(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=64)
     engines = [
         start_engine(models["states"], depot.url, enable_prefix_caching=True, num_gpu_blocks_override=64, **where)
-        for where in ({"python": OLDER}, {})
+        for where in ({}, {"python": NEWER})
     ]
     tokens = prompt(901, 1500)
     for engine in engines:

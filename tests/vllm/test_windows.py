@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
+from tests.conftest import Depot, StartDepot, suspend
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
-from tests.vllm.test_beside import beside
 
 FLOAT32: dict[str, Any] = {"dtype": "float32"}
 """So that a batch of another shape gives the same tokens."""
@@ -63,31 +62,6 @@ def test_prompts_that_part_resume_at_boundaries_without_blocks_used_again(
             same_as_own(engine, parted, chunks * 256, exact=False)
         else:
             assert engine.run_fresh(parted)["cached"] == boundary * 256
-    engine.stop()
-
-
-def test_below_multiconnector_a_failed_load_is_recomputed_too(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    transfer = beside(depot.url, kv_load_failure_policy="recompute")
-    engine = start_engine(models["windows"], depot.url, kv_transfer_config=transfer, **FLOAT32).wait_started()
-    tokens = prompt(355, 3 * 256 + 11)
-    cold = engine.run(tokens)
-    same_as_own(engine, tokens, 768)
-    engine.tell("reset")
-    engine.tell("add", request=engine.request(tokens))
-    instances = depot.status()["instances"]
-    depot.process.kill()
-    depot.process.wait(HANG_S)
-    (recomputed,) = engine.tell("finish").values()
-    assert engine.tell("metrics")["vllm:kvdepot_retrieve_failed_shards"] == 9
-    assert output(recomputed) == output(cold)
-    again = start_depot(url=depot.url, arena_mib=64)
-    eventually(lambda: again.status()["instances"] == instances)
-    engine.tell("meet")
-    assert output(engine.run_fresh(tokens)) == output(cold)
-    same_as_own(engine, tokens, 768)
     engine.stop()
 
 

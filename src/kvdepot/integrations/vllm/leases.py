@@ -19,7 +19,7 @@ from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.hints import Hints, Limits, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
-from kvdepot.integrations.vllm.stats import OperationStats
+from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -35,7 +35,7 @@ _MOST_LOGGED = 16
 class RequestLeases:
     """The leases of one engine's requests."""
 
-    def __init__(self, depot: SchedulerClient, stats: OperationStats) -> None:
+    def __init__(self, depot: SchedulerClient, stats: KVDepotStats) -> None:
         self._depot = depot
         self._stats = stats
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
@@ -49,7 +49,7 @@ class RequestLeases:
         """The request's hints. Refused ones are logged and counted."""
         hints, reason = read_hints(request, Limits(*self._depot.client.hint_limits))
         if reason:
-            self._stats.count("refused_hints")
+            self._stats.add("refused_hints")
             rest = "" if hints.stores else ", but it is not stored"
             self._warn(reason, f"request {request.request_id[:64]!r}: its hints are ignored{rest}: {reason}")
         return hints
@@ -133,7 +133,7 @@ class RequestLeases:
             self._failed(exc)
 
     def _failed(self, exc: Exception) -> None:
-        self._stats.count("lease_errors")
+        self._stats.add("lease_errors")
         self._warn(type(exc).__name__, f"a lease failed; more such failures are counted, not logged: {exc}")
 
     def _warn(self, reason: str, text: str) -> None:

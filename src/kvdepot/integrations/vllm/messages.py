@@ -35,8 +35,6 @@ class Orders(KVConnectorMetadata):
     """Whether the loads may begin before the step computes."""
     step: int = 0
     """Its number, which the report of its output repeats."""
-    measured: int = 0
-    """Its number among the measured prefill steps (stats.py); 0 for others."""
 
 
 @dataclass
@@ -46,7 +44,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     ended: dict[int, set[int]] = field(default_factory=dict)
     """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
     step: int = 0
-    measured: int = 0
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 
@@ -56,6 +53,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for step, ranks in other.ended.items():
             self.ended.setdefault(step, set()).update(ranks)
         self.step = max(self.step, other.step)
-        self.measured = max(self.measured, other.measured)
         self.shares_none |= other.shares_none
         return self

@@ -24,7 +24,6 @@ from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
-from kvdepot.integrations.vllm.worker import register
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class EngineProcess:
         topic = self._settings.events_topic if self._is_consumer else ""
         worker = WorkerClient(client, self._fit(client), unpins=False, topic=topic)
         try:
-            register(worker, layouts, kv_caches)
+            worker.register(layouts, kv_caches)
         except KVDepotError:
             worker.cancel_registration()  # the next attempt is another client's
             raise

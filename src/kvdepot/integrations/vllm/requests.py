@@ -79,19 +79,13 @@ class RequestChunks:
 
 
 class PromptEnd(NamedTuple):
-    """The end of a prefix within a chunk. tokens: from the prompt's start. chunk: as it is looked up."""
+    """The end of a prefix within a chunk. tokens: from the prompt's start. chunks: whole ones before it. key: of those
+    tokens that are in no whole chunk.
+    """
 
     tokens: int
-    chunk: wire.Tail
-
-    @property
-    def chunks(self) -> int:
-        """Whole chunks before it."""
-        return self.chunk.chunks
-
-    @property
-    def key(self) -> bytes:
-        return self.chunk.key
+    chunks: int
+    key: bytes
 
 
 @dataclass

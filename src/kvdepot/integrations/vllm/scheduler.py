@@ -35,7 +35,7 @@ from kvdepot.integrations.vllm.requests import (
     names_are_contents,
 )
 from kvdepot.integrations.vllm.settings import ConnectorSettings
-from kvdepot.integrations.vllm.stats import OperationStats, PrefillSpeed
+from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
 from kvdepot.integrations.vllm.versions import lookahead_tokens
@@ -82,7 +82,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings) -> None:
         """model: the engine's namespace."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self.stats = OperationStats()
+        self.stats = KVDepotStats()
         self._model = model
         self._vllm_config = vllm_config
         self._is_connected = False
@@ -91,7 +91,7 @@ class SchedulerHalf:
         self._may_load = transfer.is_kv_consumer
         self._settings = settings
         mode = settings.save_decode if self._may_store else "off"
-        self._answers = Answers(mode, self.stats.count, parallel.data_parallel_size)
+        self._answers = Answers(mode, self.stats.add, parallel.data_parallel_size)
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -117,7 +117,7 @@ class SchedulerHalf:
         """Cache from now on: also the requests that have come before, but were not scheduled."""
         config = self._vllm_config
         self._depot, self._plan, self._events = made
-        self._depot.watch = self.stats
+        self._depot.watch = self.stats.count
         self._chunk_tokens = self._depot.spec.chunk_tokens
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
         self._leases = RequestLeases(self._depot, self.stats)
@@ -169,7 +169,7 @@ class SchedulerHalf:
         self._uncache(request_id)
         if request_id not in self._tracked:
             self._uncached.add(request_id)
-        self.stats.count("uncached_requests")
+        self.stats.add("uncached_requests")
         reason = type(exc).__name__
         if reason not in self._logged:
             self._logged.add(reason)
@@ -194,7 +194,7 @@ class SchedulerHalf:
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
             if self._plan.has_tails and tracked.prompt.is_named(request.num_tokens):
                 tracked.tails = self._tails.candidates(request, tracked.prompt, self._most_tokens(tracked))
-            tails = tuple(tail.chunk for tail in tracked.tails)
+            tails = tuple(wire.Tail(tail.chunks, tail.key) for tail in tracked.tails)
             tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
             self._depot.submit(
                 request.request_id, PromptChunks(self._depot.spec, hashes, salt, True, tails), self._ranks
@@ -331,7 +331,7 @@ class SchedulerHalf:
         orders.step = self._step
         # What vLLM has just taken from windows and states, its step may still copy elsewhere; or it clears new blocks.
         orders.loads_early = not (self._plan.is_bounded or scheduler_output.new_block_ids_to_zero)
-        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic())
+        self._prefill.built(self._step, scheduler_output.num_scheduled_tokens.values(), time.monotonic())
         state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -415,7 +415,7 @@ class SchedulerHalf:
         failed = connector_output.invalid_block_ids or set()
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else WorkerReport()
-        self._prefill.output(report.measured, time.monotonic())
+        self._prefill.output(report.step, time.monotonic())
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)

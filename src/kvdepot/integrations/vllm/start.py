@@ -61,7 +61,9 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
 
     def get_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:
         if kv_transfer_config.has_connector("KVDepotConnector"):
-            _refuse_other_versions()
+            from kvdepot.integrations.vllm.versions import refuse_other_versions
+
+            refuse_other_versions()
             _describe_before_workers()
             _leave_in_order()
         if kv_transfer_config.kv_connector == "KVDepotConnector":
@@ -121,13 +123,6 @@ def _leave_in_order() -> None:
 
     shutdown.__module__ = __name__
     utils.shutdown = shutdown
-
-
-def _refuse_other_versions() -> None:
-    """Raise ConfigError where vLLM is of a version that is not served."""
-    from kvdepot.integrations.vllm.versions import refuse_other_versions
-
-    refuse_other_versions()
 
 
 def _refuse_failing(kv_transfer_config: KVTransferConfig) -> None:

@@ -48,7 +48,7 @@ _TIMED: Mapping[str, str] = {
 
 @dataclass
 class KVDepotStats(KVConnectorStats):
-    """Counts by name, and times as lists; empty if no operation has ended."""
+    """Counts by name, and times as lists, of one process of the engine; empty if no operation has ended."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -70,6 +70,14 @@ class KVDepotStats(KVConnectorStats):
         """Add to one of the counts."""
         self.data[name] = self.data.get(name, 0) + count
 
+    def take(self) -> KVDepotStats | None:
+        """The stats since the last call; None if they are empty."""
+        if self.is_empty():
+            return None
+        taken = KVDepotStats(data=self.data)
+        self.reset()
+        return taken
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another's counts and times."""
         for name, value in other.data.items():
@@ -89,28 +97,6 @@ class KVDepotStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
-
-
-class OperationStats:
-    """Operations that ended in one process of the engine since its last step."""
-
-    def __init__(self) -> None:
-        self._stats = KVDepotStats()
-
-    def __call__(self, operation: Operation) -> None:
-        """Add an operation that has ended."""
-        self._stats.count(operation)
-
-    def count(self, name: str, count: int = 1) -> None:
-        """Add to a count of `_COUNTED` that is not of operations."""
-        self._stats.add(name, count)
-
-    def take(self) -> KVDepotStats | None:
-        """The stats since the last call; None if they are empty."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, KVDepotStats()
-        return stats
 
 
 class KVDepotMetrics(KVConnectorPromMetrics):
@@ -163,7 +149,6 @@ class PrefillSpeed:
     """Tokens per second of this engine's latest prefill steps. Times are those of any monotonic clock."""
 
     def __init__(self) -> None:
-        self._last_step = 0
         self._built: deque[_Built] = deque(maxlen=_MOST_BUILT)
         self._output_at = -math.inf  # of the latest output
         self._is_warm = False  # whether the first measured step is over
@@ -177,18 +162,15 @@ class PrefillSpeed:
         """The median in tokens per second; 0.0 while it is unknown."""
         return median_high(self._samples) if self._samples else 0.0
 
-    def built(self, tokens: Collection[int], now: float) -> int:
-        """A step is built. tokens: of each of its requests. Returns the number that its output brings back; 0 for a
-        step that is not prefill."""
-        if max(tokens, default=0) < _LARGE_PART:
-            return 0
-        self._last_step += 1
-        self._built.append(_Built(self._last_step, sum(tokens), now))
-        return self._last_step
+    def built(self, step: int, tokens: Collection[int], now: float) -> None:
+        """A step is built, and measured if it is prefill. step: its number, higher than those before. tokens: of each
+        of its requests."""
+        if max(tokens, default=0) >= _LARGE_PART:
+            self._built.append(_Built(step, sum(tokens), now))
 
     def output(self, step: int, now: float) -> None:
-        """An output has come. step: the number that it brings back; 0 if none. Outputs come in the order of steps; some
-        never come."""
+        """A step's output has come. step: its number; 0 if unknown. Outputs come in the order of steps; some never
+        come."""
         before, self._output_at = self._output_at, now
         while self._built and self._built[0].step <= step:
             built = self._built.popleft()

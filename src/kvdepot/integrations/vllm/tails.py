@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvdepot.integrations.vllm.requests import PromptEnd, RequestChunks
-from kvdepot.protocol import wire
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -63,8 +62,7 @@ class Tails:
         return self._make(prompt, tokens)
 
     def _make(self, prompt: RequestChunks, tokens: int) -> PromptEnd:
-        chunks = tokens // self._chunk_tokens
-        return PromptEnd(tokens, wire.Tail(chunks, prompt.tail(tokens)))
+        return PromptEnd(tokens, tokens // self._chunk_tokens, prompt.tail(tokens))
 
 
 def _stops(tokens: Sequence[int], stops: Collection[int]) -> set[int]:

@@ -41,14 +41,6 @@ _CORRECTIONS: Mapping[str, Callable[[ModelConfig], bool]] = {
 """Releases that correct the arithmetic of some models, and which. The KV of these models is shared only among releases
 before the correction, and among releases with it."""
 
-METHODS_SINCE: Mapping[str, str] = {
-    "get_mem_pool_context": "0.31",
-    "supports_sleep_mode": "0.33",
-    "unregister_kv_caches": "0.33",
-    "restore_kv_caches": "0.33",
-}
-"""Methods of the connector that releases before this one never call."""
-
 
 def refuse_other_versions(installed: str | None = None) -> None:
     """Raise ConfigError unless the installed vLLM is one that kvdepot serves. installed: for tests."""

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.stats import OperationStats
+from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class WorkerHalf:
 
     def __init__(self, vllm_config: VllmConfig, rank: int, fails_whole: bool) -> None:
         """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
-        self.stats = OperationStats()
+        self.stats = KVDepotStats()
         self.is_connected = False
         """Whether it loads and stores; may be set to False between two steps."""
         self.shares_none = False
@@ -57,7 +57,7 @@ class WorkerHalf:
     def connect(self, made: WorkerClient) -> None:
         """Load and store from the next step on. made: a client that has registered the KV."""
         self._depot = made
-        self._depot.watch = self.stats
+        self._depot.watch = self.stats.count
         self.is_connected = True
 
     def use_tensors(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -67,7 +67,7 @@ class WorkerHalf:
 
     def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
         """Have the server map the KV again. Blocks 30 s at most; raises KVDepotError."""
-        register(self._depot, layouts, kv_caches)
+        self._depot.register(layouts, kv_caches)
 
     def unregister(self) -> None:
         """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
@@ -162,7 +162,7 @@ class WorkerHalf:
 
     def take_report(self, orders: Orders) -> WorkerReport:
         """The stores that have ended since the last step, and the number of this step."""
-        report = WorkerReport(step=orders.step, measured=orders.measured, shares_none=self.shares_none)
+        report = WorkerReport(step=orders.step, shares_none=self.shares_none)
         if orders.holds and not self.is_connected:
             report.ended[orders.step] = {self._rank}
         for step in [step for step, stores in self._storing.items() if stores.done()]:
@@ -174,8 +174,3 @@ class WorkerHalf:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.is_connected = False
         self._depot.close()
-
-
-def register(client: WorkerClient, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
-    """Have the server map the paged KV that `share_kv` has shared. Blocks 30 s at most; raises KVDepotError."""
-    client.register(layouts, kv_caches)
