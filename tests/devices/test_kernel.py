@@ -161,7 +161,7 @@ def test_machine_code_loads_128_bits_at_a_time_before_stores_and_spills_none(bui
     assert not [name for name in accesses if not name.startswith(("LDG", "STG", "BRA"))], "spilled, or waits"
 
 
-def test_the_compiler_needs_no_home_leaves_no_file_and_imports_nothing_from_its_folder(tmp_path: Path) -> None:
+def test_the_compiler_needs_no_home_and_imports_nothing_from_its_folder(tmp_path: Path) -> None:
     """The folder where the server was started may be one that others can write to."""
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     temporary.mkdir()
