@@ -83,6 +83,7 @@ def test_transformers_loads_what_an_engine_has_stored(
         own = greedy(model, ids, DynamicCache(config=model.config))
         assert greedy(model, ids, cache.load(ids)[0]) == own == answer
     assert not caplog.records
+    assert library.status().divided_engines == 0, "the engine's processes name two models"
 
 
 def test_an_engine_loads_what_transformers_has_stored(engine: Engine, library: kvdepot.Depot, model: Any) -> None:

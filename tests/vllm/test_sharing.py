@@ -26,6 +26,9 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.paged_kv import describe_kv
 from kvdepot.integrations.vllm.settings import read_settings
 from kvdepot.integrations.vllm.sharing import describe_blocks, shared_namespace
+from tests.conftest import Depot
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import EngineError
 
 BLOCKS, HEADS, TOKENS, DIMS = 4, 2, 128, 64
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -90,6 +93,14 @@ def test_a_name_that_cannot_be_shared_under_is_refused_with_the_settings() -> No
     assert read_settings({"kvdepot.share_as": "llama-3.1"}).share_as == "llama-3.1"
     with pytest.raises(ConfigError, match="letters, digits"):
         read_settings({"kvdepot.share_as": "two words"})
+
+
+def test_an_engine_that_cannot_share_ends_before_it_serves(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    engine = start_engine(models["mla"], vllm_depot.url, extra={"kvdepot.share_as": "mla"})
+    with pytest.raises(EngineError, match="share_as is not possible here: full attention in all layers"):
+        engine.wait_started()
 
 
 # -- blocks
