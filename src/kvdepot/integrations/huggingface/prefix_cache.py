@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
-from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
+from kvdepot.integrations.huggingface.layout import CacheLayout, Pair, length_of, new_cache
+from kvdepot.integrations.huggingface.sharing import SharedPrefixes
 
 if TYPE_CHECKING:
     from kvdepot.library.depot import Depot
@@ -48,11 +49,15 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class _Opened:
-    """One version of the model: what its caches are like, and where the depot has its KV."""
+    """One version of the model: what its caches are like, and where the depot has its KV.
+
+    shared: set if these are chunks that others store, too.
+    """
 
     layout: CacheLayout
     namespace: Namespace
     revision: str
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,23 @@ class PrefixCache:
     """The prefixes of a model in a depot.
 
     depot: from `kvdepot.connect`. model: of transformers, in evaluation mode. chunk_tokens: as of `Depot.namespace`.
+    share_as: the name under which engines of the same weights share their chunks (`kvdepot.share_as`); empty: none.
     Reads a part of all weights and computes a few tokens. Raises ConfigError for a model that is not served, and says
     why; BadRequest for an argument that is wrong.
     """
 
-    def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0) -> None:
+    def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0, share_as: str = "") -> None:
         refuse_unserved(model)
         self._depot = depot
         self._model = model
         self._asked_tokens = chunk_tokens
         self._media = media_tokens(model)
         self._opened: dict[bytes, _Opened] = {}
-        self._namespace = self._open().namespace
+        self._shared: tuple[str, SharedPrefixes] | None = None  # by the version of the model for which the user vouches
+        opened = self._open()
+        if share_as:
+            self._shared = opened.revision, SharedPrefixes(depot, share_as, model, opened.layout)
+            self._open()
         self._check_continuation()
 
     def __repr__(self) -> str:
@@ -94,7 +104,7 @@ class PrefixCache:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens per chunk: prefixes are stored and found in multiples of it."""
+        """Tokens per chunk, as of the last call: prefixes are stored and found in multiples of it."""
         size: int = self._namespace.chunk_tokens
         return size
 
@@ -164,7 +174,7 @@ class PrefixCache:
             row[:pad] = 0
         arguments |= {"input_ids": prompts.ids.to(device), "attention_mask": mask.to(device), "past_key_values": past}
         answer = self._model.generate(**arguments, cache_implementation=None)
-        if is_single and not opened.layout.states and self._open() is opened:
+        if is_single and not opened.layout.states and self._open() == opened:
             sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
             with contextlib.suppress(BadRequest):  # a way of decoding that took tokens back
                 opened.layout.check(past, 1)
@@ -199,6 +209,9 @@ class PrefixCache:
                 chunk_tokens=self._asked_tokens,
             )
             found = self._opened[mark] = _Opened(layout, namespace, revision)
+        if self._shared is not None and self._shared[0] == found.revision and (shared := self._shared[1].namespace()):
+            found = replace(found, namespace=shared, shared=self._shared[1])
+        self._namespace = found.namespace
         return found
 
     def _load(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
@@ -210,6 +223,10 @@ class PrefixCache:
         pairs, states = layout.buffers(count), torch.empty(layout.state_bytes, dtype=torch.uint8)
         arguments = layout.by_shape(pairs) + ([states] if layout.states else [])
         count = namespace.get_into(ids[:count], arguments if len(arguments) > 1 else arguments[0])
+        if opened.shared is not None and not opened.shared.check(
+            tokens[:count], pairs[0], lambda first: layout.read(self._probe(first)[1], 0)[0].pairs
+        ):
+            return cache, 0
         if count:
             layout.fill(cache, pairs, layout.reaches(namespace.chunk_tokens), count)
             layout.fill_states(cache, states)
@@ -229,6 +246,8 @@ class PrefixCache:
                 "or use generate()"
             )
         held = layout.read(cache, row)
+        if opened.shared is not None and not self._may_store(tokens[:end], held[0].pairs, opened):
+            return 0
         reaches = layout.reaches(size)
         step = min((reach for reach in reaches if reach), default=end)
         ends = [end] if layout.states else range(end, stored, -step)
@@ -243,13 +262,24 @@ class PrefixCache:
             if layout.states:
                 found.append(layout.state(cache, row))
             stored = namespace.put(ids[:each], found if len(found) > 1 else found[0])
+        if opened.shared is not None:
+            opened.shared.note_stored(tokens[:stored])
         return stored
+
+    def _may_store(self, tokens: torch.Tensor, held: list[Pair], opened: _Opened) -> bool:
+        """Whether KV may be stored beside what others have stored of these tokens; if nothing, it may."""
+        assert opened.shared is not None
+        if opened.shared.is_proven:
+            return True
+        (pairs,) = opened.layout.buffers(len(tokens))
+        count = opened.namespace.get_into(tokens.numpy(), opened.layout.by_shape([pairs])[0])
+        return opened.shared.check(tokens[:count], pairs, lambda _: held)
 
     # -- the model
 
     def _prefill(self, tokens: torch.Tensor, opened: _Opened) -> tuple[Cache, int]:
         """A cache of a prompt up to the last chunk's end before its last token, which is stored too; its length."""
-        end = (len(tokens) - 1) // self.chunk_tokens * self.chunk_tokens
+        end = (len(tokens) - 1) // opened.namespace.chunk_tokens * opened.namespace.chunk_tokens
         cache, count = self._load(tokens[:end], opened)
         if count < end:
             self._compute(tokens[count:end], cache)

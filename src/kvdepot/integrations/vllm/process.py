@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import SchedulerClient
@@ -23,8 +24,10 @@ from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.sharing import describe_blocks, shared_namespace
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.model_names import key_of_model
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +47,11 @@ class EngineProcess:
         refuse_unserved(vllm_config, kv_cache_config)
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self.rank = rank or 0
-        self.model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
+        if settings.share_as:
+            self.model = shared_namespace(vllm_config, kv_cache_config, settings.share_as)
+            self._wire_model = key_of_model(self.model)  # the worker knows the rest of the name: `share_kv`
+        else:
+            self.model = self._wire_model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
         self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
         self._name = "scheduler" if rank is None else "worker"
         self._vllm_config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
@@ -60,7 +67,12 @@ class EngineProcess:
 
     def share_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
-        return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+        layouts = share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+        if not self._settings.share_as:
+            return layouts
+        blocks = describe_blocks(self._vllm_config, kv_caches, layouts[0])
+        self._wire_model = blocks.name(self.model)
+        return [replace(layouts[0], fingerprint=blocks.fingerprint)]
 
     def connect_scheduler(self, client: Client) -> ConnectedParts:
         """The values that the scheduler's half needs. Raises KVDepotError."""
@@ -100,7 +112,7 @@ class EngineProcess:
         replicas = tensor_replicas(self._kv_cache_config)
         ranks, rank = self._ranks // replicas, self.rank // replicas
         least = self._least_tokens(ranks) if client.has_free_chunks else client.chunk_size
-        spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
+        spec = ShardSpec.fit_blocks(self._wire_model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
             "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",

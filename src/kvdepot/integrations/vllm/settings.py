@@ -34,6 +34,7 @@ from kvdepot.errors import (
     UnknownInstance,
     VersionMismatch,
 )
+from kvdepot.integrations.shared_layout import check_name
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
 
@@ -62,6 +63,7 @@ class ConnectorSettings:
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
       chunks; 0: the default
     - events_topic: the name under which routers know this engine (events.py); empty: none
+    - share_as: the name under which other front ends share this engine's chunks (sharing.py); empty: none
     """
 
     url: str = ""
@@ -72,6 +74,7 @@ class ConnectorSettings:
     weights_revision: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
+    share_as: str = ""
 
     @property
     def is_embedded(self) -> bool:
@@ -105,6 +108,8 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
     settings = ConnectorSettings(**given)
     if len(settings.events_topic.encode()) > MAX_TOPIC:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
+    if settings.share_as:
+        check_name(settings.share_as)
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
     for name, words in (("start", _STARTS), ("save_decode", _SAVES)):
