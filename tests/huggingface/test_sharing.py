@@ -87,9 +87,13 @@ def test_transformers_loads_what_an_engine_has_stored(
 
 
 def test_an_engine_loads_what_transformers_has_stored(engine: Engine, library: kvdepot.Depot, model: Any) -> None:
-    (tokens, ids), cache = prompts(2), PrefixCache(library, model, share_as="llama")
+    (known, first), (tokens, ids), cache = prompts(1), prompts(2), PrefixCache(library, model, share_as="llama")
     own = engine.run(tokens, salt="not the one of transformers")
     assert own["cached"] == 0
+    cache.generate(ids, max_new_tokens=1)
+    assert engine.run_fresh(tokens, salt="nor this")["cached"] == 0
+    engine.run(known)
+    assert cache.load(first)[1] == whole(cache), "nothing has been compared"
     cache.generate(ids, max_new_tokens=1)
     loaded = engine.run_fresh(tokens)
     assert loaded["cached"] == whole(cache) > 0
@@ -123,23 +127,24 @@ def test_other_weights_under_the_same_name_are_noticed_by_a_store(
     cache = PrefixCache(library, other, share_as="llama")
     past = DynamicCache(config=other.config)
     compute(other, ids, past)
-    assert cache.store(ids, past) == 0
+    assert cache.store(ids, past) == TOKENS // cache.chunk_tokens * cache.chunk_tokens
     assert "choose another name" in caplog.text
     assert engine.run_fresh(tokens)["cached"] <= 300
 
 
-def test_chunks_of_its_own_prove_nothing(
+def test_until_something_was_compared_transformers_has_chunks_of_its_own(
     engine: Engine, library: kvdepot.Depot, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = PrefixCache(library, other_weights(model), share_as="llama")
-    (_, ids), (tokens, others) = prompts(6), prompts(7)
-    for _ in range(2):  # nobody else has this prompt
-        cache.generate(ids, max_new_tokens=1)
+    (mine, ids), (tokens, others) = prompts(6), prompts(7)
+    cache.generate(ids, max_new_tokens=1)
     assert cache.load(ids)[1] == whole(cache) > 0
+    assert engine.run(mine)["cached"] == 0
     assert not caplog.records
     engine.run(tokens)
     assert cache.load(others)[1] == 0
     assert "choose another name" in caplog.text
+    assert cache.load(ids)[1] == whole(cache) > 0
 
 
 def test_weights_that_change_are_no_longer_those_that_are_shared(

@@ -244,6 +244,32 @@ def test_links_are_not_followed(root: Path, start: Callable[..., Disk]) -> None:
     assert len([path for path in (outside / "00").rglob("*") if path.is_file()]) == 2
 
 
+def test_objects_that_were_away_for_a_time_are_forgotten_with_the_others(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    tier = start()
+    assert write(tier, 1)
+    (top,) = root.glob("[0-9a-f][0-9a-f]")
+    top.rename(root.with_name("away"))
+    assert read(tier, 1) == -1
+    root.with_name("away").rename(top)
+    tier.forget("", "")
+    tier.close()
+    assert there(start(), 1) == []
+
+
+def test_what_cannot_be_moved_to_the_trash_is_not_called_forgotten(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    (root / "trash").symlink_to(root / "nowhere")
+    with pytest.raises(TierError, match="does not allow removing"):
+        tier.forget("", "")
+    assert there(tier, 1) == [1]
+    tier.close()
+    tier = start()
+    assert tier.forget("", "") == 1 and there(tier, 1) == []
+
+
 # -- other users
 
 NOBODY = 65534

@@ -38,17 +38,19 @@ _PROGRESS_CHUNKS = 64
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
 @click.option("--remove-left", is_flag=True, help="instead, remove KV in /dev/shm that ended engines have left")
+@click.option("--dry-run", is_flag=True, help="with --remove-left: only show what it would remove")
 @options.as_json
-def check(remove_left: bool, as_json: bool, **flags: str | None) -> int:
+def check(remove_left: bool, dry_run: bool, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong.
 
     Also counts the KV that engines which were killed have left in /dev/shm. What is damaged in an arena is lost:
     a server drops bad records when it starts, and --verify always finds each bad chunk before an engine loads it.
     """
-    left = {name: taken for name, taken in shm.left_tensors() if not remove_left or shm.remove_left_tensors(name)}
+    removes = remove_left and not dry_run
+    left = {name: taken for name, taken in shm.left_tensors() if not removes or shm.remove_left_tensors(name)}
     what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
     if remove_left:
-        show(as_json, left, f"removed {what}")
+        show(as_json, left, f"removed {what}" if removes else f"would remove {what}")
         return 0
     if left:
         print(f"kvdepot: {what}: --remove-left removes them", file=sys.stderr)

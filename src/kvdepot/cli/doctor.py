@@ -168,8 +168,11 @@ def _memory(facts: Facts) -> Iterator[Said]:
     yield "ok", f"{whose} takes {size(wanted)}"
     for limit in limits():
         text = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available"
-        if missing <= limit.free:
-            yield "ok", text
+        left = limit.free - missing
+        if left >= 0:
+            is_little = limit.what == str(shm.SHM) and left < limit.most // 20
+            advice = f"which leaves little for engines, whose KV is there on CPUs: {limit.advice}"
+            yield ("warn", text, advice) if is_little else ("ok", text)
             continue
         never = limit.is_hard and (wanted > limit.most or limit.what == str(shm.SHM))
         yield "fail" if never else "warn", text, f"the arena does not fit: lower --arena-gib, or {limit.advice}"

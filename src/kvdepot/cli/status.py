@@ -102,7 +102,7 @@ def _show_page(answer: Any, place: str, as_json: bool) -> int:
     if not address:
         raise Unavailable(
             f"the server at {place} has no web page (yet): HTTP is off, or its address is in use; "
-            " see the log of `kvdepot serve`, or run `kvdepot doctor`"
+            "see the log of `kvdepot serve`, or run `kvdepot doctor`"
         )
     if ask_health(address) is None:
         raise Unavailable(f"the web page at {_local(address)} does not answer; see the server's log")

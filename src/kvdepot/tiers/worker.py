@@ -314,7 +314,8 @@ class TierWorker:
                 mover = Mover(self._tier or self._open(), self._arena, self._codec, heads, ttl_s)
                 outcome = mover.run(tier_task, time.time())
             except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
-                outcome = self._failure(type(tier_task).__name__, exc)
+                kind = next(each for each in type(tier_task).__mro__ if each.__module__ == __name__)
+                outcome = self._failure(kind.__name__, exc)
             if isinstance(outcome, Loaded | Saved):
                 outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task, outcome)

@@ -185,7 +185,7 @@ def _head(status: int, headers: Mapping[str, str]) -> Scope:
 
 def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
     if isinstance(exc, Refused):
-        return exc.status, exc.problem, {"connection": "close", **exc.headers}
+        return exc.status, exc.problem, dict(exc.headers)
     if isinstance(exc, KVDepotError):
         status = HTTP_STATUS.get(exc.code, 500)
         return status, Problem(exc.code, str(exc)), {"retry-after": "1"} if status in (429, 503) else {}

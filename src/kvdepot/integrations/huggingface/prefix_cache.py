@@ -49,15 +49,11 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class _Opened:
-    """One version of the model: what its caches are like, and where the depot has its KV.
-
-    shared: set if these are chunks that others store, too.
-    """
+    """One version of the model: what its caches are like, and where the depot has its KV."""
 
     layout: CacheLayout
     namespace: Namespace
     revision: str
-    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,6 @@ class PrefixCache:
         opened = self._open()
         if share_as:
             self._shared = opened.revision, SharedPrefixes(depot, share_as, model, opened.layout)
-            self._open()
         self._check_continuation()
 
     def __repr__(self) -> str:
@@ -117,7 +112,8 @@ class PrefixCache:
         is padded on the left as `attention_mask` says; then the number is that of its columns, equal for all rows.
         past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
         """
-        prompts, opened = self._prompts(input_ids, attention_mask), self._open()
+        prompts = self._prompts(input_ids, attention_mask)
+        opened = self._open(prompts)
         layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
         if len(prompts.pads) > 1 and not layout.is_plain:
             prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
@@ -139,7 +135,8 @@ class PrefixCache:
         cache of another model, or of weights that were changed since; for padding; and where windows have dropped, or
         states have passed, the end of the last whole chunk.
         """
-        prompts, opened = self._prompts(input_ids, None), self._open()
+        prompts = self._prompts(input_ids, None)
+        opened = self._open(prompts)
         revision = getattr(past, "kvdepot_revision", opened.revision)
         if revision != opened.revision:
             raise BadRequest("the cache is of another model, or the weights were changed since: compute it again")
@@ -154,7 +151,8 @@ class PrefixCache:
         The prompts of a batch are computed one by one, the tokens after them together. past_key_values: an empty cache
         to use, such as a StaticCache. Raises BadRequest, also for arguments that are not served.
         """
-        prompts, opened = self._prompts(input_ids, attention_mask), self._open()
+        prompts = self._prompts(input_ids, attention_mask)
+        opened = self._open(prompts)
         given, copies = arguments.pop("past_key_values", None), self._copies(arguments)
         is_single = given is None and copies == 1 and prompts.pads == [0]
         caches = []
@@ -183,8 +181,9 @@ class PrefixCache:
 
     # -- the depot
 
-    def _open(self) -> _Opened:
-        """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
+    def _open(self, prompts: _Prompts | None = None) -> _Opened:
+        """The namespace of the model as it is now. prompts: of which others may have stored chunks that prove to be
+        those of this model. Raises BadRequest if it is in training, ConfigError as the class."""
         training = [module for module in self._model.modules() if module.training]
         if any(any(module.children()) or "dropout" in type(module).__name__.lower() for module in training):
             raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
@@ -209,8 +208,9 @@ class PrefixCache:
                 chunk_tokens=self._asked_tokens,
             )
             found = self._opened[mark] = _Opened(layout, namespace, revision)
-        if self._shared is not None and self._shared[0] == found.revision and (shared := self._shared[1].namespace()):
-            found = replace(found, namespace=shared, shared=self._shared[1])
+        if self._shared is not None and self._shared[0] == found.revision:
+            shared = self._shared[1].namespace([tokens for tokens, _ in prompts or ()], self._compute_pairs)
+            found = replace(found, namespace=shared or found.namespace)
         self._namespace = found.namespace
         return found
 
@@ -223,10 +223,6 @@ class PrefixCache:
         pairs, states = layout.buffers(count), torch.empty(layout.state_bytes, dtype=torch.uint8)
         arguments = layout.by_shape(pairs) + ([states] if layout.states else [])
         count = namespace.get_into(ids[:count], arguments if len(arguments) > 1 else arguments[0])
-        if opened.shared is not None and not opened.shared.check(
-            tokens[:count], pairs[0], lambda first: layout.read(self._probe(first)[1], 0)[0].pairs
-        ):
-            return cache, 0
         if count:
             layout.fill(cache, pairs, layout.reaches(namespace.chunk_tokens), count)
             layout.fill_states(cache, states)
@@ -246,8 +242,6 @@ class PrefixCache:
                 "or use generate()"
             )
         held = layout.read(cache, row)
-        if opened.shared is not None and not self._may_store(tokens[:end], held[0].pairs, opened):
-            return 0
         reaches = layout.reaches(size)
         step = min((reach for reach in reaches if reach), default=end)
         ends = [end] if layout.states else range(end, stored, -step)
@@ -262,18 +256,7 @@ class PrefixCache:
             if layout.states:
                 found.append(layout.state(cache, row))
             stored = namespace.put(ids[:each], found if len(found) > 1 else found[0])
-        if opened.shared is not None:
-            opened.shared.note_stored(tokens[:stored])
         return stored
-
-    def _may_store(self, tokens: torch.Tensor, held: list[Pair], opened: _Opened) -> bool:
-        """Whether KV may be stored beside what others have stored of these tokens; if nothing, it may."""
-        assert opened.shared is not None
-        if opened.shared.is_proven:
-            return True
-        (pairs,) = opened.layout.buffers(len(tokens))
-        count = opened.namespace.get_into(tokens.numpy(), opened.layout.by_shape([pairs])[0])
-        return opened.shared.check(tokens[:count], pairs, lambda _: held)
 
     # -- the model
 
@@ -301,6 +284,11 @@ class PrefixCache:
             )
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
+
+    def _compute_pairs(self, tokens: torch.Tensor) -> list[Pair]:
+        """The keys and values of one prompt, of each layer of a model whose layers are alike."""
+        cache = self._probe(tokens)[1]
+        return CacheLayout(cache).read(cache, 0)[0].pairs
 
     def _target(self, given: object, opened: _Opened | None) -> Cache:
         """An empty cache: the caller's, or a new one. Raises BadRequest if the caller's has tokens."""

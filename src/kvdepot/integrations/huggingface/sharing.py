@@ -1,15 +1,16 @@
 """Chunks that a model shares with engines, under a name that the user gives on both sides (`share_as`).
 
 prefix_cache.py uses it. An engine says how its blocks are to be read (integrations/shared_layout.py). Invariant: before
-this process uses what others have stored, or stores beside it, keys and values of a chunk that another process has
-computed are compared with this model's own; if they differ, nothing is loaded or stored there any more.
+this process uses or stores anything there, keys and values of a stored chunk are compared with this model's own; if
+they differ, nothing is loaded or stored there any more. So all that is there has been computed by an engine, or by
+processes that have passed this check.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from kvdepot.library.depot import Depot, open_namespace
 from kvdepot.library.namespace import ModelFacts, Moves, Namespace
 from kvdepot.library.shapes import ITEM_BYTES, Shape
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import ChunkChain
 from kvdepot.protocol.layout import Layout, copied_by_client
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ class SharedPrefixes:
             raise ConfigError("share_as serves models without adapters: merge them (merge_and_unload), or leave it out")
         self._depot, self._name, self._layout = depot, name, layout
         self._namespace: Namespace | None = None
-        self._own: set[bytes] = set()  # keys of chunks that this process has stored, until it is proven
         self.is_proven = False
         self.is_refused = False
 
@@ -101,11 +100,19 @@ class SharedPrefixes:
         state = "refused" if self.is_refused else "checked" if self.is_proven else "not checked yet"
         return f"<SharedPrefixes {self._name}, {state}>"
 
-    def namespace(self) -> Namespace | None:
-        """The chunks, if an engine has declared them and this process may use them. Asks the server until one has."""
-        if self._namespace is None and not self.is_refused:
+    def namespace(
+        self, prompts: Sequence[torch.Tensor], compute: Callable[[torch.Tensor], list[Pair]]
+    ) -> Namespace | None:
+        """The chunks, if an engine has declared them and one of them has proved to be this model's.
+
+        prompts: their beginnings are looked for until then. compute: gives the KV of tokens, of each layer.
+        """
+        if self._namespace is None and prompts and not self.is_refused:
             self._namespace = self._find()
-        return None if self.is_refused else self._namespace
+        for tokens in prompts:
+            if self._namespace is not None and not self.is_proven and not self.is_refused:
+                self._check(tokens[: self._namespace.chunk_tokens], self._namespace, compute)
+        return self._namespace if self.is_proven else None
 
     def _find(self) -> Namespace | None:
         (((heads, dim, _, _), layers),) = self._layout.groups
@@ -128,21 +135,16 @@ class SharedPrefixes:
         facts = (self._name, self._name, dtype, (shape,), "", found.chunk_tokens)
         return open_namespace(self._depot, _SharedFacts(*facts, found.model, found.blocks_in_chunk, format))
 
-    def check(self, ids: torch.Tensor, stored: list[Pair], compute: Callable[[torch.Tensor], list[Pair]]) -> bool:
-        """Whether stored chunks may be used: compares the first one that this process has not stored itself, once.
-
-        stored: the KV of all of `ids`, of each layer. compute: gives that of its first tokens by this model.
-        """
-        theirs = [i for i, key in enumerate(self._keys(ids)) if key not in self._own]
-        if self.is_refused or self.is_proven or not theirs:
-            return not self.is_refused
-        assert self._namespace is not None
-        at = slice(theirs[0] * self._namespace.chunk_tokens, (theirs[0] + 1) * self._namespace.chunk_tokens)
-        computed = compute(ids[: at.stop])
-        worst, layer = max(
-            (max(_difference(a[:, at], b[:, at]) for a, b in zip(one, other, strict=True)) / math.sqrt(layer), layer)
-            for layer, (one, other) in enumerate(zip(stored, computed, strict=True), 1)
+    def _check(self, tokens: torch.Tensor, namespace: Namespace, compute: Callable[[torch.Tensor], list[Pair]]) -> None:
+        """Compare a prompt's first chunk with what this model computes, if it is stored."""
+        (stored,) = self._layout.buffers(len(tokens))
+        if not namespace.get_into(tokens.numpy(), self._layout.by_shape([stored])[0]):
+            return
+        differences = (
+            max(_difference(*part) for part in zip(one, other, strict=True))
+            for one, other in zip(stored, compute(tokens), strict=True)
         )
+        worst, layer = max((found / math.sqrt(layer), layer) for layer, found in enumerate(differences, 1))
         limit = _MOST_EPSILONS * max(torch.finfo(self._layout.dtype).eps, _LEAST_EPSILON)
         self.is_proven = worst <= limit
         self.is_refused = not self.is_proven
@@ -153,18 +155,6 @@ class SharedPrefixes:
                 "the same weights and configuration, then choose another name",
                 self._name, layer, worst * math.sqrt(layer), limit * math.sqrt(layer),
             )  # fmt: skip
-        return self.is_proven
-
-    def note_stored(self, ids: torch.Tensor) -> None:
-        """Chunks that this process has stored prove nothing."""
-        if not self.is_proven:
-            self._own.update(self._keys(ids))
-
-    def _keys(self, ids: torch.Tensor) -> list[bytes]:
-        assert self._namespace is not None
-        chain = ChunkChain(self._namespace.chunk_tokens)
-        chain.grow(ids.tolist())
-        return [chain.slice(i, i + 1) for i in range(len(chain))]
 
 
 def _difference(stored: torch.Tensor, computed: torch.Tensor) -> float:

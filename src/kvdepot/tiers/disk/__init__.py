@@ -59,6 +59,7 @@ from kvdepot.tiers.disk.directory import (
     path_of,
     prune,
     remove,
+    spaces_in,
     transfer,
 )
 from kvdepot.tiers.disk.ledger import Entry, Ledger
@@ -141,7 +142,11 @@ class Disk:
         """Set once the objects are counted; until then nothing is written: what is not counted cannot be bounded."""
         self._counting = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
         self._directory = directory  # last: from now on, calls are let in
-        self._counting.start()
+        try:
+            self._counting.start()
+        except RuntimeError as exc:
+            self._release("no thread is left to count its objects")
+            raise TierError(f"{self._path} cannot be used: {exc}") from exc
         self._counted.wait(_PATIENCE_S)
 
     def _reopen(self) -> None:
@@ -160,7 +165,8 @@ class Disk:
         self._directory.end(reason)
         self._counted.set()
         self._directory.drain(_CLOSE_S)
-        self._counting.join()
+        if self._counting.ident is not None:
+            self._counting.join()
         self._directory.release()
 
     def attach(self, memory: Sequence[memoryview]) -> None:
@@ -192,6 +198,7 @@ class Disk:
         for left in LEFT:
             with contextlib.suppress(FileNotFoundError):
                 self._tally("swept", len(os.listdir(f"{root}/{left}")))
+            with contextlib.suppress(FileNotFoundError):
                 remove(f"{root}/{left}")
         for found in objects_in(root):
             for name, info in found:
@@ -415,12 +422,11 @@ class Disk:
             with contextlib.ExitStack() as frozen:  # meanwhile no object is created or removed by others
                 for lock in (self._evicting, *self._names):
                     frozen.enter_context(lock)
-                for place, entries in self._ledger.spaces(salt, space).items():
-                    path, target = f"{self._root}/{place[:2]}/{place}", self._unused(TRASH)
+                known = self._ledger.spaces(salt, space)
+                for place, path in spaces_in(self._root, salt, space):
+                    entries, target = known.pop(place, []), self._unused(TRASH)
                     try:
                         self._directory.with_parents(target, partial(os.rename, path, target))
-                    except FileNotFoundError:
-                        self._directory.check_here()  # otherwise others have removed this space
                     except OSError as exc:
                         is_refused = True
                         self._directory.failed("forget", exc)
@@ -429,6 +435,9 @@ class Disk:
                         self._ledger.take(entry.name)
                     trash[target] = entries
                     prune(self._root, path)
+                self._directory.check_here()  # otherwise others have removed the rest
+                for entry in itertools.chain(*known.values()):
+                    self._ledger.lose(entry)
             for target, entries in trash.items():
                 self._discard(target, entries)
             if is_refused:

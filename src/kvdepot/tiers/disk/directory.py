@@ -155,6 +155,23 @@ def path_of(root: str, name: str) -> str:
     return f"{root}/{salt[:2]}/{salt}/{space}/{rest[:2]}/{rest}"
 
 
+def spaces_in(root: str, salt: str, space: str) -> list[tuple[str, str]]:
+    """`salt/space` and its directory, of all whose parts begin with `salt` and `space`: also of objects that the ledger
+    has lost because they were away for a time."""
+
+    def matching(path: str, level: int, prefix: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return [name for name in os.listdir(path) if _LEVELS[level].fullmatch(name) and name.startswith(prefix)]
+        return []
+
+    return [
+        (f"{one}/{two}", f"{root}/{top}/{one}/{two}")
+        for top in matching(root, 0, salt[:2])
+        for one in matching(f"{root}/{top}", 1, salt)
+        for two in matching(f"{root}/{top}/{one}", 2, space)
+    ]
+
+
 def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_result]]]:
     """Names and stats of all objects under a root, a directory at a time. Removes links, empty files, and what belongs
     to another user."""
