@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -40,8 +41,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "get_response_class": "kvdepot.adapters:get_response_class",
     },
 }
-"""The names that each module provides, and the `module:name` of what each is here, imported late: vLLM must be
-configured before its connector is."""
+"""The names that each module provides, and the `module:name` of what each is here."""
 
 UNUSED: dict[str, tuple[str, ...]] = {
     "lmcache.config": ("LMCacheEngineMetadata",),
@@ -90,9 +90,19 @@ class Names(MetaPathFinder, Loader):
         module.__doc__ = "Provided by kvdepot: what vLLM's LMCacheMPConnector imports from LMCache."
         for name, place in PROVIDED.get(module.__name__, {}).items():
             there, _, what = place.partition(":")
-            setattr(module, name, getattr(importlib.import_module(there), what))
+            setattr(module, name, getattr(_import(there), what))
         for name in UNUSED.get(module.__name__, ()):
             setattr(module, name, _unused(f"{module.__name__}.{name}"))
+
+
+def _import(name: str) -> ModuleType:
+    """One of the modules that `PROVIDED` names. Imported late: vLLM must be configured before its connector is."""
+    match name:
+        case "kvdepot.adapters":
+            return importlib.import_module("kvdepot.adapters")
+        case "kvdepot.integrations.lmcache.client":
+            return importlib.import_module("kvdepot.integrations.lmcache.client")
+    return sys.modules[__name__]
 
 
 def _refuse(name: str) -> NoReturn:
