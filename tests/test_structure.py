@@ -1,9 +1,11 @@
-"""The folders of the source are layers: what may import what, and that nothing imports in a circle."""
+"""The folders of the source are layers: what may import what, and that nothing imports in a circle. Planted faults
+name text that the source has."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import json
 import shutil
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -117,3 +119,11 @@ def test_what_is_against_the_floors_is_found(tmp_path: Path, module: str, line: 
     planted = tmp_path / "kvdepot" / module
     planted.write_text(f"{planted.read_text()}\n\ndef planted() -> None:\n    {line.strip()}\n")
     assert any(fault in found for found in faults(tmp_path / "kvdepot"))
+
+
+def test_every_planted_fault_names_text_that_stands_once_in_its_file() -> None:
+    lines = (PACKAGE.parents[1] / "tools/planted.jsonl").read_text().splitlines()
+    edits = [(fault["name"], file, old) for fault in map(json.loads, lines) for file, old, _ in fault["edits"]]
+    stale = [(name, old) for name, file, old in edits if (PACKAGE / file).read_text().count(old) != 1]
+    assert edits
+    assert stale == [], "write these for today's source, and run tools/mutants.py --planted with their names"
