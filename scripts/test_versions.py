@@ -31,6 +31,7 @@ ENGINES = [
     "tests/vllm/test_beside.py::test_a_failure_policy_that_ends_requests_is_refused_before_loading",
     "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_and_log_of_an_engine_say_what_it_did",
+    "tests/vllm/test_upgrade.py",
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""

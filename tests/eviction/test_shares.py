@@ -204,6 +204,13 @@ def test_each_entry_expires_once_and_when_its_present_limit_says(
         assert len(ages) <= 2 * len(items) + 64 + len(changes) * len(walls)
 
 
+def test_an_entry_larger_than_its_share_has_above_its_floor_stays() -> None:
+    space = Space(6, [ShareBounds(), ShareBounds(5)])
+    assert space.store(1, 3) and space.store(1, 3)
+    assert not space.store(0, 3)
+    assert space.used(1) == 6
+
+
 def test_entries_that_are_gone_are_dropped_a_few_at_a_time() -> None:
     """All at once would stop the server for a second."""
     ages: Ages[Item] = Ages(lambda item: item.ttl_s)

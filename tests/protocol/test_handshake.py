@@ -339,3 +339,9 @@ def test_messages_go_unsealed_only_where_no_other_user_could_ever_listen(tmp_pat
     link = tmp_path / "link"
     link.symlink_to("/tmp")
     assert _others_between(f"ipc://{link}/depot.sock")
+
+
+def test_nonces_and_proofs_are_not_in_the_text_of_messages() -> None:
+    secret = b"sixteen secret b"
+    for message in (wire.Hello(8, "live", secret), wire.Prove(secret), wire.Proof(8, "arena", secret, secret)):
+        assert "secret" not in repr(message)

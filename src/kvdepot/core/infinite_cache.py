@@ -1,6 +1,7 @@
 """The upper bound of what can be found: the tokens that an infinite cache would have, estimated online.
 
-Called by core/usage.py on the deciding thread. It takes half a MiB, and a fraction of a microsecond per chunk.
+Called by core/usage.py on the deciding thread. It takes half a MiB and the lookups of a second,
+and a fraction of a microsecond per chunk.
 
 An infinite cache misses a chunk exactly once, so it has every chunk of a prompt but those that are looked up for the
 first time. Their number is the growth of a HyperLogLog sketch (P. Flajolet et al., 2007) of all chunks, counted as it

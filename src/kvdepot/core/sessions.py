@@ -113,9 +113,12 @@ class Sessions:
                 is_early = share.is_queued and (
                     self._waiting.is_behind(pending) or (searches and self._tiering.lookups.is_full)
                 )
-                if is_early or not self.budget.fits(share):
+                if not is_early and self.budget.fits(share):
+                    pending.share = self.budget.take(share)
+                elif request.pins:
                     return self._wait_for_room(pending, share, now)
-                pending.share = self.budget.take(share)
+                else:
+                    may_wait = False  # what memory has needs no room
         if may_wait:
             if part is not None and awaits:
                 self._waiting.wait(pending, part, now)
@@ -322,6 +325,7 @@ class Sessions:
         client, request, pins = pending.asker, pending.lookup, match.pins if match.answer else []
         if not request.pins:
             self._index.use([chunk for pin in pins for chunk in pin.chunks])
+            self.end(client, request.request)  # of a lookup that this one replaces
             return
         old = client.sessions.get(request.request)
         parts = max((pin.parts for pin in pins), default=0)

@@ -10,8 +10,8 @@ other models of a tenant share an entry, and so do tenants beyond the most.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
-the upper bound. The lookups of clients that report nothing count at once, in full. A false report makes these figures
-wrong; it changes nothing about which chunks are kept or found.
+the upper bound. The lookups of clients that report nothing count at once, without the chunks that they say they have
+(`Lookup.own`). A false report makes these figures wrong; it changes nothing about which chunks are kept or found.
 """
 
 from __future__ import annotations

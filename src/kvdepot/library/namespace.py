@@ -17,7 +17,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -435,12 +434,8 @@ class Namespace:
         try:
             with self._link.arena(placed.arena, placed.boot).use() as arena:
                 copy = partial(_copy, arena, moves=moves, first=first, is_store=is_store)
-                if len(placed.places) * moves.size < _SHARED_BYTES:
-                    for place in placed.places:
-                        copy(place)
-                else:
-                    with ThreadPoolExecutor(_COPY_THREADS) as threads:
-                        deque(threads.map(copy, placed.places), 0)
+                is_large = len(placed.places) * moves.size >= _SHARED_BYTES
+                _copy_all(copy, placed.places, _COPY_THREADS if is_large else 1)
             copied = True
         finally:
             answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
@@ -455,6 +450,45 @@ class Namespace:
                 time.sleep(_PAUSE_S)
                 answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
         return answer.result(_ANSWER_S)
+
+
+def _copy_all(copy: Callable[[wire.Place], None], places: Sequence[wire.Place], threads: int) -> None:
+    """Copy chunks in this thread and others. Returns, or raises the first error, once no thread copies any more:
+    afterwards the server gives the memory to others."""
+    rest, errors, helpers = deque(places), list[BaseException](), list[threading.Thread]()
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    place = rest.popleft()
+                except IndexError:
+                    return
+                copy(place)
+        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
+            errors.append(exc)
+            rest.clear()
+
+    try:
+        for _ in range(min(threads, len(places)) - 1):
+            helper = threading.Thread(target=work, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    except RuntimeError as exc:  # no more threads, or Python is ending
+        log.debug("this thread copies alone: %s", exc)
+    except BaseException as exc:  # noqa: BLE001 - as below
+        errors.append(exc)
+        rest.clear()
+    work()
+    while helpers:
+        try:
+            helpers[-1].join()
+            helpers.pop()
+        except BaseException as exc:  # noqa: BLE001 - such as an interrupt
+            errors.append(exc)
+            rest.clear()
+    if errors:
+        raise errors[0]
 
 
 def _copy(arena: Bytes, place: wire.Place, *, moves: Moves, first: int, is_store: bool) -> None:

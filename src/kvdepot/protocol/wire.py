@@ -66,12 +66,20 @@ class Hello(_Message, frozen=True):
     host: str = ""
     pid: int = 0
 
+    def __repr__(self) -> str:
+        return (
+            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
+        )
+
 
 class Prove(_Message, frozen=True):
     """The second message: proves that the client can read the arena and its liveness file. Answer: the fields of
     `Welcome`."""
 
     mac: bytes
+
+    def __repr__(self) -> str:
+        return "Prove()"
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -427,6 +435,9 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
     arena: str
     nonce: bytes
     mac: bytes
+
+    def __repr__(self) -> str:
+        return f"Proof(version={self.version}, arena={self.arena!r})"
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):

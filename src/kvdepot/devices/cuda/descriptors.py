@@ -133,12 +133,15 @@ class _Listener:
     def _run(self) -> None:
         while True:
             self._free.acquire()  # further clients wait in the kernel's queue
+            connection = None
             try:
                 connection, _ = self._socket.accept()
                 threading.Thread(
                     target=self._serve, args=(connection,), name="kvdepot-descriptors", daemon=True
                 ).start()
             except (OSError, RuntimeError) as exc:  # out of descriptors or threads, but perhaps not for long
+                if connection is not None:
+                    connection.close()
                 log.warning("cannot share device memory: %s", exc)
                 self._free.release()
                 time.sleep(_NO_FILES_S)
@@ -183,6 +186,7 @@ def _listen(path: Path) -> socket.socket:
     """A socket that listens under this name, for this user only. Raises OSError."""
     hidden = path.with_name(f".{path.name}")  # until it listens, so that it is not taken for a dead process's
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.settimeout(None)  # whatever this process's default is
     try:
         listening.bind(str(hidden))
         try:

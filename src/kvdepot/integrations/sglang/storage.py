@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,9 +56,14 @@ class KVDepotHiCache(HiCacheStorage):
         starter = ServerStarter(self._settings, engine)
         starter.start()
         client, self._context = connect(starter.url, self._settings.key, engine)
-        self._store = PageStore(
-            client, lambda pool, epoch: identity.name(pool.name, pool.facts, epoch), starter.start_again
-        )
+        alone = secrets.token_hex(16)
+
+        def name(pool: PagePool, epoch: int) -> str:
+            # Ranks with whole pages read each other's, and one may have noticed an update that another has not.
+            facts = f"{pool.facts} {alone}" if epoch and pool.world_size == 1 else pool.facts
+            return identity.name(pool.name, facts, epoch)
+
+        self._store = PageStore(client, name, starter.start_again)
         self._cleared: list[tuple[HostPool, Callable[[], None]]] = []  # pools, and their own `clear`
         self._moved = {kind: deque[tuple[int, float]](maxlen=_MOST_MOVED) for kind in ("get", "set")}
         watch_updates(self._store.suspend)
