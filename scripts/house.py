@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_365,
-    "test lines": 50_196,
+    "source lines": 41_934,
+    "test lines": 49_278,
     "functions with more than 5 parameters": 15,
-    "boolean parameters": 66,
-    "Any": 116,
+    "boolean parameters": 65,
+    "Any": 111,
     "docstrings that are fragments": 7,
-    "classes that share a name": 32,
+    "classes that share a name": 30,
     "test names above 80 characters": 0,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvdepot.core import waiting
 from kvdepot.core.index.chunk import Chunk
@@ -424,3 +425,27 @@ def test_windows_and_the_chunks_before_them_count(desk: Desk) -> None:
     assert rack.depot.status().waiting_bytes == kept(rack) * PAGE == 12 * PAGE
     assert rack.ask(b"one", retrieve(prompt("a", 10), instance_of(HYBRID, 0), request="a")) == [True] * 10
     assert rack.depot.status().waiting_bytes == 0
+
+
+# -- lookups without pins
+
+
+def test_a_lookup_without_pins_waits_for_no_room() -> None:
+    host = new_host(MemoryTier(), pages=36, lookup_s=0.2)
+    large, small = prompt("a", 26), prompt("b", 8)
+    for chain in (large, small):
+        host.find(b"one", store(chain))
+    host.send(b"one", look(large, "holds the room"))
+    host.rest()
+    asked = host.send(b"one", replace(look(prompt("b", 9), "q"), pins=False))
+    assert host.answers[asked] == 8
+    assert len(host.depot.client(b"one").sessions) == 1
+
+
+def test_a_lookup_without_pins_ends_the_session_that_it_replaces() -> None:
+    desk = Desk(pages=64)
+    desk.register(desk.hello(b"one"))
+    desk.ask(b"one", store(prompt("a", 20)))
+    assert desk.ask(b"one", lookup(prompt("a", 20), "r")) == 20 and desk.index.held
+    assert desk.ask(b"one", replace(lookup(prompt("a", 20), "r"), pins=False)) == 20
+    assert not desk.index.held and not desk.depot.client(b"one").sessions and not desk.depot.sessions.budget.bytes

@@ -13,6 +13,7 @@ import pytest
 import kvdepot
 from kvdepot import Shape, State
 from kvdepot.errors import BadRequest, Unavailable
+from kvdepot.library.namespace import _copy_all
 from kvdepot.memory import shm
 from tests.conftest import Depot, StartDepot
 from tests.library.conftest import Connect, MakeNamespace, open_namespace
@@ -630,3 +631,29 @@ def test_a_namespace_says_what_to_do_once_its_depot_is_closed(server: Depot) -> 
 def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Any) -> None:
     with pytest.raises(Unavailable, match="kvdepot serve"):
         kvdepot.connect(f"ipc://{tmp_path}/none.sock")
+
+
+def test_an_error_in_a_copying_thread_reaches_the_caller_once_all_have_ended() -> None:
+    started = threading.Barrier(2, timeout=30)
+    ended: list[int] = []
+
+    def copy(place: int) -> None:
+        started.wait()
+        if threading.current_thread() is not caller:
+            raise MemoryError("no room")
+        ended.append(place)
+
+    caller = threading.current_thread()
+    with pytest.raises(MemoryError):
+        _copy_all(copy, [1, 2], 2)
+    assert len(ended) == 1 and threading.current_thread() is caller
+
+
+def test_without_more_threads_the_caller_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    copied: list[int] = []
+    _copy_all(copied.append, [1, 2, 3], 4)
+    assert copied == [1, 2, 3]
