@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 41_934,
+    "source lines": 41_941,
     "test lines": 49_279,
     "functions with more than 5 parameters": 15,
     "boolean parameters": 65,

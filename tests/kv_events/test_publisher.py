@@ -254,13 +254,13 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
 
 @pytest.mark.faults
 def test_a_second_server_takes_neither_events_nor_replays_away(
-    start_depot: StartDepot, endpoint: str, follow: Follow
+    start_depot: StartDepot, endpoint: str, follow: Follow, tmp_path: Path
 ) -> None:
     start_depot("--kv-events", endpoint)
     follower = follow(endpoint)
     follower.wait(lambda router: follower.payloads)
     for taken in (endpoint, replay_endpoint(endpoint)):
-        ended = run_serve("--kv-events", taken, "--arena-gib", "0.01")
+        ended = run_serve("--url", f"ipc://{tmp_path}/second.sock", "--kv-events", taken, "--arena-gib", "0.01")
         assert ended.returncode == 1, ended
         assert f"another kvdepot server listens on {taken}" in ended.stderr
         assert "choose another --kv-events" in ended.stderr and "Traceback" not in ended.stderr
