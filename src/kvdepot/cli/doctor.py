@@ -161,21 +161,21 @@ def _memory(facts: Facts) -> Iterator[Said]:
         advice = f"make it writable for this user, or mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}"
         yield "fail", f"{shm.SHM}, where the arena is a file, is not there or not writable", advice
         return
-    now = facts.here
+    now, there = facts.here, allocated(facts.config.arena)
     wanted = facts.config.arena_bytes if now is None else now.capacity_bytes
-    missing = wanted - allocated(facts.config.arena) if now is None else 0
     whose = "the arena" if now is None else "the running server's arena"
     yield "ok", f"{whose} takes {size(wanted)}"
     for limit in limits():
-        text = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available"
-        left = limit.free - missing
-        if left >= 0:
-            is_little = limit.what == str(shm.SHM) and left < limit.most // 20
-            advice = f"which leaves little for engines, whose KV is there on CPUs: {limit.advice}"
-            yield ("warn", text, advice) if is_little else ("ok", text)
-            continue
-        never = limit.is_hard and (wanted > limit.most or limit.what == str(shm.SHM))
-        yield "fail" if never else "warn", text, f"the arena does not fit: lower --arena-gib, or {limit.advice}"
+        text, is_shm = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available", limit.what == str(shm.SHM)
+        # A running server's arena counts as allocated but in /dev/shm, where it may have another name, too.
+        left = limit.free - (max(0, wanted - there) if now is None or (is_shm and there) else 0)
+        if left < 0:
+            never = limit.is_hard and (wanted > limit.most or is_shm)
+            yield "fail" if never else "warn", text, f"the arena does not fit: lower --arena-gib, or {limit.advice}"
+        elif is_shm and left < limit.most // 20:
+            yield "warn", f"{text}, which leaves little for engines", limit.advice
+        else:
+            yield "ok", text
 
 
 def _huge_pages(facts: Facts) -> Iterator[Said]:
