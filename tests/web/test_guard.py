@@ -112,7 +112,7 @@ def test_on_loopback_the_names_of_this_host_are_answered(web: Web, host: str) ->
 @pytest.mark.parametrize("path", ["/v1/status", "/healthz"])
 def test_a_name_that_was_made_to_point_to_this_host_is_refused(web: Web, host: str, path: str) -> None:
     refused = web.get(path, headers={"Host": host})
-    assert (refused.status, refused.value["code"]) == (403, "forbidden")
+    assert (refused.status, refused.value["code"], refused.headers["connection"]) == (403, "forbidden", "close")
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,16 @@ class Dispatch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        body, status, headers = RequestBody(scope, receive), 200, dict[str, str]()
+        body, status, headers = RequestBody(scope, receive), 200, {"connection": "close"}
         try:
             self._guard.check(scope)
+            headers.clear()  # the connection ends with a request that the guard refuses
             answer = await self._answer(scope, body)
         except Gone:
             return
         except Exception as exc:  # noqa: BLE001 - answered, and logged if it is not the client's
-            status, problem, headers = _refusal(exc)
+            status, problem, more = _refusal(exc)
+            headers |= more
             answer = Encoded(msgspec.json.encode(problem))
         if body.is_left:
             headers["connection"] = "close"
