@@ -6,6 +6,7 @@ adapter) and cache salt. The engine's facts are in the name of its model on the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -100,14 +101,15 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
 def _name_run() -> str:
     """A name for this start of the engine: what the first of its ranks has put into the store of their process group,
     which is new with each start. (A trainer's engine starts again with the same parent, port and seed, and other
-    weights.) A rank of which no group is known, or whose weights have changed under an earlier backend, has its own."""
+    weights.) A rank without such a store, or whose weights have changed under an earlier backend, has its own."""
     import torch.distributed
 
     own = secrets.token_hex(16)
-    if _are_updated or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return own
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return bytes(store.compare_set("kvdepot run", "", own)).decode()
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # no group, or a store that does not answer
+        if not _are_updated:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            return bytes(store.compare_set("kvdepot run", "", own)).decode()
+    return own
 
 
 def _adapters(arguments: dict[str, object]) -> list[object]:
