@@ -69,7 +69,6 @@ def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.Ca
             "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",
         ),
         (["doctor", "--fix"], "use `kvdepot check --remove-left`, which removes KV that ended engines have left"),
-        (["check", "--fix"], "--fix was removed: start a server with this arena, which drops damaged records"),
         (["serve", "--fleet", "http://a:1", "http://b:1"], f"--fleet was removed: {REMOVED_SETTINGS['fleet']}"),
         (["config", "--kv-events-topics", "engines"], f"topics was removed: {REMOVED_SETTINGS['kv_events_topics']}"),
     ],

@@ -432,8 +432,7 @@ def test_windows_and_the_chunks_before_them_count(desk: Desk) -> None:
 
 def test_a_lookup_without_pins_waits_for_no_room() -> None:
     host = new_host(MemoryTier(), pages=36, lookup_s=0.2)
-    large, small = prompt("a", 26), prompt("b", 8)
-    for chain in (large, small):
+    for chain in (large := prompt("a", 26), prompt("b", 8)):
         host.find(b"one", store(chain))
     host.send(b"one", look(large, "holds the room"))
     host.rest()
@@ -442,10 +441,8 @@ def test_a_lookup_without_pins_waits_for_no_room() -> None:
     assert len(host.depot.client(b"one").sessions) == 1
 
 
-def test_a_lookup_without_pins_ends_the_session_that_it_replaces() -> None:
-    desk = Desk(pages=64)
-    desk.register(desk.hello(b"one"))
-    desk.ask(b"one", store(prompt("a", 20)))
-    assert desk.ask(b"one", lookup(prompt("a", 20), "r")) == 20 and desk.index.held
-    assert desk.ask(b"one", replace(lookup(prompt("a", 20), "r"), pins=False)) == 20
+def test_a_lookup_without_pins_ends_the_session_that_it_replaces(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 4)))
+    assert desk.ask(b"one", lookup(prompt("a", 4), "r")) == 4 and desk.index.held
+    assert desk.ask(b"one", replace(lookup(prompt("a", 4), "r"), pins=False)) == 4
     assert not desk.index.held and not desk.depot.client(b"one").sessions and not desk.depot.sessions.budget.bytes

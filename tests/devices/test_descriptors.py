@@ -123,8 +123,7 @@ def socket_file() -> Iterator[Path]:
     """The name of a worker's socket that nobody has."""
     path = SHM / f"kvdepot-fds-{secrets.token_hex(8)}"
     yield path
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def handle_of(path: Path, pieces: int = 3) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,17 @@ from tests.library.kv import SMALL, TOKENS, cut, random_kv, random_tokens
 
 def open_namespace(depot: aio.Depot, revision: str) -> aio.Namespace:
     return depot.namespace(model="toy", revision=revision, dtype="bfloat16", shape=SMALL, chunk_tokens=TOKENS)
+
+
+async def cancel(call: Coroutine[Any, Any, Any], reached: threading.Event, goes_on: threading.Event) -> None:
+    """Cancel a call that has reached a place and waits there."""
+    task = asyncio.ensure_future(call)
+    assert await asyncio.to_thread(reached.wait, HANG_S)
+    task.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_every_call_does_what_it_does_without_asyncio(server: Depot) -> None:
@@ -132,16 +143,7 @@ def test_a_cancelled_connect_leaves_no_client(server: Depot, connect: Connect, m
         async with kvdepot.aio.connect(server.url) as depot:
             opened.append(depot.status)
 
-    async def work() -> None:
-        call = asyncio.ensure_future(use())
-        assert await asyncio.to_thread(connecting.wait, HANG_S)
-        call.cancel()
-        await asyncio.sleep(0)
-        goes_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(work())
+    asyncio.run(cancel(use(), connecting, goes_on))
     gc.collect()
     assert not opened
     eventually(lambda: watch.status().clients == 1)
@@ -161,13 +163,7 @@ def test_an_error_of_a_cancelled_call_is_not_logged_as_lost(
         async with kvdepot.aio.connect(server.url) as depot:
             ns = open_namespace(depot, "late")
             monkeypatch.setattr(ns._namespace, "contains", fail)
-            call = asyncio.ensure_future(ns.contains([1]))
-            assert await asyncio.to_thread(asked.wait, HANG_S)
-            call.cancel()
-            await asyncio.sleep(0)
-            goes_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await call
+            await cancel(ns.contains([1]), asked, goes_on)
 
     asyncio.run(work())
     gc.collect()

@@ -65,6 +65,7 @@ _REMOVED_OPTIONS = {
     "inspect -l": "use --json, which has each chunk with its whole hash",
     "doctor --fix": "use `kvdepot check --remove-left`, which removes KV that ended engines have left",
     "check --fix": "start a server with this arena, which drops damaged records",
+    **dict.fromkeys(("check --yes", "check -y"), "leave it out: --remove-left does not ask"),
     "status --http-token-file": "set KVDEPOT_HTTP_TOKEN_FILE",
 }
 """Options of the release before this one, by command, and what to do instead; config.REMOVED has settings."""

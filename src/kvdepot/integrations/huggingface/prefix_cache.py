@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
-from kvdepot.integrations.huggingface.layout import CacheLayout, Pair, length_of, new_cache
+from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
 from kvdepot.integrations.huggingface.sharing import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ class PrefixCache:
             )
             found = self._opened[mark] = _Opened(layout, namespace, revision)
         if self._shared is not None and self._shared[0] == found.revision:
-            shared = self._shared[1].namespace([tokens for tokens, _ in prompts or ()], self._compute_pairs)
+            rows, layout = [tokens for tokens, _ in prompts or ()], found.layout
+            shared = self._shared[1].namespace(rows, lambda ids: layout.read(self._probe(ids)[1], 0)[0].pairs)
             found = replace(found, namespace=shared or found.namespace)
         self._namespace = found.namespace
         return found
@@ -284,11 +285,6 @@ class PrefixCache:
             )
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
-
-    def _compute_pairs(self, tokens: torch.Tensor) -> list[Pair]:
-        """The keys and values of one prompt, of each layer of a model whose layers are alike."""
-        cache = self._probe(tokens)[1]
-        return CacheLayout(cache).read(cache, 0)[0].pairs
 
     def _target(self, given: object, opened: _Opened | None) -> Cache:
         """An empty cache: the caller's, or a new one. Raises BadRequest if the caller's has tokens."""

@@ -93,8 +93,7 @@ class SharedPrefixes:
             raise ConfigError("share_as serves models without adapters: merge them (merge_and_unload), or leave it out")
         self._depot, self._name, self._layout = depot, name, layout
         self._namespace: Namespace | None = None
-        self.is_proven = False
-        self.is_refused = False
+        self.is_proven = self.is_refused = False
 
     def __repr__(self) -> str:
         state = "refused" if self.is_refused else "checked" if self.is_proven else "not checked yet"
