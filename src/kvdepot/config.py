@@ -216,6 +216,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salts: Annotated[
         dict[str, SaltShare], _memory("the same by cache salt: tables [salts.SALT] as for tenants, and with tenant")
     ] = {}
+    verify_hits: Annotated[
+        float, _memory("share of hits that engines compute and compare with the depot's, such as 0.001", ge=0, le=1)
+    ] = 0.0
     verify: Annotated[
         str, _memory("checksums: off, sampled (1 chunk in 16), always", pattern=_one_of("off", "sampled", "always"))
     ] = "sampled"

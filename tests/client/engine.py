@@ -21,7 +21,7 @@ from kvdepot.adapters import (
 )
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import Client
-from kvdepot.client.transfer import ShardSpec, Transfer
+from kvdepot.client.transfer import Origin, ShardSpec, Transfer
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import ChunkChain
@@ -155,7 +155,7 @@ class NativeEngine:
 
     def __init__(self, depot: Depot, spec: ShardSpec, caches: list[torch.Tensor], topic: str = "") -> None:
         self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
-        self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, topic=topic)
+        self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, origin=Origin(topic))
         self.scheduler.client.learn_chunk_size(HANG_S)
         self.caches = caches
         layouts = [

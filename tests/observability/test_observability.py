@@ -129,6 +129,7 @@ QUIET = {
     f"kvdepot_up{{{LABELS}}}": "1x300",
     f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x300",
     f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x300",
+    f"kvdepot_differing_shards_total{{{LABELS}}}": "0x300",
     f"kvdepot_engine_processes{{{LABELS}}}": "2x300",
     f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0x300",
     f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Lookup"}}': "0+600x300",
@@ -156,6 +157,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotRestarting": {f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x225 " + "0+60x4 " * 15},
     "KVDepotMemoryDamaged": {f"kvdepot_corrupt_shards_total{{{LABELS}}}": "0x230 1x70"},
+    "KVDepotKVDiffers": {f"kvdepot_differing_shards_total{{{LABELS}}}": "0x230 1x70"},
     "KVDepotErrors": {f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0+30x300"},
     "KVDepotLookupsSlow": {
         f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+500x300"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import CONNECT_S
 from kvdepot.client.transfer import GroupSpec, PromptChunks, ShardSpec, Transfer, pack_block_ids
-from kvdepot.client.worker import WorkerClient
+from kvdepot.client.worker import CompareTerms, WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
@@ -497,7 +497,7 @@ class Engine:
             passed.append([number for number in table if number < first])
         if not any(passed):
             return
-        if any(request.id in worker.stores for worker in self.workers):
+        if any(request.id in table for worker in self.workers for table in (worker.stores, worker.comparisons)):
             self.world.counters["groups_passed_while_storing"] += 1
             if self.world.chance(0.95):
                 return
@@ -561,7 +561,10 @@ class Engine:
 
     def _store(self, worker: Any, request: Request, parts: list[Part]) -> None:
         keys = self._keys(request.stream)
-        worker.submit_store([request.id], [self._transfer(request, keys, *part) for part in parts], None)
+        transfers = [self._transfer(request, keys, *part) for part in parts]
+        if self.world.chance(0.1):
+            worker.submit_compare(transfers, None, CompareTerms(0.5))
+        worker.submit_store([request.id], transfers, None)
 
     def _transfer(
         self, request: Request, keys: list[bytes], group: Model, first: int, end: int, skip: int, continues: bytes = b""

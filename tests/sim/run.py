@@ -437,7 +437,7 @@ EXPECTED = frozenset(
     """
     aborted_asked aborted_loading aborted_matched aborted_running answer_Busy answer_LayoutError answer_ProtocolError
     answer_UnknownClient answer_UnknownInstance arena_kept blocks_kept_for_stores chunk_flipped cleared
-    client_doubts_its_server
+    client_doubts_its_server compared comparison_voided
     clients_found_dead connection_cut connection_slow copies_slow copy_failed engine_could_not_start
     engine_idle_for_hours engine_killed engine_killed_while_loading engine_killed_while_storing engine_shut_down
     engine_stopped fence_raised finished_ids_twice flip_found hit load_done load_failed lookup_not_awaited

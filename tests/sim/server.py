@@ -533,6 +533,8 @@ class Server(Checks, Harness):
         elif self.world.chance(self.host.copy_failures):
             self.world.counters["copy_failed"] += 1
             outcome = None
+        elif task.compare is not None:
+            outcome = self._compare(running, task)
         elif running.piece < len(task.pieces):
             if self.host.at_copy is not None:
                 act, self.host.at_copy = self.host.at_copy, None
@@ -553,6 +555,21 @@ class Server(Checks, Harness):
         self._idle += 1
         self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
         self._start_threads()
+
+    def _compare(self, running: _Running, task: Copy) -> list[float] | None:
+        """Compare at once: what was stored equals what engines compute, unless a fault of memory has changed it."""
+        mapped = task.mapped
+        assert isinstance(mapped, SimMapped)
+        assert not mapped.closed, "a comparison touches tensors that were unmapped"
+        chunks = [chunk for chunk, _ in task.token.operation.chunks[task.token.first : task.token.end]]
+        for piece, chunk in zip(task.pieces, chunks, strict=True):
+            self._check_blocks(running, task, piece, mapped.memory, chunk)
+        found = task.compare(self, task) if task.compare is not None else None
+        self.world.counters["compared" if found is not None else "comparison_voided"] += 1
+        for piece, difference in zip(task.pieces, found or (), strict=False):
+            assert not running.voided, "a comparison that read blocks which had been given back was not made void"
+            assert difference == 0.0 or self._is_flipped(piece.extents), "equal KV differs"
+        return found
 
     def _half(self, running: _Running, task: Copy, piece: CopyPiece) -> bool:
         """Let half of a piece's bytes arrive, then the rest: each byte as its source is when it is copied."""

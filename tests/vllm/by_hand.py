@@ -219,7 +219,9 @@ class Engine:
 
         told = KVTransferConfig(
             kv_connector="KVDepotConnector", kv_role="kv_both", engine_id="one of these",
-            kv_connector_extra_config={"kvdepot.url": url, "kvdepot.required": True, **extra},
+            kv_connector_extra_config={
+                "kvdepot.url": url, "kvdepot.required": True, "kvdepot.trust": "given", **extra,
+            },
         )  # fmt: skip
         block, unit = states or (BLOCK, BLOCK)
         self.config = config = EngineArgs(

@@ -5,13 +5,14 @@ each message on the socket FD forks a process (`fork`), or waits for one that ha
 commands from the socket that came with its message, logs to the file that came with it, and keeps a locked file as long
 as one of its processes is there. All die with PARENT.
 
-Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step (one),
-abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are done), meet
-(wait until the scheduler and the worker know of a server that is there), link (wait until both have found their first
-server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
-folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count
-of tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those
-that were accepted), failed_chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
+Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step
+(one), abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are
+done), meet (wait until the scheduler and the worker know of a server that is there), link (wait until both have found
+their first server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights
+from a folder), stretch positions (as another rope factor does), preemptions, metrics (the connector's, by name:
+values, and of histograms counts), external (vLLM's own count of tokens that connectors were asked for, and of those
+that they had), speculation (tokens drafted so far, and those that were accepted), failed_chunks (retrieved in vain so
+far), adapter (the file of the connector's adapter), stop.
 
 The engine core and its workers have processes of their own, as by default. Between add and finish, the core makes no
 step but by command.
@@ -141,6 +142,8 @@ class Child:
                 return self.llm.reset_prefix_cache(reset_connector=True)
             case "reload":
                 return self.llm.collective_rpc("reload_weights", kwargs={"weights_path": command["folder"]})
+            case "stretch positions":
+                return self.inside("stretch")
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}

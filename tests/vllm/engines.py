@@ -273,7 +273,10 @@ class Engine:
         model_runner: str = "V1",
         **arguments: Any,
     ) -> None:
-        """python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
+        """Start one. By default it loads its first hit, as tests of what is loaded start fresh engines for single
+        prompts; test_trust.py has the others.
+
+        python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
 
         arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of
         CPU time; else they are forked from one that has imported vLLM.
@@ -284,7 +287,7 @@ class Engine:
             "kv_transfer_config": {
                 "kv_connector": "KVDepotConnector",
                 "kv_role": role,
-                "kv_connector_extra_config": {"kvdepot.url": url, **(extra or {})},
+                "kv_connector_extra_config": {"kvdepot.url": url, "kvdepot.trust": "given", **(extra or {})},
             },
         } | arguments  # fmt: skip
         eventually(lambda: time.time() > _written + _OLDER_S)

@@ -26,7 +26,7 @@ def install() -> None:
         core.is_held = held
 
     EngineCoreProc._process_engine_step = step_unless_held
-    methods = (_failed_chunks, _is_alone, _link, _look_up, _meet, _adapter)
+    methods = (_failed_chunks, _is_alone, _link, _look_up, _meet, _adapter, _stretch)
     for name, method in {"hold": hold, "step": step, **{m.__name__[1:]: m for m in methods}}.items():
         setattr(EngineCore, f"test_{name}", method)
 
@@ -103,3 +103,14 @@ def _failed_chunks_of_worker(_worker: Any) -> int:
 def _adapter(core: Any) -> str | None:
     """The file that vLLM 0.15 to 0.17's own connector runs."""
     return sys.modules[type(core.scheduler.connector.scheduler_adapter).__module__].__file__
+
+
+def _stretch(core: Any) -> None:
+    """Have the model compute with another rope factor than its configuration says."""
+    core.model_executor.collective_rpc(_stretch_model)
+
+
+def _stretch_model(worker: Any) -> None:
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "cos_sin_cache"):
+            module.cos_sin_cache.copy_(module.cos_sin_cache[::2].repeat_interleave(2, 0))

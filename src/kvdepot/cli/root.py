@@ -32,6 +32,7 @@ _FAMILIES = {
         "forget": ("chunks", "remove chunks from memory and from all tiers"),
         "quota": ("quota", "show or set how much memory a tenant or salt may take"),
         "check": ("check", "verify an arena: its records and checksums"),
+        "verify": ("verify", "show whether engines compute what others have stored"),
     },
     "Measure": {
         "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),

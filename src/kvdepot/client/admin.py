@@ -202,6 +202,11 @@ def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b
     return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus])
 
 
+def end_quarantine(client: Client, model: str) -> int:
+    """Serve the chunks of models again that are in quarantine; see wire.EndQuarantine. Returns their number."""
+    return _answer(client, wire.EndQuarantine(model), int)
+
+
 def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:
     answer = client.ask(request).result(_ANSWER_S)
     try:

@@ -146,7 +146,7 @@ class Connection:
             return
         self.requests.note(request)
         match request:
-            case wire.Store() | wire.Retrieve():
+            case wire.Store() | wire.Retrieve() | wire.Compare():
                 deadline_s = None
             case wire.Lookup(hurries=False) if deadline_s is not None:
                 deadline_s += self.welcome.lookup_s

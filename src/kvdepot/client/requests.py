@@ -11,7 +11,7 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import BY_CLIENT
 
-COPY = wire.Store | wire.Retrieve
+COPY = wire.Store | wire.Retrieve | wire.Compare
 _LATE = wire.EndSession | wire.Complete
 """Requests that a live server must get, however late: else it keeps what they release."""
 _REPEATABLE = wire.Lookup | wire.Unregister | _LATE

@@ -34,10 +34,11 @@ class Pending(msgspec.Struct, frozen=True):
 
 class Cached(msgspec.Struct, frozen=True):
     """The server has the first `tokens` of the prompt, in whole chunks, and those up to tail number `tail` of the
-    lookup; 0 is a miss."""
+    lookup; 0 is a miss. is_own: whether the client's `writer` has stored all of that."""
 
     tokens: int
     tail: int | None = None
+    is_own: bool = False
 
 
 class Unanswered(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class SubmittedLookup:
     is_second: bool = False  # it replaced one whose caller was held back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
+    is_own: bool = False  # as in Cached
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was held back
 
@@ -73,6 +75,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
+        self.writer = ""  # as in wire.Lookup, for `submit`
         self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
@@ -92,7 +95,9 @@ class SchedulerClient:
         """As `submit_lookup`, of a prompt that may have tails."""
         if request_id not in self._lookups:
             message = prompt.lookup(request_id, readers or self.spec.world_size)
-            message = msgspec.structs.replace(message, reports=self._reports, speed=self.speed, queued=self._reports)
+            message = msgspec.structs.replace(
+                message, reports=self._reports, speed=self.speed, queued=self._reports, writer=self.writer
+            )
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
@@ -104,7 +109,9 @@ class SchedulerClient:
 
         def take(value: object) -> int:
             lookup.incarnation = client.incarnation
-            return check_type(value, int)
+            pair: list[object] = value if isinstance(value, list) else [value]
+            lookup.is_own = pair[1:] == [True]
+            return check_type(pair[0] if pair else None, int)
 
         lookup.future = client.ask(lookup.message, take, deadline_s=None if lookup.message.queued else LOOKUP_S)
 
@@ -125,7 +132,7 @@ class SchedulerClient:
                 if tail >= len(lookup.message.tails):
                     raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
                 found = lookup.message.tails[tail].chunks
-            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail)
+            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.is_own)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc

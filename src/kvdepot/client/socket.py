@@ -251,6 +251,11 @@ class Client:
         return self._connection.welcome.has_free_chunks
 
     @property
+    def verify_hits(self) -> float:
+        """The share of hits that the server wants engines to compute and compare."""
+        return self._connection.welcome.verify_hits
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
         return self._connection.welcome.wants_tokens

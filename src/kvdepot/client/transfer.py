@@ -7,8 +7,9 @@ client, only this module makes messages from their fields.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvdepot.errors import BadRequest, KVDepotError
@@ -21,6 +22,7 @@ __all__ = [
     "GroupSpec",
     "LeaseTerms",
     "Operation",
+    "Origin",
     "PromptChunks",
     "ShardSpec",
     "Transfer",
@@ -61,6 +63,14 @@ class Transfer:
     def blocks(self) -> int:
         """Number of blocks, including skipped ones."""
         return len(self.block_ids) // 4
+
+
+class Origin(NamedTuple):
+    """The engine that registers tensors; the fields are those of wire.Register."""
+
+    topic: str = ""
+    writer: str = ""
+    facts: Mapping[str, str] = MappingProxyType({})
 
 
 class GroupSpec(NamedTuple):
@@ -116,11 +126,12 @@ class ShardSpec:
         """Blocks of a KV cache group per chunk."""
         return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
-    def register(self, instance: int, layouts: Sequence[Layout], topic: str = "") -> list[wire.Register]:
+    def register(self, instance: int, layouts: Sequence[Layout], origin: Origin | None = None) -> list[wire.Register]:
         """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
 
-        layouts: one per group, in order. topic: see wire.Register. Raises BadRequest for another number of layouts.
+        layouts: one per group, in order. Raises BadRequest for another number of layouts.
         """
+        origin = origin or Origin()
         if len(layouts) != max(1, len(self.groups)):
             raise BadRequest(f"{len(layouts)} layouts for {max(1, len(self.groups))} KV cache groups")
         groups = [
@@ -129,9 +140,12 @@ class ShardSpec:
         ]
         shape = self.model, self.world_size, self.rank
         return [
-            wire.Register(instance + i, layout, *shape, self.blocks_of(i), self.chunk_tokens, i, groups, topic)
+            wire.Register(
+                instance + i, layout, *shape, self.blocks_of(i), self.chunk_tokens, i, groups, origin.topic,
+                origin.writer, dict(origin.facts),
+            )
             for i, layout in enumerate(layouts)
-        ]
+        ]  # fmt: skip
 
     def shards(self, transfers: Sequence[Transfer]) -> list[wire.Shards]:
         """This rank's shards of transfers, for a store or retrieve. Raises BadRequest for chunks of another size."""

@@ -18,9 +18,11 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
 from kvdepot.client.socket import Client, MessagingFuture, check_type
-from kvdepot.client.transfer import Operation, ShardSpec, Transfer
+from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
 from kvdepot.errors import KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
@@ -28,7 +30,7 @@ from kvdepot.protocol.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ended", "Submitted", "WorkerClient"]
+__all__ = ["CompareTerms", "Ended", "Submitted", "WorkerClient"]
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,13 @@ class Submitted(Generic[T]):
             return exc
 
 
+class CompareTerms(NamedTuple):
+    """The terms of a comparison; the fields are those of wire.Compare."""
+
+    limit: float
+    is_sample: bool = False
+
+
 class Ended(NamedTuple):
     """Requests whose stores or retrieves have ended since the last poll."""
 
@@ -100,11 +109,11 @@ class Ended(NamedTuple):
 class WorkerClient:
     """Stores blocks of one rank's tensors, and retrieves chunks into them. Used by one thread."""
 
-    def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True, topic: str = "") -> None:
+    def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True, origin: Origin | None = None) -> None:
         """client: closed with this one.
 
         unpins: whether a retrieve releases the pins of its chunks; False where the scheduler's side ends sessions.
-        topic: see wire.Register.
+        origin: what the server is told of the engine.
         """
         self.client = client
         self.spec = spec
@@ -113,12 +122,13 @@ class WorkerClient:
         # By request id; a batch is listed under each of its requests.
         self.stores: dict[str, list[Submitted[bool]]] = {}
         self.retrieves: dict[str, list[Submitted[list[bool]]]] = {}
+        self.comparisons: dict[str, list[Submitted[wire.Comparison]]] = {}
         self.ended: set[str] = set()  # ended by the engine, with a store under way
         self.repeated: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
-        self._topic = topic
+        self._origin = origin
         self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -135,7 +145,7 @@ class WorkerClient:
         error (LayoutError for a layout that it refuses), or Unavailable without a server, which gets the registration
         once it is there.
         """
-        messages = self.spec.register(self.instance_id, layouts, self._topic)
+        messages = self.spec.register(self.instance_id, layouts, self._origin)
         self._block_bytes = [layout.block_bytes for layout in layouts]
         if kv_caches is not None:
             self.kv_caches = kv_caches
@@ -154,7 +164,7 @@ class WorkerClient:
         all that is submitted. No server maps the tensors again by itself. Raises Unavailable or DeadlineExceeded if it
         is not known whether the server has unmapped them.
         """
-        self.give_up_stores(set(self.stores), timeout_s)
+        self.give_up_stores({*self.stores, *self.comparisons}, timeout_s)
         for retrieve in self._retrieves():
             retrieve.is_void = True
             if retrieve.futures is None:
@@ -188,6 +198,17 @@ class WorkerClient:
         event, None, or any object with `query()`. Raises BadRequest for anything else.
         """
         return self._submit(self.stores, self._send_store, request_ids, transfers, event)
+
+    def submit_compare(
+        self, transfers: Sequence[Transfer], event: DeviceEvent | None, terms: CompareTerms
+    ) -> Submitted[wire.Comparison]:
+        """Have blocks compared with the chunks that are stored, in one message for each KV cache group. Never blocks.
+
+        Submit it before the store of the same blocks. They are read as by a store: `poll` does not report their
+        requests before, and `give_up_stores` voids it. Arguments: see `submit_store`.
+        """
+        requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
+        return self._submit(self.comparisons, partial(self._send_compare, terms), requests, transfers, event)
 
     def submit_retrieve(
         self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
@@ -224,6 +245,17 @@ class WorkerClient:
             for group, transfers in submitted.by_group()
         ]
 
+    def _send_compare(
+        self, terms: CompareTerms, submitted: Submitted[wire.Comparison]
+    ) -> list[MessagingFuture[wire.Comparison]]:
+        return [
+            self.client.ask(
+                wire.Compare(submitted.instance + group, submitted.ticket, self.spec.shards(transfers), *terms),
+                _comparison,
+            )
+            for group, transfers in submitted.by_group()
+        ]
+
     def _send_retrieve(self, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
         return [
             self.client.ask(
@@ -247,12 +279,13 @@ class WorkerClient:
         self._device_events.poll()
         self.client.pump()
         _settle(self.stores, self._store_ended)
+        _settle(self.comparisons, lambda comparison: None)  # whoever submitted it has it
         retrieved = _settle(self.retrieves, self._retrieve_ended)
         # Asynchronous scheduling repeats a report in steps that it scheduled before it learned of the id's return. A
         # new request of the same id is scheduled after those, in a step that does not report it.
         repeated = self.repeated & ended
         self.ended |= ended - repeated
-        stored = {request_id for request_id in self.ended if request_id not in self.stores}
+        stored = {each for each in self.ended if each not in self.stores and each not in self.comparisons}
         self.ended -= stored
         self.repeated = repeated | stored
         return Ended(stored, retrieved)
@@ -333,7 +366,11 @@ class WorkerClient:
         Waits up to `timeout_s` for their stores. Those that are still under way then are voided: they never become
         visible (see memory/shm.py).
         """
-        stores = [each for request_id in request_ids for each in self.stores.get(request_id, ())]
+        stores: list[Submitted[bool] | Submitted[wire.Comparison]] = [
+            each
+            for request_id in request_ids
+            for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))
+        ]
         if not stores:
             return
         if not self.client.wait(lambda: all(each.done() for each in stores), timeout_s):
@@ -378,6 +415,13 @@ def _settle(under_way: dict[str, list[Submitted[T]]], end: Callable[[Submitted[T
 
 def _whole(value: object) -> bool:
     return check_type(value, bool)
+
+
+def _comparison(value: object) -> wire.Comparison:
+    try:
+        return msgspec.convert(value, wire.Comparison)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"the server answered {value!r:.80} to a comparison") from exc
 
 
 def _per_chunk(chunks: int, value: object) -> list[bool]:

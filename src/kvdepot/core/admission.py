@@ -24,7 +24,7 @@ def chunks_named(request: wire.Request) -> int:
     match request:
         case wire.Lookup() | wire.Lease() | wire.Drop() | wire.Describe() | wire.Inspect():
             return len(request.hashes) // HASH_BYTES
-        case wire.Store() | wire.Retrieve():
+        case wire.Store() | wire.Retrieve() | wire.Compare():
             return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
     return 0
 
@@ -105,6 +105,17 @@ def check_topic(topic: str) -> None:
     size = len(topic.encode())
     if size > wire.MAX_TOPIC:
         raise BadRequest(f"a topic of {size} bytes is longer than {wire.MAX_TOPIC}")
+
+
+def check_facts(request: wire.Register) -> None:
+    """Raise BadRequest unless what a registration says of its engine is within bounds."""
+    facts = request.facts
+    longest = max(map(len, [request.writer, *facts, *facts.values()]))
+    if len(facts) > wire.MAX_FACTS or longest > wire.MAX_CLIENT_NAME:
+        raise BadRequest(
+            f"{len(facts)} facts of up to {longest} characters; the limits are {wire.MAX_FACTS} and "
+            f"{wire.MAX_CLIENT_NAME}"
+        )
 
 
 def check_description(request: wire.Describe) -> None:

@@ -101,7 +101,7 @@ class PendingLookup:
 class Instance:
     """One worker's registered tensors, of one KV cache group.
 
-    group, groups, chunk_tokens, topic: as registered; see wire.Register.
+    group, groups, chunk_tokens, topic, writer: as registered; see wire.Register.
     """
 
     number: int
@@ -111,6 +111,7 @@ class Instance:
     groups: list[wire.Group] = field(default_factory=list)
     chunk_tokens: int = 0
     topic: str = ""
+    writer: str = ""
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
     copies: int = 0  # operations that use the tensors
@@ -134,6 +135,8 @@ class CopyOperation:
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
     unpins: bool = False
     placement: wire.Placement | None = None  # the answer that has told its client where to copy
+    comparison: wire.Compare | None = None  # the request, if it only compares
+    differences: dict[int, float] = field(default_factory=dict)  # of a comparison, by position in `chunks`
 
 
 @dataclass(slots=True, eq=False)

@@ -190,8 +190,9 @@ class Connections:
         lookup_s = config.lookup_s if self._depot.tiering else 0.0
         hints = config.max_hint_s, config.max_hint_priority
         return wire.Welcome(
-            wire.VERSION, config.chunk_tokens, lookup_s, config.wants_tokens, *hints, config.has_free_chunks
-        )
+            wire.VERSION, config.chunk_tokens, lookup_s, config.wants_tokens, *hints, config.has_free_chunks,
+            config.verify_hits,
+        )  # fmt: skip
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:
         """Add a new client if it proves that it owns its liveness file. Raises KVDepotError, and then keeps nothing."""

@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply, Stop
-from kvdepot.core.admission import check_description, check_report, check_salt, chunks_named
+from kvdepot.core.admission import (
+    check_description,
+    check_facts,
+    check_names,
+    check_report,
+    check_salt,
+    chunks_named,
+)
 from kvdepot.core.clients import Client, Liveness
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
@@ -33,6 +40,7 @@ from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.transfers import CopyToken, Transfers
 from kvdepot.core.usage import Usages
+from kvdepot.core.verification import Verification
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
 from kvdepot.memory.copier import Mapped, Outcome
@@ -75,10 +83,12 @@ class Depot:
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
         self.lists = Lists(index, self.tiering)
+        self.report = Report(server or ServerFacts())
+        self.verification = Verification(index.namespaces, self.counters, self.report)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
-        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.counters)
+        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.verification)
         self.lifetimes = Lifetimes()
         self._listeners: list[Listener] = [
             *listeners,
@@ -95,7 +105,6 @@ class Depot:
         self._is_behind = False  # chunks that have expired, or are above a cap, are still there
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
-        self.report = Report(server or ServerFacts())
         self.engines = Engines(self.report.note)
         self.removals = Removals(
             config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
@@ -171,6 +180,8 @@ class Depot:
                 return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():
                 return self.transfers.retrieve(client, number, request)
+            case wire.Compare():
+                return self.transfers.compare(client, number, request)
             case wire.Complete():
                 return self.transfers.complete(client, number, request, self.wall)
             case wire.EndSession():
@@ -178,6 +189,8 @@ class Depot:
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Register():
+                check_facts(request)
+                self.verification.learn(client, request)
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
@@ -214,6 +227,9 @@ class Depot:
                 return [request, Reply(client.identity, number, None)]
             case wire.SetQuota():
                 self._set_quota(client, request)
+            case wire.EndQuarantine():
+                check_names("", request.model)
+                value = self.verification.release(client.tenant, request.model)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
@@ -405,6 +421,7 @@ class Depot:
         )
         self.report.fill(status, tenant, self.now)
         usages.fill(status, tenant)
+        self.verification.fill(status, tenant)
         fill_engines(status, self.clients, tenant, self.now)
         firsts = [each for each in index.namespaces.all() if each.groups[0] is each and tenant in ("", each.tenant)]
         fill_namespaces(status, firsts)

@@ -123,6 +123,10 @@ class Removals:
     def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
         """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
         namespaces, salt = self._named(client, request)
+        if request.writer:
+            scope = self._index.namespaces.begin_removal(namespaces, salt, hides=True, writer=request.writer)
+            self._ready.append(_Removal(client, number, request, self._disown(scope)))
+            return [*self._sessions.forget(now), *self.step(now)]
         if len(self._tiering.forgettings) >= MOST_FORGETTINGS:
             raise Busy(f"tiers are forgetting {len(self._tiering.forgettings)} models or salts: retry later")
         # Without keys there are no tenants; with keys, a client may only forget chunks of its own tenant.
@@ -135,6 +139,16 @@ class Removals:
         self._leases.forget()
         actions = self._sessions.forget(now)
         return [*actions, *self._tiering.forget(forgetting, now), *self.step(now)]
+
+    def _disown(self, scope: Scope) -> Work:
+        """Remove the chunks that one writer has stored, also from the tiers, once those have saved them."""
+        for chunk in [each for namespace in scope.namespaces for each in namespace.chunks.values()]:
+            since = self._now
+            while scope.means(chunk) and self._tiering.saves.holds_of(chunk) and self._now - since < _WAIT_S:
+                yield True
+            if scope.means(chunk):
+                self._tiering.erasures.add([Unsaved(chunk.namespace, chunk.key, chunk.salt)])
+        return (yield from forget(self._index, scope))
 
     def count(self, client: Client, number: bytes, request: wire.Count, now: float) -> list[Action]:
         """Count what a Forget would remove from memory. Raises BadRequest or Busy."""
@@ -278,7 +292,8 @@ class Removals:
                 self._counters["forgotten_chunks"] += chunks
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
                 self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
-                assert removal.forgetting is not None
+                if removal.forgetting is None:
+                    return removal.reply({"memory": chunks})
                 is_last = self._tiering.forgettings.memory_ended(removal.forgetting, chunks)
                 return self.answer(removal.forgetting) if is_last else []
             case wire.Drop() | wire.Lease(), int(chunks):

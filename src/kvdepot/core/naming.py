@@ -33,7 +33,7 @@ class Naming:
         """The same request with the server's name of each model."""
         keeps = isinstance(request, wire.Register | wire.Lookup)  # a question is no engine's name for its model
         match request:
-            case wire.Store(shards=shards) | wire.Retrieve(shards=shards):
+            case wire.Store(shards=shards) | wire.Retrieve(shards=shards) | wire.Compare(shards=shards):
                 names = [self._name(tenant, each.model, keeps) for each in shards]
                 if all(each.model == name for each, name in zip(shards, names, strict=True)):
                     return request

@@ -92,7 +92,7 @@ class Registrations:
         self._check_registrations(client, request)
         instance = Instance(
             request.instance, request.layout, client.tenant, request.group, request.groups, request.chunk_tokens,
-            request.topic,
+            request.topic, request.writer,
         )  # fmt: skip
         self._check_ranks(instance, request)
         if request.model:

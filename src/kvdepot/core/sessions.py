@@ -17,7 +17,7 @@ from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, coming_tail, last_chained, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, coming_tail, is_stored_by, last_chained, match_prompt
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -268,6 +268,8 @@ class Sessions:
         try:
             value = self._answer(pending, match)
             found = matched
+            if lookup.writer and pending.lease is None:
+                value = [value, is_stored_by(match, lookup)]
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 if namespaces and self._leases.bytes:

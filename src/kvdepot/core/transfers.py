@@ -24,11 +24,12 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
+from kvdepot.core.verification import Verification
 from kvdepot.devices.by_client import CopiedByClient
-from kvdepot.errors import Busy, UnknownInstance, UnknownRequest
+from kvdepot.errors import BadRequest, Busy, UnknownInstance, UnknownRequest
+from kvdepot.memory.comparison import compare
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
-from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 log = logging.getLogger(__name__)
@@ -63,16 +64,17 @@ class Transfers:
         index: Index,
         registrations: Registrations,
         sessions: Sessions,
-        counters: Counters,
+        verification: Verification,
     ) -> None:
         self.operations = 0  # in progress
+        self._verification = verification
         self._numbers = itertools.count(1)
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
         self._index = index
         self._registrations = registrations
         self._sessions = sessions
-        self._counters = counters
+        self._counters = verification.counters
 
     def __repr__(self) -> str:
         return f"<Transfers {self.operations} operations>"
@@ -90,7 +92,7 @@ class Transfers:
             check_source(part)
         operation = CopyOperation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
-        complete = True
+        complete, writer = True, instance.writer
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
         first = 0
         for part, namespace in zip(request.shards, namespaces, strict=True):
@@ -104,8 +106,9 @@ class Transfers:
             made = self._index.reserve(namespace, part.rank, run, wall)
             for place, chunk in zip(made.places, made.chunks, strict=True):
                 operation.chunks.append((chunk, part.rank))
-                extents, block_ids = chunk.shards[part.rank].extents, ids[place * blocks : (place + 1) * blocks]
-                pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
+                shard, block_ids = chunk.shards[part.rank], ids[place * blocks : (place + 1) * blocks]
+                shard.writer = writer
+                pieces.append(CopyPiece(shard.extents, block_ids, 0, self._sums(chunk.key)))
             operation.places += [first + place for place in made.places]
             first += count
             self._counters["known_chunks"] += made.known
@@ -164,6 +167,34 @@ class Transfers:
         operation.pieces = pieces
         return self._start(operation, pieces)
 
+    def compare(self, client: Client, number: bytes, request: wire.Compare) -> list[Action]:
+        """Compare blocks with the chunks that are there; replies when the last comparison ends.
+
+        An engine that earns trust is not compared with itself. Raises BadRequest, UnknownInstance or Busy, and then
+        changes nothing.
+        """
+        instance = self._admit(client, request.instance)
+        for part in request.shards:
+            check_shards(part, instance.layout)
+            check_source(part)
+        if not request.limit > 0.0:
+            raise BadRequest(f"a limit of {request.limit} for the difference of equal KV")
+        operation = CopyOperation(client, number, instance, is_store=False, chunks=[], comparison=request)
+        own = "" if request.is_sample else instance.writer
+        for part in request.shards if instance.layout.numbers else ():
+            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
+            blocks = len(ids) // (len(part.hashes) // HASH_BYTES)
+            size, namespace = instance.layout.block_bytes * blocks, self._namespace(instance, part)
+            for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
+                if chunk is None or (shard := chunk.shards[part.rank]).size != size or (own and shard.writer == own):
+                    continue
+                operation.chunks.append((chunk, part.rank))
+                operation.pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks]))
+        if not operation.pieces:
+            return [Reply(client.identity, number, wire.Comparison())]
+        self._index.hold([chunk for chunk, _ in operation.chunks])
+        return self._start(operation, operation.pieces, partial(getattr, client.liveness, "fence"), request.ticket)
+
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
         """The namespace of a checked part's chunks. Raises Busy."""
         blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
@@ -203,10 +234,12 @@ class Transfers:
         step = max(1, -(-instance.mapped.task_bytes // size))
         tasks: list[Copy] = []
         whole = cache(instance.mapped.whole)
+        compares = compare if operation.comparison is not None else None
         for first in range(0, len(pieces), step):
             token = CopyToken(operation, first, min(first + step, len(pieces)))
+            is_store = operation.is_store or compares is not None  # the direction in which it moves bytes
             tasks.append(
-                Copy(token, operation.is_store, instance.mapped, pieces[first : token.end], fence, ticket, whole)
+                Copy(token, is_store, instance.mapped, pieces[first : token.end], fence, ticket, compares, whole)
             )
         operation.tasks = len(tasks)
         tasks.sort(key=lambda task: not any(piece.summed for piece in task.pieces))  # summing takes longer than copying
@@ -216,17 +249,21 @@ class Transfers:
         """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
         return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
-    def copied(self, token: CopyToken, sums: list[int] | None, wall: int) -> list[Action]:
-        """Handle the end of a copy. sums: one per piece, or None if it failed. wall: seconds since 1970."""
+    def copied(self, token: CopyToken, sums: list[int] | list[float] | None, wall: int) -> list[Action]:
+        """Handle the end of a copy. sums: one per piece, of a comparison the differences, or None if it failed. wall:
+        seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
         for i in range(token.first, token.end):
             if sums is None:
                 operation.sums.pop(i, None)
+            elif operation.comparison is not None:
+                operation.differences[i] = sums[i - token.first]
             elif not operation.is_store:
-                operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], sums[i - token.first])
+                got = int(sums[i - token.first])
+                operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
             elif operation.placement is None or i in operation.sums:
-                operation.sums[i] = sums[i - token.first]
+                operation.sums[i] = int(sums[i - token.first])
         if operation.tasks:
             return []
         mapped = operation.instance.mapped
@@ -305,7 +342,10 @@ class Transfers:
         self.operations -= 1
         value: object
         actions: list[Action] = []
-        if operation.is_store:
+        if operation.comparison is not None:
+            value = self._verification.record(operation)
+            self._index.release([chunk for chunk, _ in operation.chunks])
+        elif operation.is_store:
             self._end_store(operation, wall)
             value = operation.results[0]
         else:

@@ -99,6 +99,8 @@ class Copy:
     pieces: list[CopyPiece]
     fence: Callable[[], int] | None = None
     ticket: int = 0
+    compare: Callable[[Memory, Copy], list[float] | None] | None = None
+    """Called in place of a store: the chunks in the arena stay, and the outcome is one difference per piece."""
     whole: Callable[[], bool] | None = None
     """`mapped.whole`, or a function that caches its result for all tasks of one operation (one system call a file)."""
 
@@ -112,7 +114,7 @@ class Call:
     lane: str = ""
 
 
-Outcome: TypeAlias = list[int] | Mapped | KVDepotError | None
+Outcome: TypeAlias = list[int] | list[float] | Mapped | KVDepotError | None
 """The outcome of a Copy or Call; None: it failed, or it has nothing to return."""
 
 
@@ -154,6 +156,8 @@ class Copier:
         try:
             if not isinstance(task, Copy):
                 outcome = task.run()
+            elif task.compare is not None:
+                outcome = task.compare(self._arena, task)
             elif not copy(self._arena, task):
                 outcome = None
             elif task.mapped.lane(task.is_store) and any(piece.summed for piece in task.pieces):

@@ -46,7 +46,7 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
     """A namespace; see core/index/chunk.py. Records of shards refer to it by `number`.
 
     group: its place in `groups`, which has the reach and blocks per chunk of each KV cache group of its model. first:
-    number of the first group's namespace.
+    number of the first group's namespace. is_quarantined: whether no lookup finds its chunks.
     """
 
     number: int
@@ -59,6 +59,7 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
     group: int
     first: int
     groups: list[tuple[int, int]]
+    is_quarantined: bool = False
 
 
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):

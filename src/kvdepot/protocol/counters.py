@@ -63,6 +63,17 @@ SERVER = (
     Counted("stored_chunks", "shards", "Shards stored (a chunk has one per rank)."),
     Counted("known_chunks", "shards", "Shards that an engine stored again; no bytes were copied."),
     Counted("retrieved_chunks", "shards", "Shards that engines loaded."),
+    Counted(
+        "compared_chunks", "shards", "Shards compared with what an engine computed, because it had just started or by "
+        "`--verify-hits`.",
+    ),
+    Counted(
+        "differing_chunks", "shards", "Compared shards that differ from what an engine computed.",
+        "differ from what an engine computed", _MEMORY,
+        "`kvdepot verify` shows which engines and what differs between them: give them the same weights and "
+        "configuration, or different `kvdepot.weights_revision`.",
+        "KVDepotKVDiffers", "critical", is_event=True,
+    ),
     Counted("evicted_chunks", "chunks", "Chunks evicted from memory.", "evicted to make room", _MEMORY),
     Counted(
         "dropped_chunks", "shards", "Shards not stored because memory was full.", "dropped: memory was full", _MEMORY,

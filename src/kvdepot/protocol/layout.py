@@ -16,7 +16,7 @@ A chunk of `n` blocks is stored segment by segment, in each the `n` blocks in pr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,7 +34,8 @@ BY_CLIENT = "client"
 class TensorView(NamedTuple):
     """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes.
 
-    mapping, device, handle: as in `Mapping`.
+    mapping, device, handle: as in `Mapping`. numbers: the data types of a block's bytes, as in `Layout`; empty: all
+    have the first word of `dtype`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TensorView(NamedTuple):
     dtype: str
     device: str = ""
     handle: bytes = b""
+    numbers: tuple[tuple[str, int], ...] = ()
 
 
 class Mapping(msgspec.Struct, frozen=True, array_like=True):
@@ -76,12 +78,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     `fingerprint` (32 bytes) is equal for two layouts exactly when the bytes of a chunk mean the same: same layers,
     dtypes, shapes and byte order within a block. It does not depend on the number of blocks.
+    numbers: the data types of a block's bytes, in the order of a chunk, each with its number of bytes; without them,
+    chunks cannot be compared (memory/comparison.py).
     """
 
     mappings: list[Mapping]
     segments: list[Segment]
     num_blocks: int
     fingerprint: bytes
+    numbers: list[tuple[str, int]] = []
 
     @property
     def block_bytes(self) -> int:
@@ -102,6 +107,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise LayoutError(f"layout fingerprint has {len(self.fingerprint)} bytes, not 32")
         if self.num_blocks < 1 or not self.segments or not self.mappings:
             raise LayoutError("layout has no blocks")
+        if self.numbers and sum(size for _, size in self.numbers) != self.block_bytes:
+            raise LayoutError(f"data types of {self.numbers} for blocks of {self.block_bytes} bytes")
+        if any(size < 1 for _, size in self.numbers) or len(self.numbers) > MAX_SEGMENTS:
+            raise LayoutError("data types of no bytes, or too many of them")
         if len({mapping.device for mapping in self.mappings}) > 1:
             raise LayoutError("the KV tensors of one worker are on several devices")
         if any(len(mapping.handle) > MAX_HANDLE for mapping in self.mappings):
@@ -204,6 +213,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     mappings: dict[str, Mapping] = {}
     numbers: dict[str, int] = {}
     segments: list[Segment] = []
+    types: list[tuple[tuple[str, int], ...]] = []  # of each segment
     identity = blake3(b"kvdepot layout 1")
     for view, axis in zip(views, block_axes, strict=True):
         number = numbers.setdefault(view.mapping, len(numbers))
@@ -213,6 +223,8 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         if num_blocks == 1:
             stride = max(stride, run_bytes)  # the stride of an axis of size one is arbitrary
         segments += [Segment(number, view.offset + run, stride, run_bytes) for run in runs]
+        is_whole = len(runs) == 1 and sum(size for _, size in view.numbers) == run_bytes
+        types += [view.numbers if is_whole else ((view.dtype.partition(" ")[0], run_bytes),)] * len(runs)
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
             raise LayoutError(f"KV tensors need more than {MAX_SEGMENTS} segments per block")
@@ -227,9 +239,16 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         segments=segments,
         num_blocks=num_blocks,
         fingerprint=identity.digest(),
+        numbers=_join(each for number in order for each in types[number]),
     )
     layout.check()
     return layout
+
+
+def _join(types: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The data types of consecutive bytes, those that follow each other joined."""
+    grouped = itertools.groupby(types, key=lambda each: each[0])
+    return [(name, sum(size for _, size in group)) for name, group in grouped]
 
 
 def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:

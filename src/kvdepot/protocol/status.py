@@ -22,6 +22,7 @@ __all__ = [
     "GroupStatus",
     "Histogram",
     "Loss",
+    "Mismatch",
     "NamespaceStatus",
     "Saved",
     "Status",
@@ -240,6 +241,28 @@ class Device(msgspec.Struct, frozen=True):
     failure: str
 
 
+class Mismatch(msgspec.Struct):
+    """A comparison of an engine's KV with stored chunks that has shown a difference.
+
+    engine: that computed it. writer: the engine that had stored the chunk, or why it is not known. facts: `name: value
+    of the first | value of the second`, of those in which they differ. chunk: the hash of the chunk that differs most,
+    by `worst`; `chunks` differ by more than `limit`. is_sample: whether it put the model into quarantine.
+    """
+
+    wall_s: float
+    engine: str
+    writer: str
+    facts: list[str]
+    tenant: str = ""
+    model: str = ""
+    chunk: str = ""
+    rank: int = 0
+    chunks: int = 0
+    worst: float = 0.0
+    limit: float = 0.0
+    is_sample: bool = False
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The current state of one server. namespaces and engines are limited; their counts cover all.
 
@@ -260,6 +283,7 @@ class Status(msgspec.Struct, kw_only=True):
     last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
     Those of evictions sample one in sixteen. holds_s: how long unused chunks stayed in memory, the median of the last
     4,096 evictions; None if nothing was evicted since the start.
+    mismatches: the latest first. quarantined: models whose chunks are misses, because a sampled hit differed.
     settings: by name, as text, without secrets (config.reported); empty for clients with a tenant.
     host: name of the server's host.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
@@ -314,6 +338,8 @@ class Status(msgspec.Struct, kw_only=True):
     other_namespaces: NamespaceStatus | None = None
     histograms: list[Histogram] = []
     holds_s: float | None = None
+    mismatches: list[Mismatch] = []
+    quarantined: list[str] = []
 
 
 def read(value: object) -> Status:

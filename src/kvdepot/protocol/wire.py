@@ -26,7 +26,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 8
+VERSION = 9
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -39,6 +39,8 @@ MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_CLIENT_NAME = 256
+MAX_FACTS = 64
+"""Facts of one engine."""
 """Characters in the name of an engine, or of a liveness file."""
 MAX_TOPIC = 1024
 """Bytes of a topic for KV events."""
@@ -102,6 +104,8 @@ class Register(_Message, frozen=True):
     model to chunk_tokens: empty if the caller does not know them, so that the first store states them; chunk_tokens 0
     stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`; empty
     for a single group that resuming needs whole. topic: of the engine's KV events for routers; empty for none.
+    writer: the name of this start of the engine, which marks the chunks that it stores. facts: of the engine, to be
+    shown beside another's whose KV differs.
     """
 
     instance: int
@@ -114,6 +118,8 @@ class Register(_Message, frozen=True):
     group: int = 0
     groups: list[Group] = []
     topic: str = ""
+    writer: str = ""
+    facts: dict[str, str] = {}
 
 
 class Unregister(_Message, frozen=True):
@@ -147,7 +153,8 @@ class Lookup(_Message, frozen=True):
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
-    leading chunks that the engine's own cache has, which are not counted as asked for.
+    leading chunks that the engine's own cache has, which are not counted as asked for. writer: if it is not
+    empty, the answer is a pair, with whether this writer has stored all that was found.
     """
 
     model: str
@@ -166,6 +173,7 @@ class Lookup(_Message, frozen=True):
     tails: tuple[Tail, ...] = ()
     pins: bool = True
     own: int = 0
+    writer: str = ""
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -208,6 +216,21 @@ class Retrieve(_Message, frozen=True):
     instance: int
     shards: list[Shards]
     unpins: bool = True
+
+
+class Compare(_Message, frozen=True):
+    """Compare blocks with the chunks that are stored, as numbers (memory/comparison.py). Answer: the fields of
+    `Comparison`. Nothing is stored.
+
+    ticket: as in Store. limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into
+    quarantine; otherwise, the client's engine draws the consequences.
+    """
+
+    instance: int
+    ticket: int
+    shards: list[Shards]
+    limit: float
+    is_sample: bool = False
 
 
 class Complete(_Message, frozen=True):
@@ -321,7 +344,7 @@ class Leases(_Message, frozen=True):
 
 class Forget(_Message, frozen=True):
     """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
-    empty means all.
+    empty means all. writer: only those in memory that this writer (as in Register) has stored, there and in tiers.
 
     Answer: a dict with the number of chunks removed from `memory` and from each tier, by its name. A text instead of a
     number, or under `error`, says what may still exist and why.
@@ -329,6 +352,7 @@ class Forget(_Message, frozen=True):
 
     model: str = ""
     salt: bytes = b""
+    writer: str = ""
 
 
 class Count(_Message, frozen=True):
@@ -397,6 +421,13 @@ class SetQuota(_Message, frozen=True):
     salt: bytes = b""
 
 
+class EndQuarantine(_Message, frozen=True):
+    """Serve the chunks again that sampled hits have put into quarantine: of models whose names have this prefix, and of
+    the client's tenant. Answer: their number."""
+
+    model: str = ""
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
@@ -409,6 +440,7 @@ Request: TypeAlias = (
     | Lookup
     | Store
     | Retrieve
+    | Compare
     | Complete
     | EndSession
     | ChunkSize
@@ -424,6 +456,7 @@ Request: TypeAlias = (
     | Inspect
     | Describe
     | SetQuota
+    | EndQuarantine
     | Status
 )
 
@@ -438,6 +471,13 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 
     def __repr__(self) -> str:
         return f"Proof(version={self.version}, arena={self.arena!r})"
+
+
+class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Answer to a `Compare`. chunks: that were there and were compared. worst: the largest difference."""
+
+    chunks: int = 0
+    worst: float = 0.0
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -467,7 +507,8 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     lookup_s: seconds that the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes
     KV events, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time and the highest priority
     of leases that requests ask for; with 0 s, requests may neither keep nor remove chunks. has_free_chunks: whether
-    engines choose their own chunk size; otherwise their chunks have at least `chunk_size` tokens.
+    engines choose their own chunk size; otherwise their chunks have at least `chunk_size` tokens. verify_hits: the
+    share of hits that engines compute and compare.
     """
 
     version: int
@@ -477,6 +518,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     max_hint_s: int = HINT_S
     max_hint_priority: int = NORMAL
     has_free_chunks: bool = False
+    verify_hits: float = 0.0
 
 
 class Answer(_Message, frozen=True):

@@ -150,6 +150,8 @@ class Shard(msgspec.Struct, gc=False):
     """Bit t: tier t probably has it."""
     slot: int | None = None
     """First slot of its record; None if it has none."""
+    writer: str = ""
+    """The start of an engine that has stored it; empty if it came from a tier, or from before a restart."""
 
     @property
     def sealed(self) -> bool:
@@ -307,6 +309,7 @@ class Namespace:
     lookup_chunks: int = 0  # asked for
     hit_chunks: int = 0  # and found
     gone: bool = False  # the index has dropped it
+    is_quarantined: bool = False  # no lookup finds its chunks: a sampled hit differed (core/verification.py)
     hiding: list[Scope] = field(default_factory=list)  # removals in progress that hide chunks of it
     broken: int = 0  # chunks that are not chained although chunks behind them are
     slot: int | None = None  # first slot of its record
@@ -335,16 +338,21 @@ def join_groups(groups: list[Namespace]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """The chunks of these namespaces and this salt that existed when removal `number` began; see core/forgetting.py."""
+    """The chunks of these namespaces, this salt and this writer that existed when removal `number` began; see
+    core/forgetting.py."""
 
     number: int
     namespaces: dict[Namespace, None]  # ordered, so that two runs remove in the same order
     salt: bytes | None  # None: any
     hides: bool  # its chunks are unavailable from the moment the removal begins
+    writer: str = ""  # empty: any
     removed: int = 0  # or counted
 
     def means(self, chunk: Chunk) -> bool:
-        return chunk.generation < self.number and chunk.namespace in self.namespaces and self.salt in (None, chunk.salt)
+        if chunk.generation >= self.number or chunk.namespace not in self.namespaces:
+            return False
+        is_written = not self.writer or any(shard.writer == self.writer for shard in chunk.shards.values())
+        return is_written and self.salt in (None, chunk.salt)
 
 
 class Pin(msgspec.Struct, gc=False):

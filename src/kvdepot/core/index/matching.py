@@ -48,6 +48,8 @@ def match_prompt(
     namespaces = for_lookup(
         known, (tenant, request.model, request.world_size), request.blocks_in_chunk, request.chunk_tokens
     )
+    if any(each.is_quarantined for each in namespaces):
+        return Match([], [], 0)
     pins = [match(namespace, hashes) for namespace in namespaces]
     matched = min((pin.matched for pin in pins), default=0)
     while any(pin.matched != matched for pin in pins):
@@ -100,6 +102,17 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
         else:
             found += _chain(group, hashes[: end * HASH_BYTES]).chunks
     return Pin(found, end, parts)
+
+
+def is_stored_by(match: Match, request: wire.Lookup) -> bool:
+    """Whether all shards of a match, in each KV cache group, were stored by the writer whom the lookup names, since the
+    server started."""
+    keys = [request.hashes[at : at + HASH_BYTES] for at in range(0, match.chunks * HASH_BYTES, HASH_BYTES)]
+    if match.tail is not None:
+        keys.append(request.tails[match.tail].key)
+    tables = [group.chunks for namespace in match.namespaces for group in namespace.groups]
+    parts = (chunks[key] for chunks in tables for key in keys if key in chunks)
+    return all(shard.writer == request.writer for part in parts for shard in part.shards.values())
 
 
 def last_chained(pin: Pin) -> Chunk | None:

@@ -86,7 +86,7 @@ class Namespaces:
 
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
-        if namespace.chunks or namespace.live:
+        if namespace.chunks or namespace.live or namespace.is_quarantined:
             return
         groups = namespace.groups
         if len(groups) > 1 and any(each.chunks or each.live for each in groups):
@@ -101,10 +101,27 @@ class Namespaces:
                 self._records.erase(each.slot)
                 each.slot, each.recorded = None, 0
 
-    def begin_removal(self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool) -> Scope:
-        """Begin to remove the existing chunks of these namespaces and this salt (None: any). hides: hide them now."""
+    def quarantine(self, namespace: Namespace) -> None:
+        """Let no lookup find a namespace's chunks any more; this survives the server, as they do."""
+        namespace.is_quarantined = True
+        self._record_again(namespace)
+
+    def release(self, namespace: Namespace) -> None:
+        """Let lookups find its chunks again."""
+        namespace.is_quarantined = False
+        self._record_again(namespace)
+
+    def _record_again(self, namespace: Namespace) -> None:
+        if namespace.recorded:
+            self._record(namespace)
+
+    def begin_removal(
+        self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool, writer: str = ""
+    ) -> Scope:
+        """Begin to remove the existing chunks of these namespaces, this salt (None: any) and this writer (empty: any).
+        hides: hide them now."""
         self.generation += 1
-        scope = Scope(self.generation, dict.fromkeys(namespaces), salt, hides)
+        scope = Scope(self.generation, dict.fromkeys(namespaces), salt, hides, writer)
         for namespace in scope.namespaces if hides else ():
             namespace.hiding.append(scope)
         return scope
@@ -147,6 +164,7 @@ class Namespaces:
                 namespace.group,
                 namespace.groups[0].number,
                 [(each.reach, each.blocks_in_chunk) for each in namespace.groups],
+                namespace.is_quarantined,
             )
         )
         if slot is not None:

@@ -128,6 +128,7 @@ def _add_namespace(
         return
     known = namespaces.get(record.number)
     if known is not None:  # the server died between writing the new record and erasing the old one
+        known.namespace.is_quarantined |= record.is_quarantined
         index.records.erase(slot if len(record.layouts) <= len(known.namespace.layouts) else known.namespace.slot)
         if len(record.layouts) <= len(known.namespace.layouts):
             return
@@ -135,7 +136,7 @@ def _add_namespace(
         record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk, record.chunk_tokens,
         record.groups[record.group][0],
     )  # fmt: skip
-    namespace.layouts = dict(record.layouts)
+    namespace.layouts, namespace.is_quarantined = dict(record.layouts), record.is_quarantined
     namespace.slot, namespace.recorded = slot, len(namespace.layouts)
     namespaces[record.number] = _Recorded(namespace, record)
 

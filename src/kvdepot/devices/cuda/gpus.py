@@ -113,7 +113,8 @@ class DeviceTensors(Mapped):
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         gpu, pins = self._gpu, self._gpus.pins
         assert gpu is not None, "a copy for tensors that were closed"
-        plan = self._planner.plan("store" if is_store else "retrieve", pieces, pins.address, PIECE_BYTES)
+        address = memory.bytes.ctypes.data
+        plan = self._planner.plan("store" if is_store else "retrieve", pieces, address, PIECE_BYTES)
         try:
             with ExitStack() as held:
                 held.enter_context(gpu.driver.current(gpu.context))

@@ -126,7 +126,8 @@ class Pins:
     @contextmanager
     def used(self, plan: CopyPlan) -> Iterator[npt.NDArray[np.bool_]]:
         """Use the pieces of a plan's copies. Yields bool[n]: which copies are of registered memory, to the end of use;
-        the others are slower. Blocks only while one of the pieces is being unregistered."""
+        the others, such as those of memory outside the arena, are slower. Blocks only while one of the pieces is being
+        unregistered."""
         where = ((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).astype(np.int64)
         pieces = np.unique(where).tolist()
         with self._change:
@@ -134,7 +135,8 @@ class Pins:
             self._change.wait_for(lambda: self._leaving.isdisjoint(pieces))
             self._users.update(pieces)
             missing = [piece for piece in pieces if piece not in self._pinned]
-            self._wanted.update(dict.fromkeys(piece for piece in missing if piece not in self._refused))
+            arena = range(-(-self._size // PIECE_BYTES))
+            self._wanted.update(dict.fromkeys(each for each in missing if each in arena and each not in self._refused))
             if self._wanted:
                 self._change.notify_all()
         try:

@@ -97,6 +97,11 @@ def _noted_since(vllm_config: VllmConfig) -> float | None:
     return int(found[2]) / 1000 if found else None
 
 
+def name_start(vllm_config: VllmConfig) -> str:
+    """A name of this start of the engine, equal in all its processes, and of no other start."""
+    return str(vllm_config.instance_id)
+
+
 def describe_engine(vllm_config: VllmConfig, revision: str) -> str:
     """A digest of everything that is given before a model is built. revision: as of `describe_config`."""
     models = [model for model, _ in _models_of(vllm_config)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.trust import Check, Compared
 
 
 @dataclass
@@ -22,6 +23,8 @@ class Orders(KVConnectorMetadata):
     loads: dict[str, list[Transfer]] = field(default_factory=dict)
     """One transfer per KV cache group that needs any, by request."""
     stores: list[Transfer] = field(default_factory=list)
+    checks: dict[int, Check] = field(default_factory=dict)
+    """Comparisons to begin before the stores, by number (trust.py)."""
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
@@ -43,6 +46,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     ended: dict[int, set[int]] = field(default_factory=dict)
     """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
+    compared: dict[int, list[Compared]] = field(default_factory=dict)
+    """The findings of ranks, by number of the check."""
     step: int = 0
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
@@ -52,6 +57,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         for step, ranks in other.ended.items():
             self.ended.setdefault(step, set()).update(ranks)
+        for number, found in other.compared.items():
+            self.compared.setdefault(number, []).extend(found)
         self.step = max(self.step, other.step)
         self.shares_none |= other.shares_none
         return self

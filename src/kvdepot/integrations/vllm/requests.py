@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from random import random
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.client.worker import CompareTerms
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol import wire
@@ -121,6 +123,10 @@ class Tracked:
     """The one that the lookup has found."""
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
+    check: CompareTerms | None = None
+    """The terms on which its stores are compared, as it computes what its lookup has found; None: it may load that."""
+    draw: float = field(default_factory=random)
+    """Decides whether its hit is sampled, however often vLLM asks."""
     may_load: bool = True
     waits_since: float = 0.0
     """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet; infinity:

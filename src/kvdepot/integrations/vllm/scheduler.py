@@ -38,6 +38,7 @@ from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
+from kvdepot.integrations.vllm.trust import Trust, Verdict
 from kvdepot.integrations.vllm.versions import lookahead_tokens
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
@@ -79,7 +80,7 @@ class SchedulerHalf:
     _leases: RequestLeases
     _tails: Tails
 
-    def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings) -> None:
+    def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, trust: Trust) -> None:
         """model: the engine's namespace."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.stats = KVDepotStats()
@@ -95,6 +96,7 @@ class SchedulerHalf:
         self._roots = Roots(vllm_config)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
+        self._trust = trust
         self._shares_none = False  # whether a worker's KV cannot be shared
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
@@ -104,7 +106,7 @@ class SchedulerHalf:
         self._seats = 1  # requests that vLLM may add to those of the last step
         self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
-        self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
+        self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
@@ -189,6 +191,7 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
+        self._depot.writer = self._trust.writer(request)
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -235,6 +238,11 @@ class SchedulerHalf:
         if isinstance(outcome, Pending):
             self._limit_wait(tracked, missing, begun)
             return None, False
+        if isinstance(outcome, Cached):
+            client = self._depot.client
+            has_waited = bool(tracked.waits_since and client.lookup_s)  # for tiers: it does not pay a prefill on top
+            tracked.check = self._trust.check(tracked, outcome, 0.0 if has_waited else client.verify_hits)
+            outcome = outcome if tracked.check is None else Cached(0)
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
         tracked.tail = None
@@ -324,20 +332,22 @@ class SchedulerHalf:
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
         orders.model = self._model
-        orders.stores = self._waiting.take(self._step)
-        orders.holds = self._plan.holds and bool(orders.stores)
+        ready = self._waiting.take(self._step)
+        orders.checks = self._trust.order((each, self._tracked.get(each.request_id)) for each in ready)
+        orders.stores = [store for each in ready if each.is_kept for store in each.stores]
+        orders.holds = self._plan.holds and bool(ready)
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step
         # What vLLM has just taken from windows and states, its step may still copy elsewhere; or it clears new blocks.
         orders.loads_early = not (self._plan.is_bounded or scheduler_output.new_block_ids_to_zero)
         self._prefill.built(self._step, scheduler_output.num_scheduled_tokens.values(), time.monotonic())
-        state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
+        state, going = scheduler_output.kv_connector_block_state, {each.request_id for each in ready}
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if self._may_store and tracked.hints.stores:
+            if self._keeps(tracked) or tracked.check is not None:
                 assert state is not None
                 try:
                     self._prepare_store(state, tracked, new_tokens)
@@ -346,6 +356,10 @@ class SchedulerHalf:
             if tracked.has_pins and request_id not in going:
                 self._end_pins(tracked)
         return orders
+
+    def _keeps(self, tracked: Tracked) -> bool:
+        """Whether what a request computes is stored."""
+        return self._may_store and tracked.hints.stores
 
     def _end_pins(self, tracked: Tracked) -> None:
         """Release the pins of a request once its prompt is stored: a chunk with another behind it is not evicted, and
@@ -381,7 +395,7 @@ class SchedulerHalf:
         end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
-        if tracked.saved_chunks == 0:
+        if tracked.saved_chunks == 0 and tracked.check is None:
             tracked.saved_chunks = self._depot.known_tokens(request.request_id) // size
         chunks = tracked.unsaved_chunks(end)
         if not chunks:
@@ -399,8 +413,9 @@ class SchedulerHalf:
         if not stores:
             return
         blocks = block_ids[:read], block_ids[read:]
-        self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held))
-        if self._events is not None:
+        kept = self._keeps(tracked)
+        self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held, kept))
+        if self._events is not None and kept:
             self._events.ordered(request, tracked.prompt.chain, chunks)
         tracked.stores_open = True
         tracked.has_stored_output |= chunks.stop * size > request.num_prompt_tokens
@@ -421,6 +436,8 @@ class SchedulerHalf:
         self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
         self._shares_none |= report.shares_none
+        if self._trust.report(report.compared) is Verdict.DIFFERENT:
+            self._part()
         self._step_ended(report.step, failed)
         for _, load in self._loads(self._tracked if failed else ()):
             load.has_failed |= not failed.isdisjoint(load.blocks)
@@ -446,9 +463,9 @@ class SchedulerHalf:
         done = {request_id for request_id in self._ending if not waiting.waits(request_id)}
         self._ending -= done
         self._next.ended |= done
-        if 0 < self._forget_after <= step:
-            self._forget_after = 0
-            self._depot.client.ask(wire.Forget(self._model))
+        if self._forget_again is not None and self._forget_again[0] <= step:
+            self._depot.client.ask(self._forget_again[1])  # no store from before can still arrive
+            self._forget_again = None
 
     def _loads(self, request_ids: Iterable[str]) -> Iterator[tuple[Tracked, RequestLoad]]:
         """The loads of these requests that have not ended."""
@@ -490,7 +507,7 @@ class SchedulerHalf:
         request, tokens = tracked.request, tracked.request.num_computed_tokens
         is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
         is_over &= tracked.load is None and request.streaming_queue is None
-        if not (self._plan.has_tails and self._may_store and tracked.is_cached and tracked.hints.stores and is_over):
+        if not (self._plan.has_tails and self._keeps(tracked) and tracked.is_cached and is_over):
             return None
         with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
             tracked.prompt.hash()
@@ -513,18 +530,35 @@ class SchedulerHalf:
 
     def reset_cache(self) -> bool:
         # The weights may differ from those on disk: from here on this engine's KV is its own.
-        self._roots.epoch = secrets.token_hex(16)
         log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
+        self._begin_private()
         if not self._is_connected:
             return True  # it has stored nothing yet
-        is_forgotten = admin.reset(self._depot.client, self._model)
+        self._void_stores(wire.Forget(self._model))
+        return admin.reset(self._depot.client, self._model)
+
+    def _part(self) -> None:
+        """Share nothing from here on: this engine computes other KV than another that has stored under its name.
+
+        What it has stored there is removed.
+        """
+        own = wire.Forget(self._model, writer=self._trust.name)
+        self._begin_private()
+        self._void_stores(own)
+        self._depot.client.ask(own, deadline_s=None)
+
+    def _begin_private(self) -> None:
+        """Give what is computed from here on names of this engine's own."""
+        self._trust.part()
+        self._roots.epoch = secrets.token_hex(16)
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
+
+    def _void_stores(self, forget: wire.Forget) -> None:
+        """Void the stores under way, and forget once more those that may arrive still."""
         if self._tracked or self._closing or self._ended_step < self._step:
-            # Stores under way may still arrive: void them, and forget once more.
-            self._next.void, self._forget_after = True, self._step + 1
-        return is_forgotten
+            self._next.void, self._forget_again = True, (self._step + 1, forget)
 
     def shutdown(self) -> None:
         self._depot.close()

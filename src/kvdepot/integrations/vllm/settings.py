@@ -45,6 +45,7 @@ _EMBEDDED = "embedded"
 """The value in place of a URL with which the engine has a server of its own."""
 _STARTS = ("auto", "never")
 _SAVES = ("auto", "on", "off")
+_TRUSTS = ("earned", "given")
 _REMOVED = {
     "layout": "set vLLM's variable VLLM_KV_CACHE_LAYOUT (docs/gpus.md)",
     "max_hint_s": "set max_hint_s of the server",
@@ -63,6 +64,8 @@ class ConnectorSettings:
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
       chunks; 0: the default
     - events_topic: the name under which routers know this engine (events.py); empty: none
+    - trust: earned (other engines' chunks are loaded once some were compared with what this one computes, trust.py) or
+      given
     - share_as: the name under which other front ends share this engine's chunks (sharing.py); empty: none
     """
 
@@ -75,6 +78,7 @@ class ConnectorSettings:
     boundary_chunks: int = 0
     events_topic: str = ""
     share_as: str = ""
+    trust: str = "earned"
 
     @property
     def is_embedded(self) -> bool:
@@ -112,7 +116,7 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         check_name(settings.share_as)
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    for name, words in (("start", _STARTS), ("save_decode", _SAVES)):
+    for name, words in (("start", _STARTS), ("save_decode", _SAVES), ("trust", _TRUSTS)):
         if (given_word := getattr(settings, name)) not in words:
             raise ConfigError(f"{_PREFIX}{name} is {given_word!r}, not one of {', '.join(words)}")
     return settings

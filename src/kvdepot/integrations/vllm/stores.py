@@ -113,6 +113,8 @@ class WaitingStore:
     """The LoRA adapter that computed it."""
     held: list[int] = field(default_factory=list)
     """Blocks to release once the stores have ended or are dropped."""
+    is_kept: bool = True
+    """If not, its blocks are only compared (trust.py)."""
 
     @property
     def request_id(self) -> str:
@@ -180,11 +182,11 @@ class WaitingStores:
         self._ready += [waiting for waiting in self._waiting if waiting.step <= step]
         self._waiting = [waiting for waiting in self._waiting if waiting.step > step]
 
-    def take(self, step: int) -> list[Transfer]:
+    def take(self, step: int) -> list[WaitingStore]:
         """The stores that are ready, for the workers' orders of this step."""
         ready, self._ready = self._ready, []
         self._holds.send(step, [block for waiting in ready for block in waiting.held])
-        return [store for waiting in ready for store in waiting.stores]
+        return ready
 
     def drop(self, request_id: str) -> None:
         """Drop a request's stores: its blocks were reused, or must not be trusted."""

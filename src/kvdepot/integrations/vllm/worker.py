@@ -16,6 +16,8 @@ from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
+from kvdepot.integrations.vllm.trust import Compared
+from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -46,7 +48,11 @@ class WorkerHalf:
         self._fails_whole = fails_whole
         self._rank = rank
         self._failed = Orders()  # whose loads have failed for want of a connection
-        self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
+        self._storing: dict[
+            int, list[Submitted[bool] | Submitted[wire.Comparison]]
+        ] = {}  # what reads blocks that the scheduler holds, by step
+        self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
+        self._unknown: list[int] = []  # checks that were ordered without a connection
         self._gpu: torch.device | None = None  # that holds the KV, if one does
 
     def __repr__(self) -> str:
@@ -90,7 +96,7 @@ class WorkerHalf:
         if not self.is_connected:
             return
         if orders.void:
-            self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
+            self._depot.give_up_stores({*self._depot.stores, *self._depot.comparisons}, _PREEMPTION_S)
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
@@ -104,15 +110,24 @@ class WorkerHalf:
             self._depot.submit_retrieve([request_id], transfers, event)
 
     def store(self, orders: Orders) -> None:
-        """Submit stores of chunks that earlier steps completed. They begin once the work queued so far is done.
+        """Submit comparisons, and stores, of chunks that earlier steps completed. They begin once the work queued so
+        far is done.
 
         Before this step computes: another engine may be waiting for these chunks, and a step takes long.
         """
-        if orders.stores and self.is_connected:
+        if not self.is_connected:
+            self._unknown += orders.checks
+            return
+        event = self._queued() if orders.stores or orders.checks else None
+        submitted: list[Submitted[bool] | Submitted[wire.Comparison]] = []
+        for number, check in orders.checks.items():
+            self._comparing[number] = self._depot.submit_compare(check.transfers, event, check.terms)
+            submitted.append(self._comparing[number])
+        if orders.stores:
             requests = list(dict.fromkeys(store.request_id for store in orders.stores))
-            submitted = self._depot.submit_store(requests, orders.stores, self._queued())
-            if orders.holds:
-                self._storing[orders.step] = submitted
+            submitted.append(self._depot.submit_store(requests, orders.stores, event))
+        if orders.holds:
+            self._storing[orders.step] = submitted
 
     def _queued(self) -> torch.cuda.Event | None:
         """An event that happens once all work queued on vLLM's stream is done; None on the CPU, where it already is.
@@ -165,9 +180,17 @@ class WorkerHalf:
         report = WorkerReport(step=orders.step, shares_none=self.shares_none)
         if orders.holds and not self.is_connected:
             report.ended[orders.step] = {self._rank}
-        for step in [step for step, stores in self._storing.items() if stores.done()]:
+        for step in [step for step, stores in self._storing.items() if all(each.done() for each in stores)]:
             del self._storing[step]
             report.ended[step] = {self._rank}
+        for number in [number for number, each in self._comparing.items() if each.done()]:
+            outcome = self._comparing.pop(number).outcome()
+            of_groups = [] if isinstance(outcome, KVDepotError) else outcome
+            worst = max((each.worst for each in of_groups), default=0.0)
+            report.compared[number] = [Compared(sum(each.chunks for each in of_groups), worst)]
+        for number in self._unknown:
+            report.compared[number] = [Compared()]
+        self._unknown.clear()
         return report
 
     def shutdown(self) -> None:

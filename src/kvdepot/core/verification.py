@@ -1,0 +1,123 @@
+"""The results of comparing engines' KV with stored chunks: mismatches, and the models in quarantine.
+
+Called by core/transfers.py, when a comparison has ended, and by core/depot.py, on the deciding thread. An engine that
+has just started compares its first hit and draws its own consequences (integrations/vllm/trust.py). For a sampled hit
+of an engine that loads already, the server does: it finds no chunk of that model any more. Nothing is deleted, so that
+it can be looked at, and the quarantine can be ended. Invariant: a model in quarantine stays in it until it is released,
+or the arena is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict, deque
+
+from kvdepot.core.clients import Client, CopyOperation
+from kvdepot.core.index.chunk import Namespace, is_forgotten
+from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.report import SHOWN, Report
+from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
+from kvdepot.values import plural
+
+log = logging.getLogger(__name__)
+
+_MISMATCHES = 16
+"""Mismatches that the status lists, the latest ones."""
+_ENGINES = 256
+"""Engines whose facts are remembered, the latest ones that registered."""
+_UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
+
+
+class Verification:
+    """The comparisons of one depot."""
+
+    def __init__(self, namespaces: Namespaces, counters: Counters, report: Report) -> None:
+        self.counters = counters
+        self._namespaces, self._report = namespaces, report
+        self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
+        self._facts: OrderedDict[str, dict[str, str]] = OrderedDict()  # by writer
+
+    def __repr__(self) -> str:
+        return f"<Verification {len(self._mismatches)} mismatches>"
+
+    def learn(self, client: Client, request: wire.Register) -> None:
+        """Remember the facts of an engine, for the case that its KV differs from another's."""
+        if request.writer:
+            self._facts[request.writer] = {"host": client.host, **request.facts}
+            self._facts.move_to_end(request.writer)
+            if len(self._facts) > _ENGINES:
+                self._facts.popitem(last=False)
+
+    def record(self, operation: CopyOperation) -> wire.Comparison:
+        """Handle a comparison that has ended, and return its answer."""
+        request = operation.comparison
+        assert request is not None
+        there = [
+            (found, *operation.chunks[i])
+            for i, found in operation.differences.items()
+            if not math.isnan(found) and operation.chunks[i][0].shards[operation.chunks[i][1]].sealed
+        ]
+        there = [each for each in there if not is_forgotten(each[1])]
+        self.counters["compared_chunks"] += len(there)
+        worst = max(there, key=lambda each: each[0], default=None)
+        if worst is None:
+            return wire.Comparison()
+        differing = sum(found > request.limit for found, _, _ in there)
+        if differing:
+            self.counters["differing_chunks"] += differing
+            found, chunk, rank = worst
+            mismatch = self._describe(operation, chunk.shards[rank].writer)
+            mismatch.model, mismatch.tenant = chunk.namespace.model, chunk.namespace.tenant
+            mismatch.chunk, mismatch.rank = chunk.key.hex(), rank
+            mismatch.chunks, mismatch.worst, mismatch.limit = differing, min(found, 1e9), request.limit
+            mismatch.is_sample = request.is_sample
+            self._accuse(mismatch, chunk.namespace)
+        return wire.Comparison(len(there), worst[0])
+
+    def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
+        """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""
+        mine, others = self._facts.get(operation.instance.writer, {}), self._facts.get(writer, {})
+        names = sorted(name for name in {*mine, *others} if mine.get(name) != others.get(name)) if others else []
+        facts = [f"{name}: {mine.get(name, 'none')} | {others.get(name, 'none')}" for name in names]
+        other = writer.rpartition(" ")[0] or writer or _UNKNOWN
+        return Mismatch(
+            wall_s=self._report.wall, engine=operation.client.engine_called, writer=other[:SHOWN], facts=facts
+        )
+
+    def _accuse(self, mismatch: Mismatch, namespace: Namespace) -> None:
+        """Make a mismatch known, and put the model into quarantine if a sample has shown it."""
+        self._mismatches.appendleft(mismatch)
+        consequence = "that engine shares it no more"
+        if mismatch.is_sample:
+            for group in namespace.groups:
+                self._namespaces.quarantine(group)
+            consequence = "it is in quarantine: its chunks are misses until `kvdepot verify --release` releases it"
+        text = (
+            f"KV of {mismatch.model[:SHOWN]} differs: {plural(mismatch.chunks, 'chunk')} by up to {mismatch.worst:.2g} "
+            f"(limit {mismatch.limit:.2g}) between engine {mismatch.engine}, which computed it, and the one that "
+            f"stored it ({mismatch.writer}); {consequence}"
+        )
+        facts = "; ".join(mismatch.facts) or "none that they have told"
+        log.error("%s. Facts that differ: %s. Chunk %s, rank %d", text, facts, mismatch.chunk[:16], mismatch.rank)
+        self._report.note("mismatch", text)
+
+    def release(self, tenant: str, model: str) -> int:
+        """End the quarantine of the models whose names have this prefix; returns their number."""
+        held = [each for each in self._quarantined(tenant) if each.tenant == tenant and each.model.startswith(model)]
+        for namespace in held:
+            self._namespaces.release(namespace)
+        released = {each.model for each in held}
+        for name in released:
+            self._report.note("release", f"{name[:SHOWN]} is in quarantine no more")
+        return len(released)
+
+    def _quarantined(self, tenant: str) -> list[Namespace]:
+        return [each for each in self._namespaces.all() if each.is_quarantined and tenant in ("", each.tenant)]
+
+    def fill(self, status: Status, tenant: str) -> None:
+        """Fill in what a tenant's client may see; empty: all."""
+        status.mismatches = [each for each in self._mismatches if tenant in ("", each.tenant)]
+        status.quarantined = sorted({each.model[:MOST_NAME] for each in self._quarantined(tenant)})

@@ -1,0 +1,143 @@
+"""Comparisons of engines' KV with stored chunks: what is compared, and what follows from a difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvdepot.errors import BadRequest
+from kvdepot.keys import ChunkChain
+from kvdepot.protocol import wire
+from tests.core.desk import BLOCK, PER_CHUNK, Desk, layout, lookup, prompt, shards, store
+
+LIMIT = 0.25
+
+
+def register(desk: Desk, client: bytes, writer: str, **facts: str) -> None:
+    """An engine whose KV can be compared."""
+    desk.hello(client, engine=writer)
+    numbered = replace(layout(), numbers=[("bfloat16", BLOCK)])
+    request = wire.Register(1, numbered, "m", 1, 0, PER_CHUNK, 1, writer=writer, facts=facts)
+    assert desk.ask(client, request) is None
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Two engines; one has stored four chunks."""
+    made = Desk()
+    register(made, b"one", "first", vllm="0.32", dtype="bfloat16")
+    register(made, b"two", "second", vllm="0.33", dtype="bfloat16")
+    assert made.ask(b"one", store(prompt("p", 4))) is True
+    return made
+
+
+def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float, is_sample: bool = False) -> Any:
+    """Compare a prompt's chunks, which differ by this much; returns the answer."""
+    asked = desk.send(client, wire.Compare(1, 1, [shards(chain)], LIMIT, is_sample))
+    differences = list(found)
+    for task in desk.copies():
+        taken = [differences.pop(0) for _ in task.pieces]
+        desk.tasks.remove(task)
+        desk.finished(task.token, taken)
+    assert not differences
+    return desk.answers[asked]
+
+
+def found(desk: Desk, client: bytes, chain: ChunkChain, writer: str = "") -> Any:
+    answer = desk.ask(client, replace(lookup(chain), writer=writer))
+    desk.ask(client, wire.EndSession("r"))
+    return answer
+
+
+def test_a_lookup_says_whether_the_writer_has_stored_what_is_found(desk: Desk) -> None:
+    chain = prompt("p", 6)
+    assert found(desk, b"one", chain) == 4
+    assert found(desk, b"one", chain, "first") == [4, True]
+    assert found(desk, b"two", chain, "second") == [4, False]
+    assert desk.ask(b"two", store(chain, first=4, end=6)) is True
+    assert found(desk, b"two", chain, "second") == found(desk, b"one", chain, "first") == [6, False]
+    assert found(desk, b"one", prompt("q", 2), "first") == [0, True]
+
+
+def test_equal_chunks_are_counted_and_stay(desk: Desk) -> None:
+    assert compare(desk, b"two", prompt("p", 6), 0.0, 0.1, LIMIT, 0.2) == wire.Comparison(4, LIMIT)
+    status = desk.depot.status()
+    assert (status.counters["compared_chunks"], status.counters["differing_chunks"]) == (4, 0)
+    assert status.mismatches == status.quarantined == []
+    assert desk.index.held == 0
+
+
+def test_an_engine_is_not_compared_with_itself(desk: Desk) -> None:
+    assert compare(desk, b"one", prompt("p", 4)) == wire.Comparison()
+    assert compare(desk, b"one", prompt("p", 4), *[0.0] * 4, is_sample=True) == wire.Comparison(4, 0.0)
+
+
+def test_an_engine_that_differs_is_named_beside_the_other(desk: Desk) -> None:
+    assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, float("inf"), 0.0) == wire.Comparison(4, float("inf"))
+    status = desk.depot.status()
+    (mismatch,) = status.mismatches
+    assert (mismatch.engine, mismatch.writer, mismatch.facts) == ("second", "first", ["vllm: 0.33 | 0.32"])
+    assert (mismatch.chunks, mismatch.limit, mismatch.is_sample) == (2, LIMIT, False)
+    assert mismatch.chunk == bytes(prompt("p", 4).slice(2, 3)).hex()
+    assert status.counters["differing_chunks"] == 2
+    assert any(event.kind == "mismatch" for event in status.events)
+    assert status.quarantined == [], "the engine that has just started draws the consequences"
+    assert found(desk, b"two", prompt("p", 4)) == 4
+
+
+def test_a_sample_that_differs_puts_its_model_into_quarantine(desk: Desk) -> None:
+    compare(desk, b"two", prompt("p", 4), 0.0, 0.0, 0.0, 0.3, is_sample=True)
+    assert desk.depot.status().quarantined == ["m"]
+    assert found(desk, b"one", prompt("p", 4)) == 0
+    assert desk.ask(b"one", wire.EndQuarantine("another")) == 0
+    assert desk.ask(b"one", wire.EndQuarantine("m")) == 1
+    assert found(desk, b"one", prompt("p", 4)) == 4
+    assert desk.depot.status().quarantined == []
+
+
+def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> None:
+    assert compare(desk, b"two", prompt("q", 4)) == wire.Comparison()
+    assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison()
+    desk.hello(b"old")
+    desk.register(b"old")
+    assert desk.ask(b"old", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT)) == wire.Comparison()
+    asked = desk.send(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT))
+    forgotten = desk.send(b"one", wire.Forget("m"))
+    for task in desk.copies():
+        desk.tasks.remove(task)
+        desk.finished(task.token, [1.0] * len(task.pieces))
+    assert desk.answers[asked] == wire.Comparison(), "forgotten meanwhile"
+    desk.settle()
+    assert forgotten in desk.answers
+    desk.assert_empty()
+
+
+def test_a_voided_comparison_says_nothing(desk: Desk) -> None:
+    asked = desk.send(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT))
+    (task,) = desk.copies()
+    desk.tasks.remove(task)
+    desk.finished(task.token, None)
+    assert desk.answers[asked] == wire.Comparison()
+    assert desk.index.held == 0
+
+
+def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
+    assert desk.ask(b"two", store(prompt("p", 6), first=4, end=6)) is True
+    assert desk.ask(b"two", store(prompt("q", 3))) is True
+    assert desk.ask(b"two", wire.Forget("m", writer="second")) == {"memory": 5}
+    assert found(desk, b"one", prompt("p", 6)) == 4
+    assert found(desk, b"one", prompt("q", 3)) == 0
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(desk: Desk, limit: float) -> None:
+    assert isinstance(desk.ask(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], limit)), BadRequest)
+
+
+def test_too_many_or_too_long_facts_are_refused() -> None:
+    desk = Desk()
+    desk.hello()
+    for facts in ({f"fact {i}": "" for i in range(wire.MAX_FACTS + 1)}, {"fact": "x" * 257}, {"y" * 257: ""}):
+        assert isinstance(desk.ask(b"one", wire.Register(1, layout(), writer="w", facts=facts)), BadRequest)

@@ -1,0 +1,266 @@
+"""Engines load what others have stored once the KV itself has shown that they compute the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvdepot.memory.arena_header import ArenaHeader
+from kvdepot.memory.records import Records, ShardRecord
+from kvdepot.memory.shm import SHM
+from tests.cli.command import run
+from tests.conftest import Depot, StartDepot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import LLAMA, Engine, output, prompt, write_lora
+
+WHOLE = 4 * 256
+LENGTH = WHOLE + 17
+STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
+EARNED = {"kvdepot.trust": "earned"}
+OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": {"tensor_parallel_size": 2}}
+
+
+def forget_all(depot: Depot) -> None:
+    done = run("forget", "--url", depot.url, "--all", "--yes")
+    assert done.returncode == 0, done.stderr
+
+
+def compared(depot: Depot) -> tuple[int, int]:
+    counters = depot.status()["counters"]
+    return counters["compared_chunks"], counters["differing_chunks"]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "windows", "states", "mla"])
+def test_the_first_hit_is_computed_and_later_ones_are_loaded(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, kind: str
+) -> None:
+    tokens, options = prompt(1, LENGTH + 512), OPTIONS.get(kind, {})
+    first = start_engine(models[kind], vllm_depot.url, extra=EARNED, **options).wait_started()
+    first.run(tokens)
+    found = first.run_fresh(tokens)["cached"]
+    assert found >= WHOLE, "its own chunks need no proof"
+    before = compared(vllm_depot)
+    first.stop()
+    second = start_engine(models[kind], vllm_depot.url, extra=EARNED, **options).wait_started()
+    assert second.run(tokens)["cached"] == 0
+    assert second.run_fresh(tokens)["cached"] == found
+    now = compared(vllm_depot)
+    assert now[0] > before[0]
+    assert now[1] == before[1]
+    assert output(second.run(tokens)) == output(second.run(tokens))
+    second.stop()
+
+
+# -- faults of an engine
+
+
+def other_weights(weights: dict[str, torch.Tensor]) -> None:
+    for name in weights:
+        weights[name] = weights[name].flip(0)
+
+
+def one_norm(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.1.input_layernorm.weight"] *= 1.5
+
+
+def one_layer(weights: dict[str, torch.Tensor]) -> None:
+    for part in "qkvo":
+        name = f"model.layers.{{}}.self_attn.{part}_proj.weight"
+        weights[name.format(1)] = weights[name.format(0)].clone()
+
+
+def scaled_values(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.self_attn.v_proj.weight"] *= 1.25
+
+
+@pytest.fixture
+def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable[..., None] | str], None]:
+    """Change what an engine computes without changing anything that it is known by."""
+
+    def run(engine: Engine, change: Callable[..., None] | str) -> None:
+        if isinstance(change, str):
+            engine.tell(change)
+            return
+        weights = load_file(models["gqa"] / "model.safetensors")
+        change(weights)
+        save_file({name: each.contiguous() for name, each in weights.items()}, tmp_path / "model.safetensors")
+        engine.tell("reload", folder=str(tmp_path))
+
+    return run
+
+
+@pytest.mark.parametrize("change", [other_weights, one_norm, one_layer, scaled_values, "stretch positions"])
+def test_an_engine_that_computes_other_kv_shares_nothing(
+    start_depot: StartDepot,
+    models: dict[str, Path],
+    start_engine: StartEngine,
+    spoil: Callable[..., None],
+    change: Callable[..., None] | str,
+) -> None:
+    depot = start_depot(arena_mib=64)
+    shared, own = prompt(1, LENGTH), prompt(2, LENGTH)
+    first = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    first.run(shared)
+    other = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    spoil(other, change)
+    other.run(own)
+    assert depot.status()["chunks"] == 8, "under the shared name, until the KV tells"
+    computed = other.run(shared)
+    assert computed["cached"] == 0
+
+    (mismatch,) = depot.status()["mismatches"]
+    engines = {each["engine"] for each in depot.status()["engines"]}
+    assert {mismatch["engine"], mismatch["writer"][:8]} <= {name[:8] for name in engines} | {mismatch["engine"]}
+    assert mismatch["engine"] != mismatch["writer"]
+    assert depot.status()["quarantined"] == []
+    eventually(lambda: "shares nothing with it from here on" in other.logged())
+    eventually(lambda: other.run_fresh(prompt(3, 300)) and depot.status()["chunks"] == 5)  # its own, by another name
+    assert other.run_fresh(shared)["cached"] == 0
+    again = other.run_fresh(shared)
+    assert again["cached"] == WHOLE, "its own again"
+    assert again["tokens"] == computed["tokens"]
+
+    third = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    assert third.run(own)["cached"] == 0, "what the other had stored is gone"
+    assert third.run(shared)["cached"] == 0
+    assert third.run_fresh(shared)["cached"] == WHOLE
+    assert len(depot.status()["mismatches"]) == 1
+
+
+def test_each_adapter_has_its_own_first_hit(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    adapter, tokens = ["red", 1, str(write_lora(tmp_path / "red", 0))], prompt(4, LENGTH)
+    first = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, **lora).wait_started()
+    for options in ({}, {"lora": adapter}):
+        first.run(tokens, **options)
+    second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, **lora).wait_started()
+    cached = [[second.run_fresh(tokens, **options)["cached"] for _ in range(2)] for options in ({}, {"lora": adapter})]
+    assert cached == [[0, WHOLE], [0, WHOLE]]
+
+
+def test_an_engine_that_only_loads_also_compares_first(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens = prompt(5, LENGTH)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_producer").wait_started().run(tokens)
+    before = vllm_depot.status()["counters"]["stored_chunks"]
+    consumer = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_consumer").wait_started()
+    assert [consumer.run_fresh(tokens)["cached"] for _ in range(2)] == [0, WHOLE]
+    assert vllm_depot.status()["counters"]["stored_chunks"] == before
+
+
+def test_with_trust_given_the_first_hit_is_loaded(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens = prompt(6, LENGTH)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
+    second = start_engine(models["gqa"], vllm_depot.url, extra={"kvdepot.trust": "given"}).wait_started()
+    assert second.run(tokens)["cached"] == WHOLE
+
+
+def test_a_restarted_server_and_lost_chunks_leave_the_next_hit_the_first(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot, tokens = start_depot(arena_mib=64), prompt(7, LENGTH)
+    engine = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    engine.run(tokens)
+    depot.process.kill()
+    depot.process.wait()
+    depot = start_depot(arena_mib=64, url=depot.url, name=depot.name)
+    engine.tell("meet")
+    # What was stored before a restart may be anybody's.
+    assert [engine.run_fresh(tokens)["cached"] for _ in range(2)] == [0, WHOLE]
+    second = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    second.tell("add", request=second.request(tokens))  # its lookup has found the chunks
+    forget_all(depot)
+    (result,) = second.tell("finish").values()
+    assert result["cached"] == 0
+    second.run_fresh(tokens)  # stores the chunk that was pinned when it was to be forgotten
+    assert second.run_fresh(tokens)["cached"] == WHOLE, "its own"
+    assert compared(depot) == (4, 0)
+
+
+# -- faults in the depot, which sampled hits find
+
+
+def swapped_chunks(chunks: list[np.ndarray]) -> None:
+    chunks[0][:], chunks[1][:] = chunks[1].copy(), chunks[0].copy()
+
+
+def a_layer_of_another_prompt(chunks: list[np.ndarray]) -> None:
+    layer = len(chunks[0]) // LLAMA["num_hidden_layers"]
+    chunks[2][layer:] = chunks[3][layer:]
+
+
+def flipped_exponent(chunks: list[np.ndarray]) -> None:
+    chunks[1][1001] ^= 0x40  # the highest bit of the exponent of one number
+
+
+def doubled(chunks: list[np.ndarray]) -> None:
+    for chunk in chunks:
+        numbers = (chunk.view(np.uint16).astype(np.uint32) << 16).view(np.float32) * 2
+        chunk[:] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def change_stored(depot: Depot, change: Callable[[list[np.ndarray]], None]) -> None:
+    """Change the bytes of all chunks in the server's memory, in the order in which they were stored."""
+    with (SHM / depot.name).open("r+b") as file:
+        header = ArenaHeader.read(file.fileno(), file.name)
+        assert header is not None
+        table = header.read_table(file.fileno())
+        records = [record for _, record in Records(memoryview(table)).read().records]
+        shards = sorted((r for r in records if isinstance(r, ShardRecord)), key=lambda r: r.serial)
+        assert all(len(shard.extents) == 1 for shard in shards)
+        chunks = [np.frombuffer(os.pread(file.fileno(), s.size, s.extents[0][0]), np.uint8).copy() for s in shards]
+        change(chunks)
+        for shard, chunk in zip(shards, chunks, strict=True):
+            os.pwrite(file.fileno(), chunk.tobytes(), shard.extents[0][0])
+
+
+@pytest.fixture(scope="module")
+def sampled(models: dict[str, Path]) -> Any:
+    """A server that has every hit compared, and an engine."""
+    depot = Depot("--verify-hits", "1", "--verify", "off").wait_ready()
+    engine = Engine(models["gqa"], depot.url, extra=EARNED)
+    yield depot, engine.wait_started()
+    engine.close()
+    depot.close()
+
+
+@pytest.mark.parametrize("change", [swapped_chunks, a_layer_of_another_prompt, flipped_exponent, doubled])
+def test_a_sampled_hit_finds_wrong_bytes_and_ends_their_use(
+    sampled: tuple[Depot, Engine], change: Callable[..., None]
+) -> None:
+    depot, engine = sampled
+    tokens = prompt(8, LENGTH)
+    forget_all(depot)
+    computed = engine.run_fresh(tokens)
+    differing = compared(depot)[1]
+    assert engine.run_fresh(tokens)["cached"] == 0, "sampled"
+    assert compared(depot)[1] == differing, "an honest sample"
+    change_stored(depot, change)
+    result = engine.run_fresh(tokens)
+    assert (result["cached"], result["tokens"]) == (0, computed["tokens"])
+    eventually(lambda: depot.status()["quarantined"])
+    assert compared(depot)[1] > differing
+    said = run("verify", "--url", depot.url)
+    assert said.returncode == 1
+    assert "in quarantine: gqa@" in said.stdout
+    assert "(sampled hit)" in said.stdout
+    before = compared(depot)
+    assert engine.run_fresh(tokens)["cached"] == 0
+    assert compared(depot) == before, "its chunks are misses"
+    (model,) = depot.status()["quarantined"]
+    released = run("verify", "--url", depot.url, "--release", model, "--json")
+    assert json.loads(released.stdout) == {"released": 1}
+    assert depot.status()["quarantined"] == []
