@@ -2,9 +2,9 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, library, sglang, gpu, lookups, small, watched, floods, serve, coding, disk, remote, pool, tiers,
-evictions, leases, policies, and with vLLM engine, starts, chats and pressure. The exit code is 0 if it
-ran to the end: a missed bar is a result, no failure.
+Families: copies, verify, library, sglang, gpu, lookups, small, watched, floods, serve, coding, disk, remote, pool,
+tiers, evictions, leases, policies, and with vLLM engine, starts, chats and pressure. The exit code is 0 if it ran to
+the end: a missed bar is a result, no failure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from common import TINY, Scale, say
 from report import Figure, describe_machine, table, write
 
 FAMILIES = (
-    "copies", "library", "sglang", "gpu", "lookups", "small", "watched", "floods", "serve", "coding", "disk", "remote",
-    "pool", "tiers", "evictions", "leases", "policies", "engine", "starts", "chats", "pressure",
+    "copies", "verify", "library", "sglang", "gpu", "lookups", "small", "watched", "floods", "serve", "coding", "disk",
+    "remote", "pool", "tiers", "evictions", "leases", "policies", "engine", "starts", "chats", "pressure",
 )  # fmt: skip
 _NEED_VLLM = {"engine", "starts", "chats", "pressure"}
 

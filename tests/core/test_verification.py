@@ -99,7 +99,7 @@ def test_a_sample_that_differs_puts_its_model_into_quarantine(desk: Desk) -> Non
 
 def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> None:
     assert compare(desk, b"two", prompt("q", 4)) == wire.Comparison()
-    assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison()
+    assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison(unknown=4)
     desk.hello(b"old")
     desk.register(b"old")
     assert desk.ask(b"old", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT)) == wire.Comparison()

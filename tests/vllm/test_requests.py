@@ -231,11 +231,11 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
     second = steps.build(512)
     assert second.void and not second.stores
     steps.back(first)
-    assert connector._scheduler._forget_after
+    assert connector._scheduler._forget_again
     third = steps.build()
     assert not third.void and not third.stores
     steps.back(second)
-    assert not connector._scheduler._forget_after
+    assert not connector._scheduler._forget_again
     connector.request_finished(one, [1, 2, 3, 4])
     connector.on_new_request(one)
     assert connector._scheduler._tracked["r"].prompt.chain.root != before

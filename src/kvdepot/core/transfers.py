@@ -181,7 +181,7 @@ class Transfers:
             raise BadRequest(f"a limit of {request.limit} for the difference of equal KV")
         operation = CopyOperation(client, number, instance, is_store=False, chunks=[], comparison=request)
         own = "" if request.is_sample else instance.writer
-        for part in request.shards if instance.layout.numbers else ():
+        for part in request.shards if instance.layout.numbers else ():  # others, such as LMCache's, do not ask
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             blocks = len(ids) // (len(part.hashes) // HASH_BYTES)
             size, namespace = instance.layout.block_bytes * blocks, self._namespace(instance, part)

@@ -58,13 +58,15 @@ class Verification:
         there = [
             (found, *operation.chunks[i])
             for i, found in operation.differences.items()
-            if not math.isnan(found) and operation.chunks[i][0].shards[operation.chunks[i][1]].sealed
+            if operation.chunks[i][0].shards[operation.chunks[i][1]].sealed
         ]
         there = [each for each in there if not is_forgotten(each[1])]
+        unknown = sum(math.isnan(found) for found, _, _ in there)
+        there = [each for each in there if not math.isnan(each[0])]
         self.counters["compared_chunks"] += len(there)
         worst = max(there, key=lambda each: each[0], default=None)
         if worst is None:
-            return wire.Comparison()
+            return wire.Comparison(unknown=unknown)
         differing = sum(found > request.limit for found, _, _ in there)
         if differing:
             self.counters["differing_chunks"] += differing
@@ -75,7 +77,7 @@ class Verification:
             mismatch.chunks, mismatch.worst, mismatch.limit = differing, min(found, 1e9), request.limit
             mismatch.is_sample = request.is_sample
             self._accuse(mismatch, chunk.namespace)
-        return wire.Comparison(len(there), worst[0])
+        return wire.Comparison(len(there), worst[0], unknown)
 
     def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""

@@ -6,6 +6,7 @@ processors add it up layer by layer. So the answer is a relative difference, and
     number of a chunk   the largest of its parts; a part: one segment's numbers of one data type
     number of a part    the mean of its tiles, or a quarter of the mean in one of its blocks, if that is larger
     number of a tile    |stored - computed| / |computed|, Euclidean, of `_TILE` neighbouring values; at most `_MOST`
+                        (of many tiles, one in `_EVERY`)
 
 Keys may be a hundred times larger than values: a relative difference of a whole layer would not see the values. A mean
 of small tiles does, and one token that took another expert, or one tile near zero, moves it little. A value that no
@@ -14,7 +15,9 @@ rounding explains (not finite, or `_ABSURD` times the largest of the other side)
 
 from __future__ import annotations
 
+import ctypes
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,28 +31,36 @@ from kvdepot.protocol.layout import Layout
 
 Numbers: TypeAlias = npt.NDArray[np.float32]
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
 _TILE = 64
 _MOST = 2.0
 """The difference of vectors of equal length in opposite directions."""
 _ABSURD = 16.0
 _BLOCK_SHARE = 4
+_EVERY = 5
+"""Of many tiles, one in this many is compared; no divisor of what keys, values and heads alternate by."""
+_MANY = 512
 _FLOOR = 1e-3
 """Tiles smaller than this, relative to the mean tile of their part, count as if they had this size."""
 
 
-class _Scratch:
-    """Memory for one chunk, in place of the arena."""
+class _Scratch(threading.local):
+    """Memory for one chunk, in place of the arena; each copy thread has one."""
 
-    def __init__(self, size: int) -> None:
-        self.bytes: Bytes = np.empty(size, np.uint8)
+    bytes: Bytes = np.empty(0, np.uint8)
 
     def ensure(self, offset: int, size: int) -> bool:
         return True
 
 
+_scratch = _Scratch()
+
+
 class _Part(NamedTuple):
-    """Bytes of one data type in one segment. start: the segment's first byte in the chunk. size: bytes of the segment
-    in a block. at, taken: the part's first byte, and its bytes, in that."""
+    """Bytes of one data type in one segment. start: the segment's first byte in a chunk of one block. size: bytes of
+    the segment in a block. at, taken: the part's first byte, and its bytes, in that."""
 
     numbers: str
     start: int
@@ -57,14 +68,10 @@ class _Part(NamedTuple):
     at: int
     taken: int
 
-    def of(self, chunk: Bytes, blocks: int) -> Numbers | None:
-        """The numbers of a chunk's blocks, [blocks, tiles, values]; None for a data type that is not known."""
+    def of(self, chunk: Bytes, blocks: int) -> Bytes:
+        """The bytes of the part in a chunk's blocks, [blocks, bytes]; a view."""
         rows = chunk[blocks * self.start : blocks * (self.start + self.size)].reshape(blocks, self.size)
-        found = _decode(self.numbers, np.ascontiguousarray(rows[:, self.at : self.at + self.taken]))
-        if found is None:
-            return None
-        tile = math.gcd(found.shape[1], _TILE)
-        return found.reshape(blocks, -1, tile if tile * 8 >= _TILE else found.shape[1])
+        return rows[:, self.at : self.at + self.taken]
 
 
 def compare(arena: Memory, task: Copy) -> list[float] | None:
@@ -75,23 +82,30 @@ def compare(arena: Memory, task: Copy) -> list[float] | None:
     layout, found = task.mapped.layout, []
     for piece in task.pieces:
         blocks = len(piece.block_ids)
-        scratch = _Scratch(layout.block_bytes * blocks)
-        one = [CopyPiece(((0, len(scratch.bytes)),), piece.block_ids)]
-        if not copy(scratch, replace(task, is_store=True, pieces=one)):
+        size = layout.block_bytes * blocks
+        if len(_scratch.bytes) < size:
+            _scratch.bytes = np.empty(size, np.uint8)  # kept: its pages would be zeroed anew for each chunk
+        one = [CopyPiece(((0, size),), piece.block_ids)]
+        if not copy(_scratch, replace(task, is_store=True, pieces=one)):
             return None
-        stored = views(arena.bytes, piece.extents, 0, len(scratch.bytes))
+        computed, stored = _scratch.bytes[:size], views(arena.bytes, piece.extents, 0, size)
         whole = stored[0] if len(stored) == 1 else np.concatenate(stored)
-        if np.array_equal(whole, scratch.bytes):
+        if _are_equal(whole, computed):
             found.append(0.0)
             continue
-        pairs = ((part.of(whole, blocks), part.of(scratch.bytes, blocks)) for part in _parts(layout))
-        known = [_difference(one, other) for one, other in pairs if one is not None and other is not None]
+        pairs = [(part.numbers, part.of(whole, blocks), part.of(computed, blocks)) for part in _parts(layout)]
+        known = [_difference(*pair) for pair in pairs if _fits(*pair[:2])]
         found.append(max(known, default=math.nan))
     return found
 
 
+def _are_equal(one: Bytes, other: Bytes) -> bool:
+    """Whether bytes are equal. Unlike numpy, memcmp needs no memory for the answer; it runs without the GIL."""
+    return bool(_memcmp(one.ctypes.data, other.ctypes.data, len(one)) == 0)
+
+
 def _parts(layout: Layout) -> Iterator[_Part]:
-    """The parts of a layout's chunks, in the order of their bytes; `start` is that of a chunk of one block."""
+    """The parts of a layout's chunks, in the order of their bytes."""
     types = iter(layout.numbers)
     name, left = next(types)
     start = 0
@@ -106,36 +120,63 @@ def _parts(layout: Layout) -> Iterator[_Part]:
         start += segment.size
 
 
-def _difference(stored: Numbers, computed: Numbers) -> float:
-    """The relative difference of a part, both [blocks, tiles, values]."""
-    is_number = np.isfinite(computed)
-    if not np.array_equal(is_number, np.isfinite(stored)):
+def _difference(name: str, stored: Bytes, computed: Bytes) -> float:
+    """The relative difference of a part, of which both are [blocks, bytes]."""
+    sizes, errors, most = [], [], np.zeros(2)
+    for rows in zip(stored, computed, strict=True):  # by block, so that the numbers stay in the processor's cache
+        one, other = (np.ascontiguousarray(row) for row in rows)
+        largest = np.array([_largest(name, row) for row in (one, other)])
+        if not np.isfinite(largest).all():
+            if not np.array_equal(np.isfinite(_decode(name, one)), np.isfinite(_decode(name, other))):
+                return math.inf
+            largest = np.zeros(2)  # in the same places; the other numbers count
+        most = np.maximum(most, largest)
+        tile = math.gcd(len(one) // _ITEMS[name], _TILE)
+        tile = tile if tile * 8 >= _TILE else len(one) // _ITEMS[name]
+        first, second = (_decode(name, _some_tiles(row, tile * _ITEMS[name])) for row in (one, other))
+        apart = first - second
+        errors.append(np.sqrt(np.einsum("tv,tv->t", apart, apart)))
+        sizes.append(np.sqrt(np.einsum("tv,tv->t", second, second)))
+    if not most.max() <= _ABSURD * most.min():
         return math.inf
-    if not is_number.all():
-        stored, computed = np.where(is_number, stored, 0), np.where(is_number, computed, 0)
-    least, most = sorted((float(np.abs(stored).max()), float(np.abs(computed).max())))
-    if not most <= _ABSURD * least:
-        return math.inf
-    apart = stored - computed
-    sizes = np.sqrt(np.einsum("btv,btv->bt", computed, computed))
-    errors = np.sqrt(np.einsum("btv,btv->bt", apart, apart))
-    least = max(_FLOOR * float(sizes.mean()), float(np.finfo(np.float32).tiny))
-    errors = np.minimum(errors / np.maximum(sizes, least), _MOST)
-    return max(float(errors.mean()), float(errors.mean(axis=1).max()) / _BLOCK_SHARE)
+    norms, distances = np.nan_to_num(np.array(sizes)), np.nan_to_num(np.array(errors))
+    least = max(_FLOOR * float(norms.mean()), float(np.finfo(np.float32).tiny))
+    relative = np.minimum(distances / np.maximum(norms, least), _MOST)
+    return max(float(relative.mean()), float(relative.mean(axis=1).max()) / _BLOCK_SHARE)
 
 
-def _decode(name: str, rows: Bytes) -> Numbers | None:
-    """The numbers in rows of bytes; None for a data type that is not known, or that does not fit."""
-    item = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}.get(name)
-    if item is None or rows.shape[1] % item:
-        return None
-    if name == "float8_e4m3fn":
-        return _e4m3fn()[rows]
-    if name == "bfloat16":
-        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if name == "float8_e5m2":
-        return (rows.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    return rows.view(name).astype(np.float32)
+def _some_tiles(row: Bytes, size: int) -> Bytes:
+    """Tiles of `size` bytes of a row, [tiles, bytes]: of many, one in `_EVERY`."""
+    tiles = row.reshape(-1, size)
+    return tiles if len(tiles) < _MANY else np.ascontiguousarray(tiles[::_EVERY])
+
+
+def _largest(name: str, row: Bytes) -> float:
+    """The largest magnitude in a row of bytes. Without its sign, a float's bits are in the order of its size."""
+    bits = row.view(f"u{_ITEMS[name]}")
+    most = (bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)).max()
+    return float(_decode(name, np.array([most], bits.dtype).view(np.uint8))[0])
+
+
+_ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
+"""Bytes of a number of the data types that can be compared."""
+
+
+def _fits(name: str, rows: Bytes) -> bool:
+    """Whether bytes can be read as numbers of this type."""
+    return name in _ITEMS and not rows.shape[1] % _ITEMS[name]
+
+
+def _decode(name: str, row: Bytes) -> Numbers:
+    """The numbers in bytes, whose last axis becomes shorter."""
+    match name:
+        case "bfloat16":
+            return np.left_shift(row.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+        case "float8_e4m3fn":
+            return _e4m3fn()[row]
+        case "float8_e5m2":
+            return np.left_shift(row, 8, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return row.view(name).astype(np.float32, copy=False)
 
 
 @cache

@@ -34,8 +34,8 @@ BY_CLIENT = "client"
 class TensorView(NamedTuple):
     """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes.
 
-    mapping, device, handle: as in `Mapping`. numbers: the data types of a block's bytes, as in `Layout`; empty: all
-    have the first word of `dtype`.
+    mapping, device, handle: as in `Mapping`. numbers: the data types of a block's bytes, as in `Layout`; one: of
+    all; empty: that is the first word of `dtype`.
     """
 
     name: str
@@ -223,8 +223,12 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         if num_blocks == 1:
             stride = max(stride, run_bytes)  # the stride of an axis of size one is arbitrary
         segments += [Segment(number, view.offset + run, stride, run_bytes) for run in runs]
-        is_whole = len(runs) == 1 and sum(size for _, size in view.numbers) == run_bytes
-        types += [view.numbers if is_whole else ((view.dtype.partition(" ")[0], run_bytes),)] * len(runs)
+        kinds = view.numbers or ((view.dtype.partition(" ")[0], run_bytes),)
+        if len(kinds) == 1:
+            kinds = ((kinds[0][0], run_bytes),)
+        elif len(runs) > 1 or sum(size for _, size in kinds) != run_bytes:
+            kinds = (("unknown", run_bytes),)  # they can be stored, not compared
+        types += [kinds] * len(runs)
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
             raise LayoutError(f"KV tensors need more than {MAX_SEGMENTS} segments per block")

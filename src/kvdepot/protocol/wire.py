@@ -474,10 +474,12 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Answer to a `Compare`. chunks: that were there and were compared. worst: the largest difference."""
+    """Answer to a `Compare`. chunks: that were there and were compared. worst: the largest difference. unknown: chunks
+    that were there, and whose data types are not known."""
 
     chunks: int = 0
     worst: float = 0.0
+    unknown: int = 0
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):

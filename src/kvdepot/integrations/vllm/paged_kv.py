@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 log = init_logger(__name__)
 
+_EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""The data types of KV that vLLM keeps as bytes."""
 _SPARE_BLOCKS = 2
 _LARGEST = 128
 """Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
@@ -89,7 +92,23 @@ def share_kv(
     It may move bytes, so no step may run. Raises ArenaError if /dev/shm is full, ConfigError, LayoutError.
     """
     writers = _describe_writers(vllm_config, kv_caches)
-    return [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in groups]
+    numbers = {name: _number_types(vllm_config, name, cache, num_blocks) for name, cache in kv_caches.items()}
+    return [describe_kv(_of_group(kv_caches, group), num_blocks, writers, numbers) for group in groups]
+
+
+def _number_types(
+    vllm_config: VllmConfig, name: str, cache: torch.Tensor, num_blocks: int
+) -> tuple[tuple[str, int], ...]:
+    """The data types of a block's bytes (layout.TensorView), where the tensor's own type does not tell them."""
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    if hasattr(layer, "get_state_shape"):
+        states = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
+        parts = [(str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize) for shape, dtype in states]
+        rest = cache[0].nbytes * cache.shape[0] // num_blocks - sum(size for _, size in parts)
+        return (*parts, ("padding", rest)) if rest > 0 else tuple(parts)
+    if cache.dtype is torch.uint8:
+        return ((_EIGHT_BITS.get(vllm_config.cache_config.cache_dtype, "bytes"), 0),)
+    return ()
 
 
 def _of_group(kv_caches: dict[str, torch.Tensor], group: CacheGroup) -> dict[str, torch.Tensor]:
@@ -103,8 +122,14 @@ def _of_group(kv_caches: dict[str, torch.Tensor], group: CacheGroup) -> dict[str
     return found
 
 
-def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, writers: str) -> Layout:
-    """Share vLLM's paged KV and describe it. writers: who fills the blocks. Raises ConfigError, LayoutError.
+def describe_kv(
+    kv_caches: dict[str, torch.Tensor],
+    num_blocks: int,
+    writers: str,
+    numbers: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({}),
+) -> Layout:
+    """Share vLLM's paged KV and describe it. writers: who fills the blocks. numbers: the data types of a block's bytes,
+    by name, where tensors do not tell them. Raises ConfigError, LayoutError.
 
     vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
     Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
@@ -121,7 +146,7 @@ def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, writers: st
         if place in seen:
             continue  # a layer that shares the KV of another
         seen.add(place)
-        views.append(view._replace(dtype=f"{view.dtype} {writers}"))
+        views.append(view._replace(dtype=f"{view.dtype} {writers}", numbers=numbers.get(name, ())))
     return build_layout(views, [0] * len(views))
 
 

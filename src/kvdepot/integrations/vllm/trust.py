@@ -54,10 +54,11 @@ Scope: TypeAlias = tuple[int, bool]
 
 
 class Compared(NamedTuple):
-    """A rank's result of a comparison. chunks: that were compared. worst: the largest difference of these."""
+    """A rank's result of a comparison. The fields are those of wire.Comparison."""
 
     chunks: int = 0
     worst: float = 0.0
+    unknown: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,14 @@ class Trust:
                 "the two", worst, self._limit,
             )  # fmt: skip
             return Verdict.DIFFERENT
-        if check.scope in self._proven or not all(each.chunks for each in check.found):
+        if check.scope in self._proven or not all(each.chunks or each.unknown for each in check.found):
             return Verdict.UNKNOWN
         self._proven.add(check.scope)
+        if not all(each.chunks for each in check.found):
+            log.warning(
+                "kvdepot: this engine's KV is of a format that cannot be compared, so it is loaded without proof"
+            )
+            return Verdict.EQUAL
         log.info(
             "kvdepot: this engine computes what others have stored (largest difference %.2g, limit %.2g), and loads it "
             "from here on", worst, self._limit,

@@ -187,7 +187,8 @@ class WorkerHalf:
             outcome = self._comparing.pop(number).outcome()
             of_groups = [] if isinstance(outcome, KVDepotError) else outcome
             worst = max((each.worst for each in of_groups), default=0.0)
-            report.compared[number] = [Compared(sum(each.chunks for each in of_groups), worst)]
+            chunks, unknown = (sum(getattr(each, name) for each in of_groups) for name in ("chunks", "unknown"))
+            report.compared[number] = [Compared(chunks, worst, unknown)]
         for number in self._unknown:
             report.compared[number] = [Compared()]
         self._unknown.clear()

@@ -1,0 +1,81 @@
+"""Comparing blocks with stored chunks, beside loading these chunks: the same bytes, read twice instead of once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import zmq
+from common import Scale, Serve, say
+from report import Figure, at_least
+
+from kvdepot.client import Client
+from kvdepot.client.contract import wrap_kv_caches
+from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.worker import CompareTerms, Submitted, WorkerClient
+from kvdepot.keys import ChunkChain
+from kvdepot.protocol.layout import build_layout
+
+__all__ = ["run"]
+
+_CHUNK_TOKENS, _CHUNKS, _LAYERS = 256, 32, 16
+_HEAD_VALUES = 2 * 8 * 128
+"""Keys and values of 8 heads of 128, of a token and layer."""
+_DEADLINE_S = 60.0
+
+
+def run(scale: Scale, notes: list[str]) -> list[Figure]:
+    """Figures for bytes that are equal, and for numbers that were rounded otherwise."""
+    say("comparing 8k tokens")
+    context: zmq.Context[Any] = zmq.Context()
+    server = Serve(arena_gib=0.75, chunk_size=_CHUNK_TOKENS)
+    spec = ShardSpec("bench-verify", 1, 0, _CHUNK_TOKENS, 1)
+    caches = {
+        f"layer.{i}": torch.randn(_CHUNKS, _CHUNK_TOKENS, _HEAD_VALUES).to(torch.bfloat16) for i in range(_LAYERS)
+    }
+    chain = ChunkChain(_CHUNK_TOKENS)
+    chain.extend(range(_CHUNKS * _CHUNK_TOKENS))
+    blocks = pack_block_ids(list(range(_CHUNKS)))
+    parts = [Transfer("r", chain.parent(0), 0, bytes(chain.slice(0, _CHUNKS)), blocks)]
+    size_mb = sum(each.nbytes for each in caches.values()) / 1e6
+    loads: list[float] = []
+    compared: dict[str, list[float]] = {"equal": [], "rounded": []}
+    worker = None
+    try:
+        server.wait_populated(context)
+        worker = WorkerClient(Client(server.url, context), spec, unpins=False)
+        worker.register([build_layout([each.view for each in wrap_kv_caches(caches)], [0] * _LAYERS)], caches)
+        _wait(worker, worker.submit_store(["r"], parts, None))
+        for number in range(-1, scale.cold_runs):
+            for what, speeds in compared.items():
+                worker.submit_retrieve(["r"], parts, None)
+                (load,) = worker.retrieves["r"]
+                load_s = _wait(worker, load)
+                if what == "rounded":
+                    for layer in caches.values():
+                        layer.mul_(1 + 2**-7)
+                comparison = worker.submit_compare(parts, None, CompareTerms(0.1, is_sample=True))
+                compare_s = _wait(worker, comparison)
+                (found,) = comparison.outcome()  # type: ignore[misc]
+                if found.chunks != _CHUNKS or (found.worst == 0.0) != (what == "equal"):
+                    raise RuntimeError(f"{found} for {what} bytes")
+                if number >= 0:
+                    speeds.append(size_mb / compare_s)
+                    loads.append(size_mb / load_s)
+    finally:
+        if worker is not None:
+            worker.close()
+        server.close()
+        context.term()
+    return [at_least(f"compare 8k tokens, {what}", "MB/s", speeds, loads, 0.4) for what, speeds in compared.items()]
+
+
+def _wait(worker: WorkerClient, submitted: Submitted[Any]) -> float:
+    """Seconds until it has ended."""
+    begun = time.perf_counter()
+    while not submitted.done():
+        worker.poll(set())
+        if time.perf_counter() - begun > _DEADLINE_S:
+            raise TimeoutError("the server did not answer")
+    return time.perf_counter() - begun
