@@ -264,3 +264,20 @@ def test_a_sampled_hit_finds_wrong_bytes_and_ends_their_use(
     released = run("verify", "--url", depot.url, "--release", model, "--json")
     assert json.loads(released.stdout) == {"released": 1}
     assert depot.status()["quarantined"] == []
+
+
+def test_engines_with_other_batches_agree(sampled: tuple[Depot, Engine], models: dict[str, Path]) -> None:
+    depot, engine = sampled
+    forget_all(depot)
+    other = Engine(models["gqa"], depot.url, extra=EARNED, max_num_batched_tokens=384, max_num_seqs=3)
+    before = compared(depot)
+    try:
+        prompts = [prompt(seed, 300 + 60 * seed) for seed in range(20)]
+        for each in (engine, other.wait_started(), engine):
+            each.tell("reset")
+            each.tell("run", requests=[each.request(tokens) for tokens in prompts])
+    finally:
+        other.close()
+    assert compared(depot)[0] - before[0] >= 2 * sum(len(tokens) // 256 for tokens in prompts) - 40
+    assert compared(depot)[1] == before[1]
+    assert depot.status()["quarantined"] == []

@@ -44,7 +44,7 @@ log = init_logger(__name__)
 
 _MOST_EPSILONS, _LEAST_EPSILON = 4.0, 2.0**-10
 """The limit of the difference: 4 epsilons of the model's data type (of TF32 for float32) times the square root of the
-number of layers, because differences add up (docs/internals/vllm.md has what was measured)."""
+number of layers, because differences add up (docs/internals/integrations.md has what was measured)."""
 _ROUNDED = 0.1
 """KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
