@@ -138,7 +138,7 @@ ALERTS = (
         " / increase(kvdepot_asked_tokens_total[1h]) > 0.2 and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
         "{{ $labels.instance }} misses {{ $value | humanizePercentage }} of the tokens asked for, which an infinite "
         "cache would have.",
-        "More memory or a disk tier would help; `kvdepot simulate` predicts how much from a trace of requests.",
+        "More memory or a disk tier would help; `bench/replay.py` predicts how much from a trace of requests.",
     ),
     Alert(
         "KVDepotTierDown", "warning", "5m",

@@ -62,8 +62,6 @@ def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["simulate", "--hosts", "1,10", "trace.jsonl"], "--hosts was removed: replay the requests that one host gets"),
-        (["simulate", "--tier-size=1GiB"], "--tier-size was removed: replay the requests that one host gets"),
         (
             ["top", "--json"],
             "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",

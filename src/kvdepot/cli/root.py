@@ -33,9 +33,6 @@ _FAMILIES = {
         "quota": ("quota", "show or set how much memory a tenant or salt may take"),
         "check": ("check", "verify an arena: its records and checksums"),
     },
-    "Measure": {
-        "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
-    },
     "Set up": {
         "keygen": ("setup", "generate the keys of a server and its clients"),
     },
@@ -51,14 +48,13 @@ REMOVED = {
     "logs": "`kvdepot status`, which prints the path of the log",
     "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "pin": "`kvdepot lease NAME` without --seconds",
+    "simulate": "`python bench/replay.py TRACE` in a checkout",
     "size": "the engine's log, which has the KV bytes of a token on each rank once it is connected",
     "token": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "unpin": "`kvdepot release NAME --keep`",
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
-_OF_FLEETS = "hosts", "routing", "scale", "prefill-tokens-per-s", "tier-size", "tier-latency", "tier-bandwidth"
 _REMOVED_OPTIONS = {
-    **{f"simulate --{name}": "replay the requests that one host gets" for name in _OF_FLEETS},
     "top --json": "use `kvdepot status --watch --json`, which prints one line per update",
     "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
     "inspect --long": "use --json, which has each chunk with its whole hash",
