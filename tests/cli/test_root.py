@@ -148,7 +148,7 @@ def test_every_encoding_of_the_terminal_will_do(
     settings = tmp_path / "settings.toml"
     settings.write_text('[tenants."m\u00fcller \u6771"]\ncap_gib = 1\n', encoding="utf-8-sig")
     server = ("--url", depot.url)
-    for words in (["status", *server], ["ls", *server], ["doctor", *server], ["config", "--config", str(settings)]):
+    for words in (["status", *server], ["lease", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(
             module_command("kvdepot.cli", *words),
             capture_output=True,

@@ -60,8 +60,6 @@ def test_top_draws_within_80_by_24_follows_a_new_size_and_ends_with_q(depot: Dep
         eventually(lambda: "lookups/s" in top.text)
         assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
         assert re.search(r"memory +[#-]{20} ", top.text)
-        top.press("3")
-        eventually(lambda: "shared tokens" in top.text)
         seen = len(top.raw)
         fcntl.ioctl(top.inner, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
         os.kill(top.process.pid, signal.SIGWINCH)  # its session has no terminal that would send it

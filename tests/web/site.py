@@ -43,7 +43,6 @@ class Site:
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
         self.events = 0  # sent, on all streams
-        self.prefixes: list[dict[str, Any]] = []
         self.leases: list[dict[str, Any]] = []
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
@@ -114,7 +113,7 @@ class Site:
                 self._stream(request)
                 return
             else:
-                values = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/leases": self.leases}
+                values = {"/v1/history": self.history, "/v1/leases": self.leases}
                 body = msgspec.json.encode(values[path])
         else:
             file = PAGE / (path[1:] or "index.html")
@@ -154,22 +153,6 @@ def empty_status(**changes: Any) -> Status:
         record_slots=4096, record_slots_used=0, unrecorded_shards=0, operations=0, clients=0, sessions=0, instances=0,
         **changes,
     )  # fmt: skip
-
-
-def example_prefixes() -> list[dict[str, Any]]:
-    """Three prefix families, as `GET /v1/prefixes` lists them."""
-    llama, qwen = "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-32B"
-    return [
-        {"tenant": "", "model": model, "id": f"{digit:02x}" * 32, "hash": f"{digit + 1:02x}" * 32,
-         "shared_tokens": shared, "tokens": tokens,
-         "prompts": prompts, "bytes": int(size * GIB), "hits": hits, "hit_tokens": hits * shared, "age_s": age_s,
-         "idle_s": 2.0 * digit}
-        for digit, model, shared, tokens, prompts, size, hits, age_s in (
-            (0x9a, llama, 4_096, 211_456, 812, 6.4, 22_104, 266_000.0),
-            (0x3c, qwen, 12_288, 98_304, 77, 2.2, 8_031, 18_100.0),
-            (0xe1, llama, 1_024, 40_960, 31, 1.2, 1_377, 5_400.0),
-        )
-    ]  # fmt: skip
 
 
 def a_lease(name: str, size: int, ends_s: float | None) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,13 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
-from tests.conftest import HANG_S, StartDepot, eventually
+from tests.conftest import HANG_S, eventually
 from tests.web.conftest import StartWeb, Web, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
-    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/metrics",
+    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/metrics",
     "/schema/openapi.json",
 )  # fmt: skip
 
@@ -44,57 +42,6 @@ def test_every_path_answers_and_says_that_nobody_may_keep_or_embed_it(web: Web, 
     if path != "/metrics":
         assert answer.headers["content-type"].startswith("application/json")
         json.loads(answer.body)
-
-
-def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
-    web = start_web()
-    engine = Engine(web.depot)
-    try:
-        engine.store(list(range(3 * CHUNK)), list(range(3 * PER_CHUNK)))
-        engine.store([*range(2 * CHUNK), *range(CHUNK)], list(range(3 * PER_CHUNK)))
-        assert engine.lookup(list(range(3 * CHUNK))) == 3 * CHUNK
-        (found,) = web.get("/v1/prefixes?most=5&sort=bytes").value
-        assert (found["model"], found["prompts"], found["hits"]) == (engine.model, 2, 1)
-        assert (found["shared_tokens"], found["tokens"], found["hit_tokens"]) == (2 * CHUNK, 4 * CHUNK, 3 * CHUNK)
-        pinned = web.change("/v1/lease", {"prefix": found["hash"], "model": found["model"], "name": "listed"})
-        assert pinned.value == {"chunks": 2, "of_chunks": 2}, pinned.body
-        assert [(each["name"], each["chunks"]) for each in web.get("/v1/leases").value] == [("listed", 2)]
-        large = Engine(web.depot, model=f"{engine.model}-large")
-        large.store([7] * CHUNK, list(range(PER_CHUNK)))
-        (other,) = web.get(f"/v1/prefixes?model={large.model}").value
-        refused = web.change("/v1/lease", {"prefix": other["hash"], "model": engine.model, "name": "listed"})
-        assert refused.status == 400 and "no whole prompt" in refused.value["message"], "it is another model's"
-        assert [(each["name"], each["chunks"]) for each in web.get("/v1/leases").value] == [("listed", 2)]
-        large.close()
-        assert web.get("/v1/prefixes?model=another").value == []
-        assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
-    finally:
-        engine.close()
-
-
-def test_a_slow_list_of_prefixes_delays_no_list_of_leases(start_depot: StartDepot) -> None:
-    from prometheus_client import CollectorRegistry
-
-    from kvdepot.web.app import ApiState, leases
-    from kvdepot.web.live import LiveStatus
-    from kvdepot.web.poll import Poll
-
-    poll = Poll(start_depot("--http", "off", arena_mib=8).url, None)
-    state = ApiState(poll, LiveStatus(poll), CollectorRegistry())
-    began, ended = threading.Event(), threading.Event()
-
-    def ask() -> bool:
-        began.set()
-        return ended.wait()
-
-    with ThreadPoolExecutor(2) as readers:
-        try:
-            readers.submit(state.prefixes.get, "slow", ask)
-            assert began.wait(HANG_S)
-            assert readers.submit(leases.run, state).result(HANG_S) == []
-        finally:
-            ended.set()
-            poll.close()
 
 
 def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Path) -> None:
@@ -241,8 +188,8 @@ def test_a_quota_of_a_salt_is_answered_and_shown_with_its_tag(web: Web) -> None:
         ("/v1/forget", {"modle": "x", "all": True}, "the body: object contains unknown field `modle`"),
         ("/v1/forget", {"all": "yes"}, "the body: all: expected `bool`, got `str`"),
         ("/v1/forget", b"{", "the body: not JSON (Input data was truncated)"),
-        ("/v1/warm", {}, "give exactly one of `tokens`, `hashes` and `prefix`"),
-        ("/v1/lease", {"prefix": "0" * 64, "name": "a"}, "no engine has registered yet"),
+        ("/v1/warm", {}, "give either `tokens` or `hashes`"),
+        ("/v1/lease", {"hashes": ["ab" * 32], "name": "a"}, "no engine has registered yet"),
         ("/v1/warm", {"tokens": [-1]}, "tokens[0]: expected `int` >= 0"),
         ("/v1/warm", {"hashes": ["xyz"]}, "hashes[0]: expected `str` matching regex"),
         ("/v1/lease", {"tokens": [1], "name": ""}, "name"),
@@ -286,7 +233,7 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     assert rb"\\Z" not in answer.body, "to JSON Schema, that is the letter Z"
     schema = answer.value
     assert schema["paths"].keys() == {
-        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes", "/v1/warm",
+        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/leases", "/v1/warm",
         "/v1/lease", "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():

@@ -18,7 +18,7 @@ from tests.web.conftest import StartWeb, Web
 pytestmark = pytest.mark.faults  # a server and a web process each
 
 CHANGES = ("/v1/forget", "/v1/warm", "/v1/lease", "/v1/release", "/v1/quota")
-READS = ("/v1/status", "/v1/history", "/v1/leases", "/v1/prefixes")
+READS = ("/v1/status", "/v1/history", "/v1/leases")
 
 
 @pytest.fixture(scope="module")

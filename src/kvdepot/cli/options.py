@@ -17,7 +17,6 @@ from kvdepot.values import parse_size
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")
-long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
 url = click.option("-u", "--url", metavar="URL", help="the server's endpoint")
 
 _FILE = click.Path()

@@ -24,8 +24,7 @@ _FAMILIES = {
         "config": ("serve", "show every setting and where its value comes from"),
     },
     "Chunks": {
-        "ls": ("prefixes", "list the prompts in memory, by their first chunk"),
-        "inspect": ("prefixes", "show where the chunks of one prompt are"),
+        "inspect": ("inspection", "show where the chunks of one prompt are"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
         "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
         "release": ("leases", "end a lease, and remove its chunks"),
@@ -46,6 +45,7 @@ REMOVED = {
     "demo": "`make demo` in a checkout",
     "leases": "`kvdepot lease` without arguments, which lists them",
     "logs": "`kvdepot status`, which prints the path of the log",
+    "ls": "`kvdepot status`, which lists models; `kvdepot inspect` for one prompt",
     "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "pin": "`kvdepot lease NAME` without --seconds",
     "simulate": "`python bench/replay.py TRACE` in a checkout",

@@ -23,8 +23,8 @@ _INSTEAD = "`kvdepot status --watch` prints again and again, with --json one lin
 def top(interval: float, server: options.Address) -> int:
     """Watch a running server: its status, redrawn every second. Press q to quit.
 
-    The digits 1 to 7, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
-    their first chunk), engines, tiers, leases or events. Up and down choose a row, enter shows all that is known about
+    The digits 1 to 6, tab and the arrows choose what to show: an overview, models, engines,
+    tiers, leases or events. Up and down choose a row, enter shows all that is known about
     it (names and ids in full, KV cache groups, a tier's counters), and esc goes back. s sorts by the next column, p
     pauses.
 

@@ -28,7 +28,6 @@ from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.errors import DeadlineExceeded, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.leases import LeaseStatus
-from kvdepot.protocol.prefixes import SORTS, Prefix
 from kvdepot.protocol.status import NamespaceStatus, Status, read
 
 _TICK_S = 0.1
@@ -37,8 +36,7 @@ _ANSWER_S = 4.0
 _SILENT_S = 2.0
 """A server that answers this much later than it should is reported as silent."""
 _LIST_S = 2.0
-"""Least time between two lists of prefixes or leases, which cost the server more than a status."""
-_MOST_LISTED = 200
+"""Least time between two lists of leases, which cost the server more than a status."""
 _WINDOW_S = 60.0
 """Rates are those of the last minute, or since the first status."""
 _NOT_SHOWN = ("histograms", "wall_s")
@@ -63,7 +61,6 @@ def _models(now: Status) -> Sequence[NamespaceStatus]:
 
 _TABLES = {
     "models": TopTab(_models, view.models, ("bytes", "chunks", "asked_tokens", "model")),
-    "prefixes": TopTab(Prefix, view.prefixes, SORTS),
     "engines": TopTab(lambda now: now.engines, view.engines, ("models", "sessions", "pinned_chunks", "idle_s")),
     "tiers": TopTab(lambda now: now.tiers, view.tiers, ("order", "bytes", "queued_bytes")),
     "leases": TopTab(LeaseStatus, view.leases, ("bytes", "ends_s", "name")),
@@ -153,8 +150,6 @@ class Top(App[None]):
         self._ask("overview", wire.Status(), 0.0)
         if self._tab == "leases":
             self._ask(self._tab, wire.Leases(), _LIST_S)
-        elif self._tab == "prefixes":
-            self._ask(self._tab, wire.Prefixes("", self._sorted_by(), _MOST_LISTED), _LIST_S)
 
     def _ask(self, tab: str, request: wire.Request, least_s: float) -> None:
         assert self._interval is not None
@@ -214,7 +209,6 @@ class Top(App[None]):
 
     def action_sort(self) -> None:
         self._sort[self._tab] += 1
-        self._due.pop(self._tab, None)  # the server lists in this order
         self._draw()
 
     def action_close(self) -> None:

@@ -20,7 +20,6 @@ from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
-from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import (
     OTHERS,
     AnswersStatus,
@@ -349,28 +348,6 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
 def needs(reach: int) -> str:
     """The chunks of a KV cache group that resuming a prompt needs."""
     return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
-
-
-_HASH_DIGITS = 12
-"""Digits of a hash in tables: enough to name a chunk among billions."""
-_MODEL_CELLS = 28
-
-
-def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
-    """The table of prefix families. is_long: ids and names in full."""
-    rows = [
-        (
-            each.id[: None if is_long else _HASH_DIGITS],
-            _shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
-            count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
-            count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
-        )
-        for each in shown
-    ]  # fmt: skip
-    heads = (
-        "prefix", "model", ">hits", ">bytes", ">tokens", ">shared tokens", ">prompts", ">found tokens", ">idle", ">age",
-    )  # fmt: skip
-    return Listing(heads, rows)
 
 
 def named(tenant: str, model: str) -> str:

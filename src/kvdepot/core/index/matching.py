@@ -102,11 +102,6 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
     return Pin(found, end, parts)
 
 
-def last_chained(pin: Pin) -> Chunk | None:
-    """The last chained chunk of a prefix in the model's first unbounded group."""
-    return next((chunk for chunk in pin.chunks if chunk.position and chunk.namespace.trunk is chunk.namespace), None)
-
-
 def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:
     return namespace.chunks.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
 

@@ -7,13 +7,11 @@ import { duration, moment } from "./format.js";
 import { showFacts, showGain, showHost, showStores, showVerdict } from "./panels.js";
 import { History } from "./series.js";
 import { Refusal, ask, events, hasToken, useToken } from "./source.js";
-import { showDetails, showEngines, showEvents, showLeases, showPrefixes, showUsers } from "./tables.js";
-import "./tip.js";
+import { showDetails, showEngines, showEvents, showLeases, showUsers } from "./tables.js";
 
 /** Delay before the page asks again for a stream of status that ended. */
 const PAUSE_MS = 1000;
 const LISTS_S = 10;
-const MOST_PREFIXES = 10;
 
 const history = new History();
 let gains = null;
@@ -109,7 +107,7 @@ function show(next) {
   document.body.classList.remove("old");
   $("token").hidden = true;
   showCharts();
-  showLists();
+  listLeases();
 }
 
 function showFailure({ level = "bad", headline, concerns, asksToken = false }) {
@@ -125,16 +123,13 @@ function showCharts() {
   uses.update(usesOf(status), history, range_s);
 }
 
-/** Request what the server lists on request, and show it, now and then while it can be seen. */
-async function showLists() {
+/** Request the leases, which the server lists on request, and show them, now and then while they can be seen. */
+async function listLeases() {
   const isFresh = listed.boot === status.boot && status.uptime_s - listed.at_s < LISTS_S;
   if (isFresh || !$("users").open) return;
   listed = { boot: status.boot, at_s: status.uptime_s };
   // One that fails is requested again; the status shows whether the server works.
-  await Promise.allSettled([
-    ask(`v1/prefixes?most=${MOST_PREFIXES}&sort=hits`).then(showPrefixes),
-    ask("v1/leases").then(showLeases),
-  ]);
+  await Promise.allSettled([ask("v1/leases").then(showLeases)]);
 }
 
 $("token").addEventListener("submit", (event) => {
@@ -163,7 +158,7 @@ for (const fold of document.querySelectorAll(".fold")) {
   fold.open = isWide && fold.dataset.open === "wide";
   fold.addEventListener("toggle", () => {
     showCharts(); // those that were hidden have no size
-    if (status) showLists();
+    if (status) listLeases();
   });
 }
 range_s = Number($("range").querySelector("input:checked").value); // browsers restore it on a reload
