@@ -247,7 +247,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
 def models(shown: Sequence[NamespaceStatus]) -> Listing:
     rows = [
         (
-            OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model),
+            named(namespace.tenant, namespace.model) if namespace.world_size else OTHERS,
             str(namespace.world_size or "-"),
             count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
@@ -267,11 +267,6 @@ def _answers(said: AnswersStatus | None) -> str:
     why = "learning" if said.mode == "auto" else said.mode
     why = f"{share(said.share)} return" if said.share is not None else why
     return f"{'stored' if said.stored else 'not stored'} ({why})"
-
-
-def is_sum(row: object) -> bool:
-    """Whether a row is the sum of all models that the server does not list."""
-    return isinstance(row, NamespaceStatus) and not row.world_size
 
 
 _TOKEN_HEADS = (">asked", ">found", ">reused")
