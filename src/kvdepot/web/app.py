@@ -1,4 +1,4 @@
-"""The endpoints of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
+"""The endpoints of the HTTP API.
 
 Requests that read are answered from poll.py's last result, except that for leases (`CachedLeases`); requests that
 change something ask the server, on threads, a few at a time.
@@ -20,7 +20,6 @@ from msgspec import Meta
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from kvdepot import __version__
 from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
@@ -31,10 +30,10 @@ from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.quotas import Quota, shown_tag
 from kvdepot.web.child import Order
-from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
+from kvdepot.web.dispatch import Dispatch, Encoded, get, post
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import TimeSeries
-from kvdepot.web.live import LiveStatus, StatusNow
+from kvdepot.web.live import LiveStatus
 from kvdepot.web.poll import Poll
 from kvdepot.web.prometheus import StatusCollector
 
@@ -195,7 +194,7 @@ async def metrics(state: ApiState, scope: Scope) -> Encoded:
     return Encoded(encode(state.registry), media_type)
 
 
-@get("/v1/status", StatusNow)
+@get("/v1/status")
 async def status(state: ApiState) -> Encoded:
     """The server's latest status, at most a few seconds old; `/v1/stream` sends each one as an event."""
     return Encoded(state.live.encoded())
@@ -344,12 +343,6 @@ def make_app(poll: Poll, live: LiveStatus, order: Order) -> App:
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
-    document = Encoded(describe(_ENDPOINTS, __version__))
     is_local = is_loopback(f"tcp://{order.address}")
     guard = Guard(order.token, is_local, is_local and order.key is None, pages)
-    return Dispatch(
-        _ENDPOINTS,
-        {**pages, "/schema/openapi.json": document},
-        ApiState(poll, live, registry, CachedLeases(poll.client)),
-        guard,
-    )
+    return Dispatch(_ENDPOINTS, pages, ApiState(poll, live, registry, CachedLeases(poll.client)), guard)
