@@ -175,7 +175,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
         clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
         saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
-        tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336, 301_088_891),
+        tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336),
         usage=[Usage("", 349_000_000, 246_000_000, 195_000_000), Usage("research", 12_017_856, 5_990_463, 3_734_336)],
         host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, holds_s=2_562.0, leased_bytes=int(5.9 * GIB),
         histograms=[
@@ -274,7 +274,6 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
             "asked_tokens": rising(last.tokens.asked, asked),
             "found_tokens": rising(last.tokens.found, [0.76 * each for each in asked]),
             "reused_tokens": rising(last.tokens.reused, [0.613 * each for each in asked]),
-            "bound_tokens": rising(last.tokens.bound or 0, [0.84 * each for each in asked]),
             "saved_requests": rising(64_210, [0.4] * seconds),
             "saved_prefill_s": rising(last.saved.prefill_s, noisy(0.26, 0.08, 0.01)),
             "stored_bytes": rising(last.stored_bytes, noisy(1.9e9, 0.8e9, 0.12e9)),

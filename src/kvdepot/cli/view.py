@@ -135,8 +135,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     else:
         passed_s = now.uptime_s - since.uptime_s
         old, new = since.tokens, now.tokens
-        bound = None if old.bound is None or new.bound is None else new.bound - old.bound
-        rise = TokenCounts(new.asked - old.asked, new.found - old.found, new.reused - old.reused, bound)
+        rise = TokenCounts(new.asked - old.asked, new.found - old.found, new.reused - old.reused)
         lines.append(("", _reused(rise, f"in {duration(round(passed_s))}")))
         lookups = now.counters.get("lookups", 0) - since.counters.get("lookups", 0)
         moved = f"stores {size((now.stored_bytes - since.stored_bytes) / passed_s)}/s"
@@ -157,13 +156,11 @@ def _about(seconds: float) -> str:
 
 
 def _reused(tokens: TokenCounts, when: str) -> Text:
-    """The share of prompt tokens that engines loaded; of the same tokens, what was found and could have been."""
+    """The share of prompt tokens that engines loaded; of the same tokens, what was found."""
     if not tokens.asked:
         return Text("no lookup by an engine yet" if when == "in all" else f"no lookup {when}")
     found = min(tokens.found / tokens.asked, 1.0)
     text = f" of {count(tokens.asked)} tokens {when}; found {share(found)}"
-    if tokens.bound is not None:
-        text += f", upper bound {share(min(max(tokens.bound / tokens.asked, found), 1.0))}"
     return Text.assemble((share(min(tokens.reused / tokens.asked, 1.0)), "bold"), text)
 
 

@@ -270,7 +270,6 @@ class Depot:
         for lease in self.leases.tick(now):
             self.removals.drop_leased(lease)
         self.removals.tick()
-        self.usages.tick(now)
         self._drop_excess()
         self.report.tick(now, self.counters, self.tiering.status(now))
         is_used = any(client.is_engine for client in self.clients)

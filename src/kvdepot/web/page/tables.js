@@ -135,7 +135,6 @@ export function showDetails(status, history) {
     ["num", (window) => count(window.asked), (window) => exact(window.asked)],
     ["num", (window) => share(shareOf(window, window.reused)), (window) => exact(window.reused)],
     ["num", (window) => share(shareOf(window, window.found || null)), (window) => exact(window.found)],
-    ["num", (window) => share(shareOf(window, window.bound))],
   ]);
   rows(
     $("latencies"),
