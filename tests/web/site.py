@@ -42,13 +42,12 @@ class Site:
         self.trouble = ""  # why there is no status
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
-        self.events = 0  # sent, on all streams
+        self.events = 0  # statuses sent, to all pages
         self.leases: list[dict[str, Any]] = []
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
         self.needed = ""  # the token that POST needs
         self._began = time.time()
-        self._closing = threading.Event()
         site = self
 
         class Requests(BaseHTTPRequestHandler):
@@ -70,7 +69,6 @@ class Site:
         self._thread.start()
 
     def close(self) -> None:
-        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -87,20 +85,12 @@ class Site:
             engine_flag=flag,
         )  # fmt: skip
 
-    def _stream(self, request: BaseHTTPRequestHandler) -> None:
-        """Send what changed at once, and if time passes a status every quarter of a second."""
-        self._head(request, HTTPStatus.OK, "text/event-stream")
-        turn, sent, sent_at = 0, (), 0.0
-        while not self._closing.wait(0.02):
-            state = id(self.status), self.trouble, self.token
-            if sent and self.token != sent[2]:
-                return
-            if state != sent or (self.ticks and time.monotonic() - sent_at > 0.25):
-                turn, sent, sent_at, self._kept = turn + 1, state, time.monotonic(), self.status
-                problem = {"code": "unavailable", "message": self.trouble}
-                head, value = (b"event: problem\n", problem) if self.trouble else (b"", self._now(turn))
-                request.wfile.write(head + b"data: " + msgspec.json.encode(value) + b"\n\n")
-                self.events += 1
+    def _answer_status(self) -> tuple[HTTPStatus, bytes]:
+        self.events += 1
+        if self.trouble:
+            problem = {"code": "unavailable", "message": self.trouble}
+            return HTTPStatus.SERVICE_UNAVAILABLE, msgspec.json.encode(problem)
+        return HTTPStatus.OK, msgspec.json.encode(self._now(self.events))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path = request.path.partition("?")[0]
@@ -109,9 +99,8 @@ class Site:
         if path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
-            elif path == "/v1/stream":
-                self._stream(request)
-                return
+            elif path == "/v1/status":
+                status, body = self._answer_status()
             else:
                 values = {"/v1/history": self.history, "/v1/leases": self.leases}
                 body = msgspec.json.encode(values[path])

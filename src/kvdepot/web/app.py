@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,15 +196,8 @@ async def metrics(state: ApiState, scope: Scope) -> Encoded:
 
 @get("/v1/status")
 async def status(state: ApiState) -> Encoded:
-    """The server's latest status, at most a few seconds old; `/v1/stream` sends each one as an event."""
+    """The server's latest status, at most a few seconds old."""
     return Encoded(state.live.encoded())
-
-
-@get("/v1/stream")
-async def stream(state: ApiState) -> AsyncIterator[bytes]:
-    """The latest status and each next one, about one a second; why there is none, as an event `problem`."""
-    async for event in state.live.events():
-        yield event
 
 
 @get("/v1/history")
@@ -332,7 +325,7 @@ def _read_page() -> dict[str, Encoded]:
 
 
 _ENDPOINTS = [
-    healthz, readyz, metrics, status, stream, history, leases,
+    healthz, readyz, metrics, status, history, leases,
     warm, lease, release, preview, forget, quota,
 ]  # fmt: skip
 

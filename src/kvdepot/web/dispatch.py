@@ -1,7 +1,7 @@
 """Operations of the HTTP API: which function answers a method of a path, with what types.
 
-An operation is a function whose annotations say all. Coroutine functions run on the event loop and others on threads;
-an asynchronous generator answers a stream of server-sent events. Every error has the form `{"code", "message"}`.
+An operation is a function whose annotations say all. Coroutine functions run on the event loop and others on threads.
+Every error has the form `{"code", "message"}`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -64,16 +64,14 @@ class Endpoint:
         # Made once, at import: msgspec crashes if two threads are the first to decode a type at the same time.
         self._decoder = msgspec.json.Decoder(given) if given else None
 
-    async def run_on(self, state: object, scope: Scope, body: RequestBody, threads: ThreadPoolExecutor) -> Any:
-        """The encoded answer, or an iterator of events. Raises KVDepotError, Refused or Gone."""
+    async def run_on(self, state: object, scope: Scope, body: RequestBody, threads: ThreadPoolExecutor) -> Encoded:
+        """The encoded answer. Raises KVDepotError, Refused or Gone."""
         data = await body.read() if self._decoder else b""
 
         def arguments() -> list[object]:
             given = [_parse(self._decoder, data)] if self._decoder else []
             return [state, *given, *([scope] if self.takes_scope else [])]
 
-        if inspect.isasyncgenfunction(self.run):
-            return self.run(*arguments())
         if inspect.iscoroutinefunction(self.run):
             answer = await self.run(*arguments())
         else:
@@ -132,17 +130,13 @@ class Dispatch:
             answer = Encoded(msgspec.json.encode(problem))
         if body.is_left:
             headers["connection"] = "close"
-        if isinstance(answer, Encoded):
-            headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
-            await send(_head(status, headers))
-            await send({"type": "http.response.body", "body": answer.body, "more_body": True})
-        else:
-            await send(_head(status, headers | {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
-            await _send_events(scope, answer, send)
+        headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
+        await send(_head(status, headers))
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         await body.discard()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _answer(self, scope: Scope, body: RequestBody) -> Any:
+    async def _answer(self, scope: Scope, body: RequestBody) -> Encoded:
         path = scope["path"]
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body
         methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._endpoints.get(path, {})
@@ -153,17 +147,6 @@ class Dispatch:
             raise Refused(405, "method", f"{path} answers {allowed}, not {method}", allow=allowed)
         found = methods[method]
         return await found.run_on(self._state, scope, body, self._threads) if isinstance(found, Endpoint) else found
-
-
-async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -> None:
-    """Send events until there are no more, or the client has gone."""
-    connection = scope["state"]["connection"]
-    if scope["method"] != "HEAD":
-        async for event in events:
-            if connection.transport.is_closing():
-                return
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            connection.events += 1
 
 
 def _head(status: int, headers: Mapping[str, str]) -> Scope:
