@@ -1,8 +1,7 @@
-"""`kvdepot top`: its screen within this process, and the command on a terminal of its own."""
+"""`kvdepot top` on a terminal of its own; what it shows of names is tested in test_view.py."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import re
@@ -10,45 +9,14 @@ import signal
 import struct
 import termios
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-import zmq
 
 import kvdepot
-from kvdepot.client.socket import Client
-from kvdepot.status import NamespaceStatus
 from tests.cli.command import CONTROL, run, terminal
-from tests.cli.test_view import a_status
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.programs import module
-
-if TYPE_CHECKING:
-    pass
-
-
-def test_names_of_clients_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
-    module("textual")
-    from kvdepot.cli.tui import Top
-
-    name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
-
-    async def watch(client: Client) -> None:
-        top = Top(client, None)
-        async with top.run_test(size=(100, 20)) as pilot:
-            top.show_status(a_status(namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)]))
-            await pilot.pause()
-            strips = top.screen._compositor.render_strips()
-            text = "\n".join("".join(segment.text for segment in strip) for strip in strips)
-            assert "[red]x[/red]" in text and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
-
-    with zmq.Context() as context:
-        client = Client("ipc:///x", context)  # there is no such server
-        try:
-            asyncio.run(watch(client))
-        finally:
-            client.close()
 
 
 @pytest.mark.faults

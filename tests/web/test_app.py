@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from kvdepot import errors
 from kvdepot.client import MessageQueueClient
+from kvdepot.config import default_url
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
+from kvdepot.web.live import engine_flag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, eventually
 from tests.web.conftest import StartWeb, Web, samples
@@ -242,6 +245,14 @@ BODIES = st.dictionaries(
 def test_any_body_is_answered_without_a_fault_of_the_server(web: Web, path: str, body: dict[str, Any]) -> None:
     answer = web.change(path, body)
     assert answer.status in (200, 400), answer.body
+
+
+def test_the_flag_for_engines_names_this_server_unless_it_is_the_default_one(web: Web) -> None:
+    option, given = shlex.split(web.latest()["engine_flag"])
+    assert option == "--kv-transfer-config"
+    connector = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    assert json.loads(given) == {**connector, "kv_connector_extra_config": {"kvdepot.url": web.depot.url}}
+    assert json.loads(shlex.split(engine_flag(default_url()))[1]) == connector
 
 
 def test_every_file_of_the_page_is_served_with_its_type_and_all_it_names_is_there(web: Web) -> None:
