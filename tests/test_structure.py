@@ -26,7 +26,7 @@ LAYERS = """
     core client
     library
     kv_events
-    adapters contract keys metrics status
+    adapters aio contract keys metrics status
     web
     server
     testing

@@ -1,0 +1,114 @@
+"""The library for asyncio: the same calls, each in a thread, so that the event loop goes on meanwhile.
+
+Invariant: no call ends before its thread has: until then that reads or fills the caller's arrays. So a cancelled call
+raises CancelledError once the server has answered it, and nothing stays placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from kvdepot import library
+from kvdepot.library.shapes import Plain, Shape, State
+from kvdepot.protocol.status import Status
+
+if TYPE_CHECKING:
+    from kvdepot.library.shapes import Kv
+
+__all__ = ["Depot", "Namespace", "connect"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def _run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    task = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # else asyncio logs that nobody has read it
+        raise
+
+
+@contextlib.asynccontextmanager
+async def connect(url: str = "", key: str = "") -> AsyncIterator[Depot]:
+    """Connect to a depot until the block ends: `async with kvdepot.aio.connect() as depot`. As `kvdepot.connect`."""
+    opened: list[library.Depot] = []
+    try:
+        await _run(lambda: opened.append(library.connect(url, key)))
+        yield Depot(opened[0])
+    finally:
+        for depot in opened:
+            await _run(depot.close)
+
+
+class Depot:
+    """A connected depot; `connect` makes it."""
+
+    def __init__(self, depot: library.Depot) -> None:
+        self.url = depot.url
+        self._depot = depot
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        revision: str,
+        dtype: str,
+        shape: Shape | State | Sequence[Shape | State],
+        adapter: str = "",
+        chunk_tokens: int = 0,
+    ) -> Namespace:
+        """As `kvdepot.Depot.namespace`. Does not block."""
+        return Namespace(
+            self._depot.namespace(
+                model=model, revision=revision, dtype=dtype, shape=shape, adapter=adapter, chunk_tokens=chunk_tokens
+            )
+        )
+
+    async def status(self) -> Status:
+        """As `kvdepot.Depot.status`."""
+        return await _run(self._depot.status)
+
+
+class Namespace:
+    """The KV of one model in a depot; `Depot.namespace` makes it. Tasks may use it side by side."""
+
+    def __init__(self, namespace: library.Namespace) -> None:
+        self.chunk_tokens = namespace.chunk_tokens
+        self._namespace = namespace
+
+    async def put(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+        """As `kvdepot.Namespace.put`. Leave `kv` unchanged until it has ended."""
+        return await _run(self._namespace.put, tokens, kv)
+
+    async def get(self, tokens: Sequence[int]) -> tuple[Plain | list[Plain] | None, int]:
+        """As `kvdepot.Namespace.get`."""
+        return await _run(self._namespace.get, tokens)
+
+    async def get_into(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+        """As `kvdepot.Namespace.get_into`. Leave `kv` unused until it has ended."""
+        return await _run(self._namespace.get_into, tokens, kv)
+
+    async def contains(self, tokens: Sequence[int]) -> int:
+        """As `kvdepot.Namespace.contains`."""
+        return await _run(self._namespace.contains, tokens)
+
+    async def delete(self, tokens: Sequence[int]) -> int:
+        """As `kvdepot.Namespace.delete`."""
+        return await _run(self._namespace.delete, tokens)
+
+    async def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
+        """As `kvdepot.Namespace.lease`."""
+        return await _run(self._namespace.lease, tokens, retain_s, name)
+
+    async def release(self, tokens: Sequence[int], name: str = "") -> bool:
+        """As `kvdepot.Namespace.release`."""
+        return await _run(self._namespace.release, tokens, name)
