@@ -183,7 +183,7 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
 
 
 def readers(port: int, pages: int) -> None:
-    """The streams of `pages` open pages, and the requests of a scraper, once a second.
+    """The requests of `pages` open pages and of a scraper, once a second.
 
     Browsers and scrapers usually run on other machines, so this process has a low priority and uses little time.
     """
@@ -194,7 +194,7 @@ def readers(port: int, pages: int) -> None:
 
 
 def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
-    """The number of answers and events, and the seconds they took. Raises TimeoutError if a page gets none."""
+    """The number of answers, and the seconds they took. Raises TimeoutError if a page gets none."""
     begun = time.perf_counter()
     end = begun + seconds
     scraped = begun
@@ -204,11 +204,10 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
         heard = dict.fromkeys(connections, begun)
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ)
-        for connection in connections[1:]:
-            ask(connection, "/v1/stream")
         while (now := time.perf_counter()) < end:
             if now >= scraped:
-                ask(connections[0], "/metrics")
+                for connection in connections:
+                    ask(connection, "/metrics" if connection is connections[0] else "/v1/status")
                 scraped = now + 1.0
             for key, _ in selector.select(max(0.0, min(end, scraped, now + 0.1) - now)):
                 connection = key.fileobj
@@ -216,7 +215,7 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
                     raise RuntimeError("a connection was shut while its reader waited")
                 if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200 "):
                     raise RuntimeError(f"answered with {data[:64]!r}")
-                done += data.count(b"HTTP/1.1 200 " if connection is connections[0] else b"data: ")
+                done += data.count(b"HTTP/1.1 200 ")
                 heard[connection] = now
             # After all that has come is read: it may be this process that did not run.
             if silent := sum(now - since > _ANSWER_S for since in heard.values()):

@@ -1,6 +1,6 @@
 """Hit rates of `learned` beside LRU and a clairvoyant policy, on traces made to defeat it; its speed and memory.
 
-`bench.py --trace` adds a trace of your own, in any format of `kvdepot simulate`. Hit rates are percentages of block
+`bench.py --trace` adds a trace of your own, in any format of replay.py. Hit rates are percentages of block
 references; only the speed depends on the machine.
 """
 
@@ -14,11 +14,10 @@ from typing import TypeAlias
 
 import traces
 from common import Scale, say
+from replay import Trace, load, replay
 from report import Figure, at_least, below
 
 from kvdepot.eviction import POLICIES, Victim
-from kvdepot.simulate.replay import replay
-from kvdepot.simulate.traces import Trace, load
 
 __all__ = ["run"]
 

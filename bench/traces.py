@@ -1,6 +1,6 @@
 """Synthetic request traces: chats, agents, floods and loops, drawn from a seed.
 
-For tests and comparisons of eviction policies (kvdepot.simulate.replay). Invariant: the same arguments give the same
+For tests and comparisons of eviction policies (replay.py). Invariant: the same arguments give the same
 trace on every machine. Each generator yields `(timestamp in seconds, block ids of the prompt)` in order of time,
 without end unless `requests` is given, one request at a time, so that a long trace needs no memory.
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TypeAlias
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "scan_heavy",
     "shifting",
     "system_prompts",
-    "write_mooncake",
 ]
 
 Prompts: TypeAlias = Iterator[tuple[float, list[int]]]
@@ -204,22 +201,6 @@ def phases(traces: Iterable[Prompts], requests: int) -> Prompts:
             yield now_s, prompt
         if last_s is None:
             return
-
-
-def write_mooncake(path: str | Path, trace: Iterable[tuple[float, list[int]]]) -> int:
-    """Write requests in the Mooncake format (512 tokens per block, answers of 128 tokens); their number."""
-    count = 0
-    with Path(path).open("w", encoding="utf-8") as file:
-        for time_s, prompt in trace:
-            line = {
-                "timestamp": round(time_s * 1000),
-                "input_length": 512 * len(prompt),
-                "output_length": 128,
-                "hash_ids": prompt,
-            }
-            file.write(json.dumps(line) + "\n")
-            count += 1
-    return count
 
 
 def _fresh(ids: Ids, count: int) -> list[int]:

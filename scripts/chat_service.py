@@ -49,7 +49,7 @@ _TOKENS_S = 1 / sum(model.part / model.tokens_s for model in MODELS)
 _MEMORY, _DISK = 256 * GIB, 2048 * GIB
 _ASKED_S, _PROMPT = 4_800.0, 1_600.0
 """Prompt tokens per second that engines ask for, and per request."""
-_REUSED, _FOUND, _BOUND = 0.706, 0.712, 0.788
+_REUSED, _FOUND = 0.706, 0.712
 _SAVING = 0.58
 """The share of requests that load anything."""
 _BEFORE_S = 3 * 86_400 + 5 * 3_600
@@ -63,13 +63,12 @@ class _Sums:
 
     def __init__(self, seconds: float) -> None:
         self.asked = _ASKED_S * seconds
-        self.reused, self.found, self.bound = (share * self.asked for share in (_REUSED, _FOUND, _BOUND))
+        self.reused, self.found = (share * self.asked for share in (_REUSED, _FOUND))
 
     def add(self, asked: float, reused: float) -> None:
         self.asked += asked
         self.reused += asked * reused
         self.found += asked * (reused + _FOUND - _REUSED)
-        self.bound += asked * (_BOUND + 0.4 * (reused - _REUSED))
 
 
 def statuses(end_s: float, seconds: int) -> Iterator[Status]:
@@ -99,7 +98,7 @@ def _status(sums: _Sums, wall_s: float, uptime_s: float) -> Status:
         instances=2, evicted_chunks=int((stored - used) / chunk_bytes), record_slots=1 << 16,
         record_slots_used=int(used / chunk_bytes), unrecorded_shards=0, engine_count=4, namespace_count=2,
         stored_bytes=stored, retrieved_bytes=int(sums.reused * _TOKEN_BYTES), holds_s=_IDLE_S,
-        saved=Saved(tokens[2], saved_s), tokens=TokenCounts(*tokens, int(sums.bound)),
+        saved=Saved(tokens[2], saved_s), tokens=TokenCounts(*tokens),
         usage=[Usage("", *tokens)],
         latencies=[
             _latency("EndSession", requests, 0.00006), _latency("Lookup", requests, 0.0003),

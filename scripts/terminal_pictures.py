@@ -45,8 +45,8 @@ def status(now: Status) -> str:
     return console.export_svg(title="kvdepot status")
 
 
-async def top(seen: list[Status], columns: int = 80, lines: int = 24, *keys: str) -> str:
-    """The screen of `kvdepot top` after a minute and these keys, as SVG."""
+async def top(seen: list[Status], columns: int = 80, lines: int = 24) -> str:
+    """The screen of `kvdepot top` after a minute, as SVG."""
     with zmq.Context() as context:
         client = Client(PLACE, context)  # nobody answers it
         try:
@@ -54,7 +54,6 @@ async def top(seen: list[Status], columns: int = 80, lines: int = 24, *keys: str
             async with screen.run_test(size=(columns, lines)) as pilot:
                 for each in seen:
                     screen.show_status(each)
-                await pilot.press(*keys)
                 await pilot.pause()
                 return screen.export_screenshot(title="kvdepot top")
         finally:

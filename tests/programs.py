@@ -61,6 +61,6 @@ def hidden(folder: Path, *modules: str) -> str:
 
 
 BEYOND_GPU_TESTS = (
-    "click", "datasketches", "hypothesis", "prometheus_client", "rich", "uvicorn", "xxhash", "zstandard", "redis",
+    "click", "hypothesis", "prometheus_client", "rich", "uvicorn", "xxhash", "zstandard", "redis",
 )  # fmt: skip
 """Packages without which GPU tests and figures must run: of kvdepot's, they need pyzmq, msgspec, blake3 and numpy."""

@@ -60,6 +60,7 @@ STAND_INS = {
     ".venv/bin/": "",
     "--lengths 2065": "--lengths 529",  # two chunks and a bit are shown as well as eight
     "demo/demo.py": f"{ROOT}/demo/demo.py",
+    "bench/replay.py": f"{ROOT}/bench/replay.py",
 }
 
 

@@ -48,17 +48,6 @@ def test_code_and_modules_import_nothing_from_the_working_directory(
     assert run_in(trap, processes.module_command("kvdepot.cli", "--version")).startswith("kvdepot ")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 gives multiprocessing no way to prevent it")
-def test_parallel_replays_import_nothing_from_the_working_directory(trap: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"  # as the command `kvdepot` is one: its own import path has no working directory
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n')
-    code = "from kvdepot.cli import main\n"
-    code += f"if __name__ == '__main__':\n    main(['simulate', {str(trace)!r}, '--jobs', '2', '--json'])"
-    script.write_text(code)
-    assert '"hit_rate": 0.0' in run_in(trap, [sys.executable, str(script)])
-
-
 def test_every_start_of_python_keeps_the_working_directory_off_the_import_path() -> None:
     """Others name the interpreter for people, start a script, or isolate it (-I)."""
     others = {"install.py", "client/launch.py"}

@@ -25,7 +25,7 @@ LAYERS = """
     devices
     core client
     library
-    kv_events simulate
+    kv_events
     adapters aio contract keys metrics status
     web
     server

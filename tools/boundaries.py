@@ -3,7 +3,7 @@
     python tools/boundaries.py TRACE [--reach-tokens N] [--no-junctions]
 
 A model with a bounded KV cache group (a window, a state) can be resumed only at boundaries, with the group's parts of
-the last `reach` tokens before them. Of each prompt of the trace, in any format of `kvdepot simulate`, boundaries are
+the last `reach` tokens before them. Of each prompt of the trace, in any format of bench/replay.py, boundaries are
 its end, the place where it parts from an earlier prompt (without `--no-junctions`), and every n-th token. Memory is
 unlimited, and a chunk is a block of the trace. Prints, for each n, the share of prompt tokens that are cached, and how
 many of the group's parts are stored for each new chunk.
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from kvdepot.errors import ConfigError, KVDepotError
-from kvdepot.simulate.traces import Trace, load
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.replay import Trace, load
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", metavar="TRACE", help="a trace as for `kvdepot simulate`")
+    parser.add_argument("trace", metavar="TRACE", help="a trace as for bench/replay.py")
     parser.add_argument("--reach-tokens", type=int, default=1, metavar="N", help="of the group; default: 1, a state")
     parser.add_argument("--no-junctions", action="store_true", help="none where a prompt parts from an earlier one")
     args = parser.parse_args()

@@ -129,16 +129,17 @@ ALERTS = (
         " and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
         "Engines reuse {{ $value | humanizePercentage }} of the tokens that they ask {{ $labels.instance }} for, less "
         "than half of the last day's share.",
-        "Compare with the upper bound: if it fell too, the prompts have changed. If not, look for a restart, a forget, "
-        "a tier that is down, or engines whose model or settings have changed: they have a namespace of their own.",
+        "Look for a restart, a forget, a tier that is down, or engines whose model or settings have changed: they have "
+        "a namespace of their own. If there is none, the prompts have changed.",
     ),
     Alert(
         "KVDepotMemorySmall", "info", "2h",
-        "(increase(kvdepot_bound_tokens_total[1h]) - increase(kvdepot_found_tokens_total[1h]))"
-        " / increase(kvdepot_asked_tokens_total[1h]) > 0.2 and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
-        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} of the tokens asked for, which an infinite "
-        "cache would have.",
-        "More memory or a disk tier would help; `kvdepot simulate` predicts how much from a trace of requests.",
+        "sum without (le) (increase(kvdepot_eviction_idle_seconds_bucket{le=~\"300(.0)?\"}[1h]))"
+        " / increase(kvdepot_eviction_idle_seconds_count[1h]) > 0.5"
+        " and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
+        "{{ $labels.instance }}: {{ $value | humanizePercentage }} of the evicted chunks had been used in the five "
+        "minutes before.",
+        "More memory or a disk tier would keep them; `bench/replay.py` predicts how much from a trace of requests.",
     ),
     Alert(
         "KVDepotTierDown", "warning", "5m",

@@ -118,12 +118,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("About", "", (), kind="text", columns=8),
     )),
     ("Savings", (
-        Panel("Tokens reused, found, and upper bound", "Of the prompt tokens that engines did not have in their own "
-              "caches: loaded from the depot; found there; and what an infinite cache would have had. If the last two "
-              "are far apart, more memory would help.", tuple(
+        Panel("Tokens reused and found", "Of the prompt tokens that engines did not have in their own caches: loaded "
+              "from the depot; and found there.", tuple(
                   (_share(f"kvdepot_{name}_tokens_total{{@}}", "kvdepot_asked_tokens_total{@}", "instance"),
                    f"{{{{instance}}}} {legend}")
-                  for name, legend in (("reused", "reused"), ("found", "found"), ("bound", "upper bound"))
+                  for name, legend in (("reused", "reused"), ("found", "found"))
               ), "percentunit", highest=1),
         Panel("Tokens saved", "Tokens per second that engines loaded instead of computing them.", (
             ("rate(kvdepot_reused_tokens_total{@}[$__rate_interval])", "{{instance}}"),

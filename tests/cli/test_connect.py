@@ -32,7 +32,7 @@ def test_a_stopped_server_is_named_and_not_taken_for_a_missing_one(start_depot: 
     pid = depot.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        told = [run(command, "--url", depot.url).stderr for command in ("status", "ls")]
+        told = [run(command, "--url", depot.url).stderr for command in ("status", "lease")]
         found = doctor("--url", depot.url)[1]
         (finding,) = found["server"]
         assert finding["state"] == "fail" and finding["advice"] == "its log says more"

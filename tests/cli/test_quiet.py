@@ -76,7 +76,7 @@ def test_one_shot_commands_leave_no_line(served: Depot, others: Others, engine: 
     done = {
         words: run(*words, KVDEPOT_URL=served.url).returncode
         for words in [
-            ("status",), ("status", "--http"), ("doctor",), ("quota",), ("ls",), ("warm", *which),
+            ("status",), ("status", "--http"), ("doctor",), ("quota",), ("inspect", *which), ("warm", *which),
             ("lease", "mine", *which, "--seconds", "60"), ("lease",), ("release", "mine", "--yes"),
             ("forget", "--model", engine.model, "--yes"),
         ]

@@ -62,8 +62,6 @@ def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["simulate", "--hosts", "1,10", "trace.jsonl"], "--hosts was removed: replay the requests that one host gets"),
-        (["simulate", "--tier-size=1GiB"], "--tier-size was removed: replay the requests that one host gets"),
         (
             ["top", "--json"],
             "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",
@@ -150,7 +148,7 @@ def test_every_encoding_of_the_terminal_will_do(
     settings = tmp_path / "settings.toml"
     settings.write_text('[tenants."m\u00fcller \u6771"]\ncap_gib = 1\n', encoding="utf-8-sig")
     server = ("--url", depot.url)
-    for words in (["status", *server], ["ls", *server], ["doctor", *server], ["config", "--config", str(settings)]):
+    for words in (["status", *server], ["lease", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(
             module_command("kvdepot.cli", *words),
             capture_output=True,

@@ -81,7 +81,7 @@ class Host(Desk):
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.tier_tasks or self.depot.removals or self.depot.lists:
+        while self.tasks or self.tier_tasks or self.depot.removals or self.depot.inspections:
             self.settle()
             while self.tier_tasks:
                 self.work()

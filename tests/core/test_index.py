@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.actions import Reply
-from kvdepot.core.clients import Client
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_hidden
 from kvdepot.core.index.events import Reason
@@ -22,20 +20,16 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
-from kvdepot.core.lists import Lists
-from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
-from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
 from tests.core.heard import Heard
 from tests.core.shelf import Path, Shelf, Steps, key_of, keys, prompt, reserve_one
-from tests.harness import PlainLiveness
 
 # -- the model
 
@@ -53,7 +47,6 @@ class Part:
     ranks: dict[int, str] = field(default_factory=dict)  # rank -> open, sealed or corrupt
     pins: int = 0
     hidden: bool = False
-    hits: int = 0  # lookups that ended with it
 
 
 class Model:
@@ -96,22 +89,6 @@ class Model:
             return before if before is not None and before.known else None
         trunk = self.reaches.index(0) if 0 in self.reaches else None
         return None if trunk is None else self.parts.get((trunk, chain[number]))
-
-    def families(self) -> dict[bytes, list[Part]]:
-        """The chunks of all prompts that begin with the same one, by its key, as far as their chains are complete."""
-        found: dict[bytes, list[Part]] = {}
-        for part in self.parts.values():
-            line = self.line(part)
-            if part.known and line[-1].is_first:
-                found.setdefault(line[-1].key, []).append(part)
-        return found
-
-    def line(self, part: Part) -> list[Part]:
-        """A part and those before it."""
-        line = [part]
-        while line[-1].before is not None:
-            line.append(line[-1].before)
-        return line
 
 
 def tail_key(path: Path, name: int) -> bytes:
@@ -289,9 +266,6 @@ class IndexMachine(RuleBasedStateMachine):
         needed = [model.parts[each] for each in model.needed(chain, pin.matched)]
         assert pin.parts == len(needed)
         assert {id(chunk) for chunk in pin.chunks} <= {id(part.chunk) for part in needed}
-        if (end := matching.last_chained(pin)) is not None:
-            end.hits += 1
-            next(part for part in needed if part.chunk is end).hits += 1
         self.index.hold(pin.chunks)
         self.index.use(pin.chunks)
         for part in needed:
@@ -383,26 +357,6 @@ class IndexMachine(RuleBasedStateMachine):
         taken = sorted(extent for shard in shards for extent in shard.extents)
         assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(taken)), "shared bytes"
 
-    @invariant()
-    def the_list_of_prefixes_is_what_the_model_says(self) -> None:
-        if not hasattr(self, "index") or self.model.reaches != (0,) or any(p.hidden for p in self.model.parts.values()):
-            return
-        expected = []
-        for parts in self.model.families().values():
-            lines = [self.model.line(each) for each in parts if not any(other.before is each for other in parts)]
-            shared = next(each for each in lines[0] if all(each in line for line in lines))
-            size = sum(Allocator.rounded(self.size) * len(part.ranks) for part in parts)
-            hits = sum(each.hits for each in parts)
-            tokens = sum(each.hits * len(self.model.line(each)) for each in parts)
-            depth = len(self.model.line(shared))
-            expected.append((shared.key.hex(), 16 * depth, 16 * len(parts), len(lines), size, hits, 16 * tokens))
-        listed = [
-            (each.hash, each.shared_tokens, each.tokens, each.prompts, each.bytes, each.hits, each.hit_tokens)
-            for each in ask_prefixes(self.index, wire.Prefixes(most=1000))
-        ]
-        assert sorted(listed) == sorted(expected)
-        assert [each[5] for each in listed] == sorted((each[5] for each in expected), reverse=True)
-
     def teardown(self) -> None:
         if not hasattr(self, "index"):
             return
@@ -423,18 +377,6 @@ class IndexMachine(RuleBasedStateMachine):
             namespace.live = 0
             self.index.namespaces.forget(namespace)
         assert self.index.namespaces.all() == [] and all(each.gone for each in self.rack.namespaces)
-
-
-def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
-    """The answer of a core with this index, two chunks a step."""
-    lists = Lists(index, Tiering((), index, 0.0), step=2)
-    actions = lists.prefixes(Client(b"one", PlainLiveness("")), b"1", request, wall=0)
-    while lists:
-        assert not actions
-        actions = lists.step()
-    (reply,) = actions
-    assert isinstance(reply, Reply) and isinstance(reply.value, list)
-    return reply.value
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -90,52 +90,6 @@ def test_a_model_shows_what_an_engine_said_last_of_its_answers() -> None:
         assert isinstance(desk.ask(b"one", wire.EndSession("r1", answers=bad)), BadRequest)
 
 
-def test_the_upper_bound_is_counted_at_reports_and_leaves_out_engines_caches() -> None:
-    desk = Desk()
-    desk.hello()
-
-    def tokens() -> tuple[int, int, int | None]:
-        told = desk.depot.status().tokens
-        return told.asked, told.found, told.bound
-
-    for request, own in (
-        ("r1", 0),
-        ("r2", 9),
-    ):  # the same prompt twice
-        desk.ask(b"one", look(9, request, reports=True))
-        assert tokens()[2] == 0, "a lookup alone says nothing about what the engine lacks"
-        desk.ask(b"one", wire.EndSession(request, asked=wire.Asked(10 - own, 0, own)))
-    assert tokens() == (11, 0, 0)
-    desk.ask(b"one", look(9, "r3", reports=True))  # the engine has forgotten all but two tokens, as the depot has
-    desk.ask(b"one", wire.EndSession("r3", asked=wire.Asked(8, 0, 2)))
-    assert tokens() == (19, 0, 7)
-
-
-def test_a_report_changes_the_upper_bound_only_by_lookups_of_its_own_client() -> None:
-    desk = Desk()
-    desk.hello(b"red", "red")
-    desk.hello(b"blue", "blue")
-    for _ in range(2):
-        desk.ask(b"blue", look(100, "r", reports=True))
-        desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(0, 0, 1 << 32)))
-        desk.ask(b"red", wire.EndSession("r", asked=wire.Asked(1 << 32, 0, 0)))
-        desk.ask(b"blue", wire.EndSession("r", asked=wire.Asked(101, 0, 0)))
-    assert desk.depot.status().tokens.bound == 100
-
-
-def test_lookups_whose_reports_do_not_come_take_a_bounded_amount_of_memory() -> None:
-    desk = Desk()
-    client = desk.depot.client(desk.hello())
-    assert client is not None
-    hashes = bytes(wire.MAX_CHUNKS * 32)
-    for number in range(30):
-        desk.ask(b"one", wire.Lookup("m", 1, 0, f"r{number}", 1, hashes, reports=True))
-    before = len(client.unreported)
-    assert 1 <= before < 20
-    desk.ask(b"one", wire.EndSession("r29"))  # it was never scheduled
-    assert len(client.unreported) == before - 1
-
-
 def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:
     desk = Desk()
     desk.hello()

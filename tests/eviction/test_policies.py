@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from bench import traces
+from bench.replay import Trace, load, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,8 +22,6 @@ from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
-from kvdepot.simulate.replay import replay
-from kvdepot.simulate.traces import Trace, load
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 

@@ -35,7 +35,7 @@ def full_status() -> Status:
     return Status(
         chunk_size_tokens=256, capacity_bytes=4, used_bytes=2, chunks=1, reserved_shards=0, holds=0, evicted_chunks=0,
         record_slots=1, record_slots_used=1, unrecorded_shards=0, operations=0, clients=1, sessions=1, instances=1,
-        saved=Saved(256, 0.5), tokens=TokenCounts(512, 300, 256, 400), holds_s=2580.0,
+        saved=Saved(256, 0.5), tokens=TokenCounts(512, 300, 256), holds_s=2580.0,
         usage=[Usage("", 512, 300, 256)], model_usage=[Usage("", 512, 300, 256, "model")],
         histograms=[
             Histogram(name, "s", [1.0], [1, 0], 0.5)
@@ -142,7 +142,8 @@ QUIET = {
     f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x300",
     f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x300",
     f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x300",
-    f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+600x300",
+    f'kvdepot_eviction_idle_seconds_bucket{{{LABELS}, le="300.0"}}': "0+1x300",
+    f"kvdepot_eviction_idle_seconds_count{{{LABELS}}}": "0+10x300",
     f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x300",
     f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7x300",
     f'kvdepot_tier_bytes{{{LABELS}, tier="disk"}}': "50x300",
@@ -171,8 +172,11 @@ TROUBLE: dict[str, dict[str, str]] = {
         f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+4000x150 600000+200x150",
     },
     "KVDepotMemorySmall": {
-        f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
-        for name, each in (("asked", 10000), ("found", 5000), ("reused", 4000), ("bound", 9000))
+        **{
+            f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
+            for name, each in (("asked", 10000), ("found", 5000), ("reused", 4000))
+        },
+        f'kvdepot_eviction_idle_seconds_bucket{{{LABELS}, le="300.0"}}': "0+8x300",
     },
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
@@ -214,18 +218,20 @@ HEALTHY: dict[str, dict[str, str]] = {
     },
     "a benchmark that took a minute": {f"kvdepot_engine_processes{{{LABELS}}}": "0x220 4x1 0x80"},
     "a small memory that hardly anybody uses": {
-        f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
-        for name, each in (("asked", 100), ("found", 50), ("reused", 40), ("bound", 90))
+        **{
+            f"kvdepot_{name}_tokens_total{{{LABELS}}}": f"0+{each}x300"
+            for name, each in (("asked", 100), ("found", 50), ("reused", 40))
+        },
+        f'kvdepot_eviction_idle_seconds_bucket{{{LABELS}, le="300.0"}}': "0+8x300",
     },
     "no engine since the start": {f"kvdepot_engine_processes{{{LABELS}}}": "0x300"},
     "a quiet night": {
         f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+1000x150 150000+1x150",
         f"kvdepot_found_tokens_total{{{LABELS}}}": "0+500x150 75000x150",
         f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+400x150 60000x150",
-        f"kvdepot_bound_tokens_total{{{LABELS}}}": "0+600x150 90000x150",
     },
     "prompts that are never repeated": {
-        f"kvdepot_{name}_tokens_total{{{LABELS}}}": "0+10x150 1500x150" for name in ("found", "reused", "bound")
+        f"kvdepot_{name}_tokens_total{{{LABELS}}}": "0+10x150 1500x150" for name in ("found", "reused")
     },
 }
 """Series that differ, and that nobody needs to look at."""

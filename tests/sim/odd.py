@@ -132,7 +132,6 @@ class _Odd:
         assert server is not None
         if not server.depot.removals:  # else its own waits for those
             assert self._ask(wire.Count()) == [0, 0]
-            assert self._ask(wire.Prefixes()) == []
             if truth:
                 assert self._ask(wire.Inspect(hashes=key)) == []
             assert self._ask(wire.Clear()) is None
@@ -146,7 +145,7 @@ class _Odd:
         part = wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), bytes(16))
         for request in (
             wire.Lookup("m", 1, 0, "r", 1, draw.randbytes(64)), wire.Retrieve(1, [part]), wire.Store(1, 1, [part] * 2),
-            wire.Describe(bytes(32), bytes(32), bytes(64), 16), wire.Inspect("m", bytes(32)), wire.Prefixes("m"),
+            wire.Describe(bytes(32), bytes(32), bytes(64), 16), wire.Inspect("m", bytes(32)),
             wire.Lease("name", "retain", "m", 1, 1, bytes(32)), wire.Unregister(7), wire.EndSession("r"),
         ):  # fmt: skip
             self._number += 1

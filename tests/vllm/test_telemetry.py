@@ -120,7 +120,7 @@ def test_the_reused_share_is_vllms_own_external_hit_rate(site: Site) -> None:
     new = {name: value - before[name] for name, value in after.items() if isinstance(value, int)}
     assert 0.2 < new["hits"] / new["queries"] < 0.8, "requests that tell nothing"
     assert (new["asked"], new["reused"]) == (new["queries"], new["hits"])
-    assert new["reused"] <= new["found"] == new["bound"], "nothing was evicted: an infinite cache has no more"
+    assert new["reused"] <= new["found"]
     assert (new["asked_tokens"], new["reused_tokens"]) == (new["queries"], new["hits"])
 
 

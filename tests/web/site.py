@@ -42,14 +42,12 @@ class Site:
         self.trouble = ""  # why there is no status
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
-        self.events = 0  # sent, on all streams
-        self.prefixes: list[dict[str, Any]] = []
+        self.events = 0  # statuses sent, to all pages
         self.leases: list[dict[str, Any]] = []
         self.changes: list[tuple[str, Any]] = []  # paths and bodies of POST
         self.answers: dict[str, Any] = {}  # to POST, by path
         self.needed = ""  # the token that POST needs
         self._began = time.time()
-        self._closing = threading.Event()
         site = self
 
         class Requests(BaseHTTPRequestHandler):
@@ -71,7 +69,6 @@ class Site:
         self._thread.start()
 
     def close(self) -> None:
-        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -88,20 +85,12 @@ class Site:
             engine_flag=flag,
         )  # fmt: skip
 
-    def _stream(self, request: BaseHTTPRequestHandler) -> None:
-        """Send what changed at once, and if time passes a status every quarter of a second."""
-        self._head(request, HTTPStatus.OK, "text/event-stream")
-        turn, sent, sent_at = 0, (), 0.0
-        while not self._closing.wait(0.02):
-            state = id(self.status), self.trouble, self.token
-            if sent and self.token != sent[2]:
-                return
-            if state != sent or (self.ticks and time.monotonic() - sent_at > 0.25):
-                turn, sent, sent_at, self._kept = turn + 1, state, time.monotonic(), self.status
-                problem = {"code": "unavailable", "message": self.trouble}
-                head, value = (b"event: problem\n", problem) if self.trouble else (b"", self._now(turn))
-                request.wfile.write(head + b"data: " + msgspec.json.encode(value) + b"\n\n")
-                self.events += 1
+    def _answer_status(self) -> tuple[HTTPStatus, bytes]:
+        self.events += 1
+        if self.trouble:
+            problem = {"code": "unavailable", "message": self.trouble}
+            return HTTPStatus.SERVICE_UNAVAILABLE, msgspec.json.encode(problem)
+        return HTTPStatus.OK, msgspec.json.encode(self._now(self.events))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path = request.path.partition("?")[0]
@@ -110,11 +99,10 @@ class Site:
         if path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
-            elif path == "/v1/stream":
-                self._stream(request)
-                return
+            elif path == "/v1/status":
+                status, body = self._answer_status()
             else:
-                values = {"/v1/history": self.history, "/v1/prefixes": self.prefixes, "/v1/leases": self.leases}
+                values = {"/v1/history": self.history, "/v1/leases": self.leases}
                 body = msgspec.json.encode(values[path])
         else:
             file = PAGE / (path[1:] or "index.html")
@@ -156,22 +144,6 @@ def empty_status(**changes: Any) -> Status:
     )  # fmt: skip
 
 
-def example_prefixes() -> list[dict[str, Any]]:
-    """Three prefix families, as `GET /v1/prefixes` lists them."""
-    llama, qwen = "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-32B"
-    return [
-        {"tenant": "", "model": model, "id": f"{digit:02x}" * 32, "hash": f"{digit + 1:02x}" * 32,
-         "shared_tokens": shared, "tokens": tokens,
-         "prompts": prompts, "bytes": int(size * GIB), "hits": hits, "hit_tokens": hits * shared, "age_s": age_s,
-         "idle_s": 2.0 * digit}
-        for digit, model, shared, tokens, prompts, size, hits, age_s in (
-            (0x9a, llama, 4_096, 211_456, 812, 6.4, 22_104, 266_000.0),
-            (0x3c, qwen, 12_288, 98_304, 77, 2.2, 8_031, 18_100.0),
-            (0xe1, llama, 1_024, 40_960, 31, 1.2, 1_377, 5_400.0),
-        )
-    ]  # fmt: skip
-
-
 def a_lease(name: str, size: int, ends_s: float | None) -> dict[str, Any]:
     """A lease of kind retain that holds `size` bytes, as `GET /v1/leases` lists it."""
     return {"name": name, "tenant": "", "kind": "retain", "model": "toy", "priority": NORMAL, "chunks": 8,
@@ -192,7 +164,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
         clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
         saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
-        tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336, 301_088_891),
+        tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336),
         usage=[Usage("", 349_000_000, 246_000_000, 195_000_000), Usage("research", 12_017_856, 5_990_463, 3_734_336)],
         host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, holds_s=2_562.0, leased_bytes=int(5.9 * GIB),
         histograms=[
@@ -291,7 +263,6 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
             "asked_tokens": rising(last.tokens.asked, asked),
             "found_tokens": rising(last.tokens.found, [0.76 * each for each in asked]),
             "reused_tokens": rising(last.tokens.reused, [0.613 * each for each in asked]),
-            "bound_tokens": rising(last.tokens.bound or 0, [0.84 * each for each in asked]),
             "saved_requests": rising(64_210, [0.4] * seconds),
             "saved_prefill_s": rising(last.saved.prefill_s, noisy(0.26, 0.08, 0.01)),
             "stored_bytes": rising(last.stored_bytes, noisy(1.9e9, 0.8e9, 0.12e9)),

@@ -30,7 +30,7 @@ def test_a_point_has_counters_and_the_percentiles_since_the_one_before() -> None
     before = status(latencies=[Latency("Lookup", 1, 0, 9.0, buckets(9.0))])
     now = status(
         stored_bytes=5000, retrieved_bytes=200, used_bytes=42, saved=Saved(512, 1.5),
-        tokens=TokenCounts(2048, 1024, 512, 1536), histograms=[Histogram("saved_seconds", "s", [1.0], [2, 1], 1.5)],
+        tokens=TokenCounts(2048, 1024, 512), histograms=[Histogram("saved_seconds", "s", [1.0], [2, 1], 1.5)],
         counters={"evicted_chunks": 7, "dropped_chunks": 4, "lookups": 9},
         latencies=[Latency("Lookup", 2, 0, 9.01, buckets(9.0, 0.008)), Latency("Retrieve", 1, 0, 0.2, buckets(0.2))],
         tiers=[TierStatus("disk:///kv", "through", "up", 1, 77, None, 0, 0, {}),
@@ -38,7 +38,7 @@ def test_a_point_has_counters_and_the_percentiles_since_the_one_before() -> None
     )  # fmt: skip
     point = measure(before, now, 8.0)
     assert (point["time_s"], point["stored_bytes"], point["retrieved_bytes"], point["used_bytes"]) == (8, 5000, 200, 42)
-    assert [point[f"{name}_tokens"] for name in ("asked", "found", "reused", "bound")] == [2048, 1024, 512, 1536]
+    assert [point[f"{name}_tokens"] for name in ("asked", "found", "reused")] == [2048, 1024, 512]
     assert (point["saved_prefill_s"], point["saved_requests"]) == (1.5, 3)
     assert (point["evicted_chunks"], point["dropped_chunks"], point["expired_chunks"]) == (7, 4, 0)
     assert "lookups" not in point, "no chart shows it"

@@ -15,7 +15,7 @@ from tests.conftest import HANG_S, eventually
 from tests.programs import missing, module
 from tests.web.browser import chromium, executable
 from tests.web.conftest import StartWeb
-from tests.web.site import GIB, Site, empty_status, example_history, example_leases, example_prefixes
+from tests.web.site import GIB, Site, empty_status, example_history, example_leases
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -94,13 +94,9 @@ def rows(page: Page, table: str) -> list[list[str]]:
 # -- what it says
 
 
-def test_prefixes_and_leases_are_listed_while_they_can_be_seen(site: Site, open_page: OpenPage) -> None:
-    site.prefixes, site.leases = example_prefixes(), example_leases()
+def test_leases_are_listed_while_they_can_be_seen(site: Site, open_page: OpenPage) -> None:
+    site.leases = example_leases()
     page = open_page()
-    page.locator("#prefixes tbody tr").nth(2).wait_for()
-    assert rows(page, "prefixes")[0][1:8] == [
-        "meta-llama/Llama-3.3-70B", "22.1K", "90.5M", "4,096", "6.4 GiB", "3 d", "5 min",
-    ]  # fmt: skip
     page.locator("#leases tbody tr").nth(1).wait_for()
     assert rows(page, "leases") == [
         ["system-prompt", "retain", "1.2 GiB", "never", "50", "End…"],
@@ -111,10 +107,7 @@ def test_prefixes_and_leases_are_listed_while_they_can_be_seen(site: Site, open_
     seen = site.events
     eventually(lambda: site.events > seen + 3)
     assert not narrow.get_attribute("#users", "open")
-    assert not {"/v1/prefixes", "/v1/leases"} & {*site.asked[asked:]}, "a part that is closed needs nothing"
-    nothing: Any = None
-    site.prefixes = nothing
-    open_page().locator("#leases tbody tr").nth(1).wait_for()  # one list does not need the other
+    assert "/v1/leases" not in site.asked[asked:], "a part that is closed needs nothing"
 
 
 def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -> None:
@@ -212,7 +205,7 @@ def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Sit
 def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
     browser: Browser, site: Site, open_page: OpenPage
 ) -> None:
-    site.history, site.prefixes = example_history(site.status.wall_s), example_prefixes()
+    site.history = example_history(site.status.wall_s)
     page = browser.new_page()
     asked, problems = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -231,7 +224,7 @@ def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
 
 @pytest.mark.parametrize("look", ["light", "dark", "narrow", "down", "dialogue"])
 def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
-    site.history, site.prefixes = example_history(site.status.wall_s), example_prefixes()
+    site.history = example_history(site.status.wall_s)
     page = open_page(width=400 if look == "narrow" else 1280, color_scheme="dark" if look == "dark" else "light")
     if look == "down":
         site.trouble = "it hangs"
@@ -358,10 +351,9 @@ def test_what_the_page_shows_is_what_a_real_server_says(start_web: StartWeb, ope
     shows(page, "#gain-facts", "512 tokens")
     assert rows(page, "namespaces") == [[engine.model, "1,024", "50.0%", "8 KiB", "<0.1%", "1", "Forget…"]]
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["engine"] for each in status["engines"])
-    page.locator("#prefixes tbody tr").first.wait_for()
-    assert rows(page, "prefixes")[0][2:5] == ["1", "512", "512"]
-    page.locator("#prefixes button").first.click()
+    page.click("[data-action=pin]")
     page.get_by_label("Name", exact=True).fill("listed")
+    page.get_by_label("Prompt: token ids").fill(" ".join(map(str, tokens)))
     page.locator("#action-token input").fill(web.token)
     page.get_by_role("button", name="Pin", exact=True).click()
     shows(page, "#action-effect", "2 of 2 chunks are pinned.")

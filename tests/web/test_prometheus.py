@@ -32,15 +32,13 @@ def test_models_beyond_the_fifty_largest_are_one_sum() -> None:
 def test_tokens_are_counted_by_model_by_tenant_and_in_all() -> None:
     usage = [Usage("", 10, 8, 5), Usage("blue", 7, 3, 2)]
     models = [Usage("", 10, 8, 5, "m"), Usage("blue", 6, 3, 2, "n"), Usage(OTHERS, 1, 0, 0, OTHERS)]
-    tokens = TokenCounts(17, 11, 7, 12)
+    tokens = TokenCounts(17, 11, 7)
     status = replace(empty_status(), usage=usage, model_usage=models, tokens=tokens)
     assert values(status, "tenant_reused_tokens_total", "tenant") == {"": 5, "blue": 2}
     for name, total in (("asked", 17), ("found", 11), ("reused", 7)):
         by_model = values(status, f"model_{name}_tokens_total", "model")
         assert sum(by_model.values()) == total == sum(values(status, f"tenant_{name}_tokens_total", "tenant").values())
         assert values(status, f"{name}_tokens_total") == {"": total}
-    assert values(status, "bound_tokens_total") == {"": 12}
-    assert values(replace(status, tokens=TokenCounts(17, 11, 7)), "bound_tokens_total") == {}
 
 
 def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family() -> None:

@@ -14,11 +14,9 @@ from click.shell_completion import CompletionItem
 from kvdepot.config import ONLY_IN_FILE, TOPICS, Config, about, words_of
 from kvdepot.values import parse_size
 
-T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")
-long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
 url = click.option("-u", "--url", metavar="URL", help="the server's endpoint")
 
 _FILE = click.Path()
@@ -40,11 +38,6 @@ def size(text: str) -> int:
         return round(parse_size(text))
     except (ValueError, OverflowError) as exc:
         raise click.BadParameter(f"{text!r} is not a size: write 64GiB, 500GB or 131072, say") from exc
-
-
-def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """The type of an option for values of another type with commas between them; each counts once."""
-    return lambda text: list(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
 
 
 @dataclass(frozen=True)

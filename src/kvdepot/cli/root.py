@@ -24,8 +24,7 @@ _FAMILIES = {
         "config": ("serve", "show every setting and where its value comes from"),
     },
     "Chunks": {
-        "ls": ("prefixes", "list the prompts in memory, by their first chunk"),
-        "inspect": ("prefixes", "show where the chunks of one prompt are"),
+        "inspect": ("inspection", "show where the chunks of one prompt are"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
         "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
         "release": ("leases", "end a lease, and remove its chunks"),
@@ -33,9 +32,6 @@ _FAMILIES = {
         "quota": ("quota", "show or set how much memory a tenant or salt may take"),
         "check": ("check", "verify an arena: its records and checksums"),
         "verify": ("verify", "show whether engines compute what others have stored"),
-    },
-    "Measure": {
-        "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
     },
     "Set up": {
         "keygen": ("setup", "generate the keys of a server and its clients"),
@@ -50,16 +46,16 @@ REMOVED = {
     "demo": "`make demo` in a checkout",
     "leases": "`kvdepot lease` without arguments, which lists them",
     "logs": "`kvdepot status`, which prints the path of the log",
+    "ls": "`kvdepot status`, which lists models; `kvdepot inspect` for one prompt",
     "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "pin": "`kvdepot lease NAME` without --seconds",
+    "simulate": "`python bench/replay.py TRACE` in a checkout",
     "size": "the engine's log, which has the KV bytes of a token on each rank once it is connected",
     "token": "`kvdepot status --http`, which prints the URL of the web page with the token",
     "unpin": "`kvdepot release NAME --keep`",
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
-_OF_FLEETS = "hosts", "routing", "scale", "prefill-tokens-per-s", "tier-size", "tier-latency", "tier-bandwidth"
 _REMOVED_OPTIONS = {
-    **{f"simulate --{name}": "replay the requests that one host gets" for name in _OF_FLEETS},
     "top --json": "use `kvdepot status --watch --json`, which prints one line per update",
     "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
     "inspect --long": "use --json, which has each chunk with its whole hash",

@@ -37,9 +37,9 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 @options.server
 @options.as_json
 def status(watch: float | None, shows_page: bool, server: options.Address, as_json: bool) -> int:
-    """Show the state of a running server: memory, tokens reused and their upper bound (infinite cache), saved prefill,
-    latencies, engines, models, tiers, evictions and failures, and GPUs; and the path of the log if an engine started
-    the server. Other servers log to where they were started: a terminal, the journal of a service, a container's log.
+    """Show the state of a running server: memory, tokens reused, saved prefill, latencies, engines, models, tiers,
+    evictions and failures, and GPUs; and the path of the log if an engine started the server. Other servers log to
+    where they were started: a terminal, the journal of a service, a container's log.
 
     With --http, print only the URL of the web page, as the server reports it, with the token of the file that
     KVDEPOT_HTTP_TOKEN_FILE names, or that the server made. The token follows the #, and browsers do not send it; anyone

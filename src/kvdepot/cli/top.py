@@ -21,14 +21,10 @@ _INSTEAD = "`kvdepot status --watch` prints again and again, with --json one lin
               help="time between updates (default: 1)")  # fmt: skip
 @options.server
 def top(interval: float, server: options.Address) -> int:
-    """Watch a running server: its status, redrawn every second. Press q to quit.
+    """Watch a running server: its status, with rates of the last minute, redrawn every second. Press q to quit.
 
-    The digits 1 to 7, tab and the arrows choose what to show: an overview, models, prefixes (the prompts in memory, by
-    their first chunk), engines, tiers, leases or events. Up and down choose a row, enter shows all that is known about
-    it (names and ids in full, KV cache groups, a tier's counters), and esc goes back. s sorts by the next column, p
-    pauses.
-
-    While the server does not answer, a line says why and for how long, and the time of the figures.
+    Up, down, page up and page down scroll, p pauses. While the server does not answer, a line says why and for how
+    long, and the time of the figures. `kvdepot lease` lists leases.
 
     This needs the package textual; `kvdepot status --watch` does not.
     """

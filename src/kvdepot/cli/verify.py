@@ -23,7 +23,7 @@ def verify(release: str | None, server: options.Address, as_json: bool) -> int:
 
     An engine's first hit on other engines' chunks is computed and compared; with `kvdepot serve --verify-hits`, a share
     of all later hits, too. If such a later hit differs, no chunk of that model is served until --release. `kvdepot
-    inspect HASH` shows where the chunk is. The exit code is 1 while a model is in quarantine.
+    inspect --hashes HASH` shows where the chunk is. The exit code is 1 while a model is in quarantine.
     """
     with connect(server) as client:
         if release is not None:
@@ -55,7 +55,7 @@ def _describe(each: Mismatch) -> list[str]:
         f"{when}  {clean(each.model)}{'  (sampled hit)' if each.is_sample else ''}",
         f"  computed by  {clean(each.engine)}",
         f"  stored by    {clean(each.writer)}",
-        f"  difference   {each.worst:.2g} in {plural(each.chunks, 'chunk')} (limit {each.limit:.2g}); most in "
-        f"{each.chunk[:16]}, rank {each.rank}",
+        f"  difference   {each.worst:.2g} in {plural(each.chunks, 'chunk')} (limit {each.limit:.2g}); most in this one:",
+        f"  chunk        {each.chunk}, rank {each.rank}",
         *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the two have told"]),
     ]

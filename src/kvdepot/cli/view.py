@@ -20,7 +20,6 @@ from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
-from kvdepot.protocol.prefixes import Prefix
 from kvdepot.protocol.status import (
     OTHERS,
     AnswersStatus,
@@ -136,8 +135,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     else:
         passed_s = now.uptime_s - since.uptime_s
         old, new = since.tokens, now.tokens
-        bound = None if old.bound is None or new.bound is None else new.bound - old.bound
-        rise = TokenCounts(new.asked - old.asked, new.found - old.found, new.reused - old.reused, bound)
+        rise = TokenCounts(new.asked - old.asked, new.found - old.found, new.reused - old.reused)
         lines.append(("", _reused(rise, f"in {duration(round(passed_s))}")))
         lookups = now.counters.get("lookups", 0) - since.counters.get("lookups", 0)
         moved = f"stores {size((now.stored_bytes - since.stored_bytes) / passed_s)}/s"
@@ -158,13 +156,11 @@ def _about(seconds: float) -> str:
 
 
 def _reused(tokens: TokenCounts, when: str) -> Text:
-    """The share of prompt tokens that engines loaded; of the same tokens, what was found and could have been."""
+    """The share of prompt tokens that engines loaded; of the same tokens, what was found."""
     if not tokens.asked:
         return Text("no lookup by an engine yet" if when == "in all" else f"no lookup {when}")
     found = min(tokens.found / tokens.asked, 1.0)
     text = f" of {count(tokens.asked)} tokens {when}; found {share(found)}"
-    if tokens.bound is not None:
-        text += f", upper bound {share(min(max(tokens.bound / tokens.asked, found), 1.0))}"
     return Text.assemble((share(min(tokens.reused / tokens.asked, 1.0)), "bold"), text)
 
 
@@ -248,7 +244,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
 def models(shown: Sequence[NamespaceStatus]) -> Listing:
     rows = [
         (
-            OTHERS if is_sum(namespace) else named(namespace.tenant, namespace.model),
+            named(namespace.tenant, namespace.model) if namespace.world_size else OTHERS,
             str(namespace.world_size or "-"),
             count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
@@ -268,11 +264,6 @@ def _answers(said: AnswersStatus | None) -> str:
     why = "learning" if said.mode == "auto" else said.mode
     why = f"{share(said.share)} return" if said.share is not None else why
     return f"{'stored' if said.stored else 'not stored'} ({why})"
-
-
-def is_sum(row: object) -> bool:
-    """Whether a row is the sum of all models that the server does not list."""
-    return isinstance(row, NamespaceStatus) and not row.world_size
 
 
 _TOKEN_HEADS = (">asked", ">found", ">reused")
@@ -349,28 +340,6 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
 def needs(reach: int) -> str:
     """The chunks of a KV cache group that resuming a prompt needs."""
     return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
-
-
-_HASH_DIGITS = 12
-"""Digits of a hash in tables: enough to name a chunk among billions."""
-_MODEL_CELLS = 28
-
-
-def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
-    """The table of prefix families. is_long: ids and names in full."""
-    rows = [
-        (
-            each.id[: None if is_long else _HASH_DIGITS],
-            _shorten(named(each.tenant, each.model), 1000 if is_long else _MODEL_CELLS),
-            count(each.hits), size(each.bytes), count(each.tokens), count(each.shared_tokens), count(each.prompts),
-            count(each.hit_tokens), duration(each.idle_s) if each.idle_s >= 1 else "now", duration(each.age_s),
-        )
-        for each in shown
-    ]  # fmt: skip
-    heads = (
-        "prefix", "model", ">hits", ">bytes", ">tokens", ">shared tokens", ">prompts", ">found tokens", ">idle", ">age",
-    )  # fmt: skip
-    return Listing(heads, rows)
 
 
 def named(tenant: str, model: str) -> str:

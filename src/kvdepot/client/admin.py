@@ -23,9 +23,9 @@ from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
+from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import LeaseStatus
-from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, read
 
@@ -35,8 +35,7 @@ _ANSWER_S = 30.0
 _RETAINED = LeaseTerms()
 T = TypeVar("T")
 
-for _kind in (list[ChunkStatus], list[Prefix]):
-    msgspec.convert([], _kind)  # at import, since msgspec crashes if two threads are the first to decode a type
+msgspec.convert([], list[ChunkStatus])  # at import, since msgspec crashes if two threads are the first to decode a type
 
 
 @contextmanager
@@ -84,23 +83,6 @@ def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, s
     if not hashes:
         raise ConfigError(f"{len(ids)} tokens are less than a chunk of {spec.chunk_tokens}; only whole chunks are kept")
     return PromptChunks(spec, hashes, salt_tag(salt))
-
-
-def find_prompt(client: Client, end: bytes, model: str, salt: str) -> PromptChunks:
-    """The chunks in memory up to the one with the hash `end`, of a client without a tenant.
-
-    model: see `read_prompt`. Raises ConfigError; BadRequest if memory lacks one.
-    """
-    spec = _spec_named(client, model)
-    listed = inspect(client, spec.model, end=end)
-    # Chunks of tenants, and of models whose names only begin so, are listed too, but a lease would not hold them.
-    found = {each.position: each for each in listed if each.position and (each.tenant, each.model) == ("", spec.model)}
-    hashes = [found[at].hash for at in sorted(found) if found[at].state == "ready"]
-    if not hashes or hashes[-1] != end.hex() or len(hashes) != max(found):
-        raise BadRequest(
-            f"no whole prompt up to the chunk {end.hex()} is in memory; it may have been evicted meanwhile"
-        )
-    return PromptChunks(spec, b"".join(map(bytes.fromhex, hashes)), salt_tag(salt))
 
 
 def _spec_named(client: Client, model: str) -> ShardSpec:
@@ -192,14 +174,9 @@ def leases(client: Client) -> list[LeaseStatus]:
     return _answer(client, wire.Leases(), list[LeaseStatus])
 
 
-def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
-    """The prompts in memory, as prefix families; see wire.Prefixes. Raises Busy if too many ask at once."""
-    return _answer(client, wire.Prefixes(model, sort, most), list[Prefix])
-
-
-def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
-    """Where chunks are, in memory: those with `hashes`, or up to `end`; see wire.Inspect."""
-    return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus])
+def inspect(client: Client, model: str, hashes: bytes) -> list[ChunkStatus]:
+    """Where the chunks with these hashes are, in memory; see wire.Inspect. Raises Busy if too many ask at once."""
+    return _answer(client, wire.Inspect(model, hashes), list[ChunkStatus])
 
 
 def end_quarantine(client: Client, model: str) -> int:

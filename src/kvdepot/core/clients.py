@@ -12,7 +12,6 @@ from typing import Protocol
 
 from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
-from kvdepot.core.infinite_cache import Unreported
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.memory.copier import CopyPiece, Mapped
 from kvdepot.protocol import wire
@@ -156,7 +155,6 @@ class Client:
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     is_seen: bool = False  # core/engines.py knows that it belongs to an engine
-    unreported: Unreported = field(default_factory=Unreported)  # its lookups with `reports`, until their EndSession
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait, by request

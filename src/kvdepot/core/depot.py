@@ -29,8 +29,8 @@ from kvdepot.core.index.events import Listener
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
+from kvdepot.core.inspections import Inspections
 from kvdepot.core.leases import Leases
-from kvdepot.core.lists import Lists
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report, ServerFacts, fill_namespaces, tenant_figures
@@ -82,9 +82,9 @@ class Depot:
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
-        self.lists = Lists(index, self.tiering)
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.report)
+        self.inspections = Inspections(index, self.tiering)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
@@ -216,10 +216,8 @@ class Depot:
                 return self.removals.forget(client, number, request, self.now)
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
-            case wire.Prefixes():
-                return self.lists.prefixes(client, number, request, self.wall)
             case wire.Inspect():
-                return self.lists.inspect(client, number, request, self.wall)
+                return self.inspections.begin(client, number, request, self.wall)
             case wire.Describe():
                 if not self._config.wants_tokens:
                     raise BadRequest("this server publishes no token ids")
@@ -253,16 +251,16 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self.lists or self._is_behind:
+        if self.removals or self.inspections or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals and lists, and requests whose wait for stores or tiers has reached its deadline."""
+        """Continue removals and inspections, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.removals.step(now), *self.lists.step(), *self.sessions.expire(now)]
+        actions = [*self.removals.step(now), *self.inspections.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return self._publish(actions)
@@ -288,7 +286,6 @@ class Depot:
         for lease in self.leases.tick(now):
             self.removals.drop_leased(lease)
         self.removals.tick()
-        self.usages.tick(now)
         self._drop_excess()
         self.report.tick(now, self.counters, self.tiering.status(now))
         is_used = any(client.is_engine for client in self.clients)
@@ -328,8 +325,8 @@ class Depot:
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer every list and every request that waits for stores or tiers."""
-        actions = [*self.removals.stop(), *self.lists.stop()]
+        """Before shutdown: finish removals, and answer all inspections and requests that wait for stores or tiers."""
+        actions = [*self.removals.stop(), *self.inspections.stop()]
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)

@@ -17,7 +17,7 @@ from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, coming_tail, is_stored_by, last_chained, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, coming_tail, is_stored_by, match_prompt
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -264,7 +264,7 @@ class Sessions:
 
     def _reply(self, pending: PendingLookup, match: Match) -> Reply:
         value: object
-        lookup, found, (namespaces, pins, matched, _) = pending.lookup, 0, match
+        lookup, found, (namespaces, _, matched, _) = pending.lookup, 0, match
         try:
             value = self._answer(pending, match)
             found = matched
@@ -274,10 +274,8 @@ class Sessions:
                 self._counters["hit_chunks"] += matched
                 if namespaces and self._leases.bytes:
                     self._leases.count_found(namespaces[0], lookup.hashes, matched, self._tokens(lookup))
-                for namespace, pin in zip(namespaces, pins, strict=True):
+                for namespace in namespaces:
                     namespace.hit_chunks += matched
-                    if (end := last_chained(pin)) is not None:
-                        end.hits += 1
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(pending))

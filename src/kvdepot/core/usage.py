@@ -9,16 +9,15 @@ another entry only while it has fewer than are left: alone it can take half of t
 other models of a tenant share an entry, and so do tenants beyond the most.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
-asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count, also for
-the upper bound. The lookups of clients that report nothing count at once, without the chunks that they say they have
-(`Lookup.own`). A false report makes these figures wrong; it changes nothing about which chunks are kept or found.
+asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count. The
+lookups of clients that report nothing count at once, without the chunks that they say they have (`Lookup.own`). A
+false report makes these figures wrong; it changes nothing about which chunks are kept or found.
 """
 
 from __future__ import annotations
 
 from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
-from kvdepot.core.infinite_cache import InfiniteCache, words
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
@@ -51,7 +50,6 @@ class Usages:
         self.total = _Sum()
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
-        self._infinite_cache = InfiniteCache(0.0)
         self._most_models, self._most_tenants = models, tenants
         self._sums: dict[tuple[str | None, str | None], _Sum] = {}  # by tenant and model; None: the rest
 
@@ -60,10 +58,8 @@ class Usages:
 
     @property
     def tokens(self) -> TokenCounts:
-        """The tokens of all requests since the start, with the upper bound of what could have been found."""
-        total, missed = self.total, self._infinite_cache.missed
-        bound = None if missed is None else total.found + missed
-        return TokenCounts(total.asked, total.found, total.reused, bound)
+        """The tokens of all requests since the start."""
+        return TokenCounts(self.total.asked, self.total.found, self.total.reused)
 
     def fill(self, status: Status, tenant: str) -> None:
         """Fill in the tokens that a tenant's client may see; empty: all."""
@@ -81,21 +77,13 @@ class Usages:
         asked = len(lookup.hashes) // HASH_BYTES * chunk_tokens - own
         if found:
             self.hit_tokens.count(found)
-        chunks = words(lookup.hashes)
         if lookup.reports:
-            client.unreported.add(lookup.request, chunks, chunk_tokens)
-            asked = found = 0  # `report` counts them
-        else:
-            self._infinite_cache.count(chunks, chunk_tokens, max(found, own))
-            found = max(0, found - own)
-        self.count(client.tenant, lookup.model, asked, found, is_known=is_known)
+            asked = own = found = 0  # `report` counts them
+        self.count(client.tenant, lookup.model, asked, max(0, found - own), is_known=is_known)
 
     def report(self, client: Client, request: wire.EndSession) -> None:
         """Count what an engine reports about a request; the caller has checked its bounds."""
         asked = request.asked
-        lookup = client.unreported.pop(request.request)
-        if lookup is not None and asked.tokens:  # else it was never scheduled
-            self._infinite_cache.count(*lookup, asked.own + asked.found)
         if asked.tokens or request.saved_tokens:
             model = request.model or client.model
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
@@ -104,10 +92,6 @@ class Usages:
         entry = self._sums.get((client.tenant, (request.model or client.model)[:MOST_NAME]))
         if entry is not None and request.answers is not None:
             entry.answers = request.answers
-
-    def tick(self, now: float) -> None:
-        """Called once a second."""
-        self._infinite_cache.tick(now)
 
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False

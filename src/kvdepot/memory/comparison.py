@@ -40,7 +40,7 @@ _MOST = 2.0
 _ABSURD = 16.0
 _BLOCK_SHARE = 4
 _EVERY = 5
-"""Of many tiles, one in this many is compared; no divisor of what keys, values and heads alternate by."""
+"""The step between compared tiles of a long row; no divisor of what keys, values and heads alternate by."""
 _MANY = 512
 _FLOOR = 1e-3
 """Tiles smaller than this, relative to the mean tile of their part, count as if they had this size."""

@@ -283,7 +283,7 @@ TIER = (
         "tier lookups refused: too many", advice="The tier is too slow for this load.",
     ),
     Counted("evicted", "objects", "Disk: objects evicted.", "evicted to make room",
-            advice="Increase its capacity if the hit rate is far below its upper bound."),
+            advice="Increase its capacity if prompts come back later than it keeps them."),
     Counted("expired", "objects", "Disk: objects removed because of their age."),
     Counted("swept", "files", "Disk: half-written files removed at start."),
     Counted("vanished", "files", "Disk: files removed by another process.",

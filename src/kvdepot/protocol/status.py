@@ -43,14 +43,12 @@ class TokenCounts(msgspec.Struct, frozen=True):
     """Prompt tokens since the start. They only increase, so those of several servers can be added up.
 
     asked: in prompts that engines looked up. found: of those, in the depot. Both without what engines have in their own
-    caches, if they report that (wire.Lookup.reports). reused: that engines loaded instead of computing them. bound:
-    that an infinite cache would have found, an estimate; None if the server cannot estimate it.
+    caches, if they report that (wire.Lookup.reports). reused: that engines loaded instead of computing them.
     """
 
     asked: int = 0
     found: int = 0
     reused: int = 0
-    bound: int | None = None
 
 
 class AnswersStatus(msgspec.Struct, frozen=True):

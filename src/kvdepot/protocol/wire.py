@@ -366,31 +366,15 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
-class Prefixes(_Message, frozen=True):
-    """Ask which prompts are in memory, as families: prompts that begin with the same chunk.
-
-    Answer: a list of prefixes.Prefix: at most `most` families of models whose name has this prefix (empty: all), those
-    with the most of `sort` (one of prefixes.SORTS) first; of the client's tenant only, if it has one.
-    """
-
-    model: str = ""
-    sort: str = "hits"
-    most: int = 20
-
-
 class Inspect(_Message, frozen=True):
-    """Ask where chunks are: the chunks with these hashes, or the one with the hash `end` and all before.
+    """Ask where the chunks with these hashes are.
 
-    most: return at most this many chunks before `end`, the latest ones; 0 returns all.
-
-    Answer: a list of prefixes.ChunkStatus of the chunks in memory, of models whose names have this prefix and of the
+    Answer: a list of chunks.ChunkStatus of the chunks in memory, of models whose names have this prefix and of the
     client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest beyond 16,384 of them.
     """
 
     model: str = ""
     hashes: bytes = b""
-    end: bytes = b""
-    most: int = 0
 
 
 class Describe(_Message, frozen=True):
@@ -452,7 +436,6 @@ Request: TypeAlias = (
     | Leases
     | Forget
     | Count
-    | Prefixes
     | Inspect
     | Describe
     | SetQuota

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,9 +24,6 @@ from kvdepot.processes import prepare_standard_files
 from kvdepot.protocol.curve import Key
 from kvdepot.web.child import Order
 from kvdepot.web.server import HttpServer
-
-if TYPE_CHECKING:
-    from kvdepot.web.live import LiveStatus
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +53,10 @@ def main() -> int:
         return 1
 
 
-def _await_end(server: HttpServer, live: LiveStatus) -> None:
-    """End streams and web server when standard input closes, then the process if it does not end by itself."""
+def _await_end(server: HttpServer) -> None:
+    """End the web server when standard input closes, then the process if it does not end by itself."""
     while os.read(0, 1):  # not sys.stdin, whose lock would block the interpreter's exit
         pass
-    live.end()
     server.end()
     time.sleep(_END_S)
     os._exit(0)
@@ -97,7 +92,7 @@ def _serve(order: Order) -> int:
         app = make_app(poll, live, order)
         server = HttpServer(app, lambda: signs.append(None))
         threading.Thread(target=_watch, args=(signs,), name="kvdepot-watchdog", daemon=True).start()
-        threading.Thread(target=_await_end, args=(server, live), daemon=True).start()
+        threading.Thread(target=_await_end, args=(server,), daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
         server.run(sockets=[listener])

@@ -1,7 +1,7 @@
-"""The endpoints of the HTTP API. OpenAPI is generated from the types in this module (dispatch.py).
+"""The endpoints of the HTTP API.
 
-Requests that read are answered from poll.py's last result, except those for lists (`CachedLists`); requests that change
-something ask the server, on threads, a few at a time.
+Requests that read are answered from poll.py's last result, except that for leases (`CachedLeases`); requests that
+change something ask the server, on threads, a few at a time.
 """
 
 from __future__ import annotations
@@ -9,32 +9,31 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from kvdepot import __version__
 from kvdepot.client import admin
+from kvdepot.client.socket import Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
-from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota, shown_tag
 from kvdepot.web.child import Order
-from kvdepot.web.dispatch import Dispatch, Encoded, describe, get, post
+from kvdepot.web.dispatch import Dispatch, Encoded, get, post
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import TimeSeries
-from kvdepot.web.live import LiveStatus, StatusNow
+from kvdepot.web.live import LiveStatus
 from kvdepot.web.poll import Poll
 from kvdepot.web.prometheus import StatusCollector
 
@@ -43,36 +42,30 @@ _MOST_CHANGES = 4
 _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""
-_MOST_KEPT = 16
-
-T = TypeVar("T")
 
 
-class CachedLists:
-    """The latest answers of the server for one kind of list, by question; unlike the status, it makes them on request.
+class CachedLeases:
+    """The server's latest list of leases; unlike the status, it makes this on request.
 
-    Invariant: however many ask, the server gets one request of a kind at a time, and the same one again only after
-    `_FRESH_S`.
+    Invariant: however many ask, the server gets one request at a time, and the next only after `_FRESH_S`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
         self._asking = threading.Lock()
-        self._kept: dict[object, tuple[float, Any]] = {}
+        self._asked = 0.0
+        self._leases: list[LeaseStatus] = []
 
-    def get(self, question: object, ask: Callable[[], T]) -> T:
+    def get(self) -> list[LeaseStatus]:
         if not self._waiting.acquire(blocking=False):
             raise Busy(f"{_MOST_WAITING} requests for this list are waiting: retry later")
         try:
             with self._asking:
-                asked, answer = self._kept.pop(question, (0.0, None))
-                if not asked or time.monotonic() - asked >= _FRESH_S:
-                    asked, answer = time.monotonic(), ask()
-                while len(self._kept) >= _MOST_KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[question] = asked, answer
-                found: T = answer
-                return found
+                if not self._asked or time.monotonic() - self._asked >= _FRESH_S:
+                    asked, self._leases = time.monotonic(), admin.leases(self._client)
+                    self._asked = asked
+                return self._leases
         finally:
             self._waiting.release()
 
@@ -84,8 +77,7 @@ class ApiState:
     poll: Poll
     live: LiveStatus
     registry: CollectorRegistry
-    leases: CachedLists = field(default_factory=CachedLists)
-    prefixes: CachedLists = field(default_factory=CachedLists)
+    leases: CachedLeases
     changes: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_MOST_CHANGES))
 
 
@@ -104,12 +96,10 @@ class ChunkCount(msgspec.Struct, frozen=True):
 
 
 class PromptBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt, and its model, by name or a unique prefix. The prompt: exactly one of token ids, chunk hashes in hex,
-    and `prefix`, the hash of its last chunk, as `/v1/prefixes` lists it, if memory has all of it."""
+    """A prompt, as either token ids or chunk hashes in hex, and its model, by name or a unique prefix."""
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
     hashes: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
-    prefix: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
 
@@ -204,17 +194,10 @@ async def metrics(state: ApiState, scope: Scope) -> Encoded:
     return Encoded(encode(state.registry), media_type)
 
 
-@get("/v1/status", StatusNow)
+@get("/v1/status")
 async def status(state: ApiState) -> Encoded:
-    """The server's latest status, at most a few seconds old; `/v1/stream` sends each one as an event."""
+    """The server's latest status, at most a few seconds old."""
     return Encoded(state.live.encoded())
-
-
-@get("/v1/stream")
-async def stream(state: ApiState) -> AsyncIterator[bytes]:
-    """The latest status and each next one, about one a second; why there is none, as an event `problem`."""
-    async for event in state.live.events():
-        yield event
 
 
 @get("/v1/history")
@@ -226,26 +209,7 @@ async def history(state: ApiState) -> TimeSeries:
 @get("/v1/leases")
 def leases(state: ApiState) -> list[LeaseStatus]:
     """Leases: what they hold and until when; at most two seconds old."""
-    return state.leases.get(None, lambda: admin.leases(state.poll.client))
-
-
-class PrefixQuery(msgspec.Struct, frozen=True):
-    """Which prefix families are wanted, and in what order."""
-
-    most: Annotated[int, Meta(ge=1, le=MOST_PREFIXES, description="How many to list.")] = 20
-    model: Annotated[
-        str, Meta(max_length=wire.MAX_REQUEST_ID, description="Only models whose name begins with this.")
-    ] = ""
-    sort: Annotated[
-        Literal["hits", "bytes", "tokens", "idle"],
-        Meta(description="What to sort by, the highest first; `idle`: seconds since some of it was used."),
-    ] = "hits"
-
-
-@get("/v1/prefixes")
-def prefixes(state: ApiState, query: PrefixQuery) -> list[Prefix]:
-    """Prompts in memory, as families: prompts that begin with the same chunk; at most two seconds old."""
-    return state.prefixes.get(query, lambda: admin.prefixes(state.poll.client, query.model, query.sort, query.most))
+    return state.leases.get()
 
 
 # -- changing
@@ -263,10 +227,8 @@ def _change(state: ApiState) -> Iterator[None]:
 
 
 def _prompt(poll: Poll, data: PromptBody) -> PromptChunks:
-    if sum(map(bool, (data.tokens, data.hashes, data.prefix))) != 1:
-        raise BadRequest("give exactly one of `tokens`, `hashes` and `prefix`")
-    if data.prefix:
-        return admin.find_prompt(poll.client, bytes.fromhex(data.prefix), data.model, data.salt)
+    if bool(data.tokens) == bool(data.hashes):
+        raise BadRequest("give either `tokens` or `hashes`")
     hashes = b"".join(map(bytes.fromhex, data.hashes))
     return admin.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
 
@@ -295,10 +257,10 @@ def lease(state: ApiState, data: LeaseBody) -> ChunkCount:
 @post("/v1/release")
 def release(state: ApiState, data: ReleaseBody) -> Released:
     """End a lease and remove its chunks, or remove a prompt's: from its end to the first chunk that others use."""
-    if bool(data.name) == bool(data.tokens or data.hashes or data.prefix):
-        raise BadRequest("give either the `name` of a lease, or a prompt as `tokens`, `hashes` or `prefix`")
+    if bool(data.name) == bool(data.tokens or data.hashes):
+        raise BadRequest("give either the `name` of a lease, or a prompt as `tokens` or `hashes`")
     if data.name and (data.model or data.salt or data.keep):
-        raise BadRequest("`model`, `salt` and `keep` are for a prompt: give its `tokens`, `hashes` or `prefix`")
+        raise BadRequest("`model`, `salt` and `keep` are for a prompt: give its `tokens` or `hashes`")
     if not (data.name or data.drops):
         raise BadRequest("`drops` is for a lease: give its `name`, or `keep` with a prompt")
     with _change(state):
@@ -363,7 +325,7 @@ def _read_page() -> dict[str, Encoded]:
 
 
 _ENDPOINTS = [
-    healthz, readyz, metrics, status, stream, history, leases, prefixes,
+    healthz, readyz, metrics, status, history, leases,
     warm, lease, release, preview, forget, quota,
 ]  # fmt: skip
 
@@ -374,7 +336,6 @@ def make_app(poll: Poll, live: LiveStatus, order: Order) -> App:
     registry.register(StatusCollector(poll))
     ProcessCollector(pid=os.getppid, registry=registry)  # the server's, whose child this process is
     pages = _read_page()
-    document = Encoded(describe(_ENDPOINTS, __version__))
     is_local = is_loopback(f"tcp://{order.address}")
     guard = Guard(order.token, is_local, is_local and order.key is None, pages)
-    return Dispatch(_ENDPOINTS, {**pages, "/schema/openapi.json": document}, ApiState(poll, live, registry), guard)
+    return Dispatch(_ENDPOINTS, pages, ApiState(poll, live, registry, CachedLeases(poll.client)), guard)

@@ -1,7 +1,7 @@
-"""Operations of the HTTP API: which function answers a method of a path, with what types, and their OpenAPI document.
+"""Operations of the HTTP API: which function answers a method of a path, with what types.
 
-An operation is a function whose annotations say all. Coroutine functions run on the event loop and others on threads;
-an asynchronous generator answers a stream of server-sent events. Every error has the form `{"code", "message"}`.
+An operation is a function whose annotations say all. Coroutine functions run on the event loop and others on threads.
+Every error has the form `{"code", "message"}`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, get_type_hints
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -54,35 +53,25 @@ class Encoded:
 
 
 class Endpoint:
-    """One method of one path.
+    """One method of one path. A POST takes a body in JSON, of the type that its function names."""
 
-    given: the struct of its query parameters or its body, None if it takes none. reply: the type of its answer; None if
-    that is not JSON.
-    """
-
-    def __init__(self, method: str, path: str, run: Callable[..., Any], reply: Any = None) -> None:
+    def __init__(self, method: str, path: str, run: Callable[..., Any]) -> None:
         self.method, self.path, self.run = method, path, run
         hints = get_type_hints(run, include_extras=True)
-        answer = hints.pop("return")
-        self.reply = reply if answer is Encoded or inspect.isasyncgenfunction(run) else answer
         self.takes_scope = hints.pop("scope", None) is not None
-        del hints["state"]
-        self.given: Any = next(iter(hints.values()), None)
-        # Made once, at import, and for queries, too, which do not use it: msgspec crashes if two threads are the first
-        # to decode a type at the same time.
-        decoder = msgspec.json.Decoder(self.given) if self.given else None
-        self._decoder = decoder if method == "POST" else None
+        del hints["return"], hints["state"]
+        given: Any = next(iter(hints.values()), None)
+        # Made once, at import: msgspec crashes if two threads are the first to decode a type at the same time.
+        self._decoder = msgspec.json.Decoder(given) if given else None
 
-    async def run_on(self, state: object, scope: Scope, body: RequestBody, threads: ThreadPoolExecutor) -> Any:
-        """The encoded answer, or an iterator of events. Raises KVDepotError, Refused or Gone."""
+    async def run_on(self, state: object, scope: Scope, body: RequestBody, threads: ThreadPoolExecutor) -> Encoded:
+        """The encoded answer. Raises KVDepotError, Refused or Gone."""
         data = await body.read() if self._decoder else b""
 
         def arguments() -> list[object]:
-            given = [self._parse(scope["query_string"], data)] if self.given else []
+            given = [_parse(self._decoder, data)] if self._decoder else []
             return [state, *given, *([scope] if self.takes_scope else [])]
 
-        if inspect.isasyncgenfunction(self.run):
-            return self.run(*arguments())
         if inspect.iscoroutinefunction(self.run):
             answer = await self.run(*arguments())
         else:
@@ -90,23 +79,19 @@ class Endpoint:
             answer = await loop.run_in_executor(threads, lambda: self.run(*arguments()))
         return answer if isinstance(answer, Encoded) else Encoded(msgspec.json.encode(answer))
 
-    def _parse(self, query: bytes, body: bytes) -> object:
-        try:
-            if self._decoder:
-                return self._decoder.decode(body)
-            pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
-            if len(parameters := dict(pairs)) < len(pairs):
-                raise BadRequest(f"a parameter is given twice: {', '.join(sorted(name for name, _ in pairs))}")
-            return msgspec.convert(parameters, self.given, strict=False)
-        except RecursionError as exc:
-            raise BadRequest("the body is nested too deeply") from exc
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadRequest(f"{'the body' if self._decoder else 'the query'}: {fault_of(exc)}") from exc
+
+def _parse(decoder: msgspec.json.Decoder[object], body: bytes) -> object:
+    try:
+        return decoder.decode(body)
+    except RecursionError as exc:
+        raise BadRequest("the body is nested too deeply") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequest(f"the body: {fault_of(exc)}") from exc
 
 
-def get(path: str, reply: Any = None) -> Callable[[Callable[..., Any]], Endpoint]:
-    """Make a function the operation that answers GET. reply: the type of an answer that it encodes itself."""
-    return lambda run: Endpoint("GET", path, run, reply)
+def get(path: str) -> Callable[[Callable[..., Any]], Endpoint]:
+    """Make a function the operation that answers GET."""
+    return lambda run: Endpoint("GET", path, run)
 
 
 def post(path: str) -> Callable[[Callable[..., Any]], Endpoint]:
@@ -145,38 +130,23 @@ class Dispatch:
             answer = Encoded(msgspec.json.encode(problem))
         if body.is_left:
             headers["connection"] = "close"
-        if isinstance(answer, Encoded):
-            headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
-            await send(_head(status, headers))
-            await send({"type": "http.response.body", "body": answer.body, "more_body": True})
-        else:
-            await send(_head(status, headers | {"content-type": "text/event-stream", "x-accel-buffering": "no"}))
-            await _send_events(scope, answer, send)
+        headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
+        await send(_head(status, headers))
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         await body.discard()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _answer(self, scope: Scope, body: RequestBody) -> Any:
+    async def _answer(self, scope: Scope, body: RequestBody) -> Encoded:
         path = scope["path"]
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body
         methods: dict[str, Any] = {"GET": self._files[path]} if path in self._files else self._endpoints.get(path, {})
         if not methods:
-            raise Refused(404, "not_found", "no such path; /schema/openapi.json lists them")
+            raise Refused(404, "not_found", "no such path; docs/http.md lists them")
         if method not in methods:
             allowed = ", ".join(methods)
             raise Refused(405, "method", f"{path} answers {allowed}, not {method}", allow=allowed)
         found = methods[method]
         return await found.run_on(self._state, scope, body, self._threads) if isinstance(found, Endpoint) else found
-
-
-async def _send_events(scope: Scope, events: AsyncIterator[bytes], send: Send) -> None:
-    """Send events until there are no more, or the client has gone."""
-    connection = scope["state"]["connection"]
-    if scope["method"] != "HEAD":
-        async for event in events:
-            if connection.transport.is_closing():
-                return
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            connection.events += 1
 
 
 def _head(status: int, headers: Mapping[str, str]) -> Scope:
@@ -193,45 +163,3 @@ def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:
         return status, Problem(exc.code, str(exc)), {"retry-after": "1"} if status in (429, 503) else {}
     log.error("an HTTP handler failed", exc_info=exc)
     return 500, Problem(InternalError.code, "internal error; see the server log"), {}
-
-
-def describe(endpoints: Iterable[Endpoint], version: str) -> bytes:
-    """The OpenAPI document of all endpoints that answer JSON; what they take and answer follows from their types."""
-    shown = [endpoint for endpoint in endpoints if endpoint.reply is not None]
-    given = [endpoint.given for endpoint in shown if endpoint.given]
-    types = [*given, *(endpoint.reply for endpoint in shown), Problem]
-    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    inputs, replies = iter(schemas), iter(schemas[len(given) :])
-    problem = {"description": "An error.", "content": _content(schemas[-1])}
-    paths: dict[str, dict[str, object]] = {}
-    for endpoint in shown:
-        described: dict[str, object] = {
-            "operationId": endpoint.run.__name__,
-            "description": inspect.getdoc(endpoint.run),
-            "responses": {"200": {"description": "Done.", "content": _content(next(replies))}, "default": problem},
-        }
-        if endpoint.given:
-            schema = next(inputs)
-            if endpoint.method == "POST":
-                described |= {
-                    "security": [{"token": []}],
-                    "requestBody": {"required": True, "content": _content(schema)},
-                }
-            else:
-                fields = components[endpoint.given.__name__]["properties"]
-                described["parameters"] = [
-                    {"name": name, "in": "query", "schema": field} for name, field in fields.items()
-                ]
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = described
-    return msgspec.json.encode(
-        {
-            "openapi": "3.1.0",
-            "info": {"title": "kvdepot", "version": version},
-            "paths": paths,
-            "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-        }
-    )
-
-
-def _content(schema: object) -> dict[str, object]:
-    return {_JSON: {"schema": schema}}

@@ -94,8 +94,6 @@ def measure(before: Status | None, now: Status, time_s: float) -> Point:
         "used_bytes": now.used_bytes,
         **{name: now.counters.get(name, 0) for name in _LOST},
     }
-    if now.tokens.bound is not None:
-        point["bound_tokens"] = now.tokens.bound
     point |= {f"tier_bytes.{tier.name}": tier.bytes for tier in now.tiers if tier.bytes is not None}
     if before is None or before.boot != now.boot:
         return point

@@ -1,28 +1,18 @@
-"""The latest status as JSON, and a stream of server-sent events with each new one.
-
-poll.py's thread signals each turn; the rest runs on the event loop, and encodes a status once for all readers.
-Invariant: a reader of the stream gets the current turn at once and none twice, and learns that the server does not
-answer as soon as one that asks for `/v1/status`.
-"""
+"""The latest status as JSON, encoded once for all readers. Runs on the event loop."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import shlex
-from collections.abc import AsyncIterator
 
 import msgspec
 
 from kvdepot.config import default_url
-from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.status import Loss, Status
-from kvdepot.web.guard import Problem
-from kvdepot.web.poll import STALE_S, Poll
+from kvdepot.web.poll import Poll
 
 
 class StatusNow(Status, kw_only=True):
@@ -44,16 +34,12 @@ class StatusNow(Status, kw_only=True):
 
 
 class LiveStatus:
-    """The status of each turn, encoded. Runs on the event loop, except `_notify`."""
+    """The status of the latest turn, encoded."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
-        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first reader of a stream
-        self._turned = asyncio.Event()
-        self._is_ending = False
         self._flag = engine_flag(poll.client.server_url)
         self._encoded = -1, b""  # the number of a turn, and its status as JSON
-        poll.on_turn = self._notify
 
     def encoded(self) -> bytes:
         """The latest status as JSON. Raises Unavailable if it is too old."""
@@ -68,41 +54,6 @@ class LiveStatus:
             )  # fmt: skip
             self._encoded = number, msgspec.json.encode(now)
         return self._encoded[1]
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """One server-sent event per turn: the status, or as `problem` why there is none, also once the last one is no
-        longer fresh. Ends with the server."""
-        self._loop = asyncio.get_running_loop()
-        seen = -1, False
-        while not self._is_ending:
-            turn = self._poll.turn
-            fresh_s = turn.answer.fresh_s if turn.answer is not None else 0.0
-            if seen == (turn.number, fresh_s > 0):
-                timer = self._loop.call_later(fresh_s if fresh_s > 0 else STALE_S, self._wake)
-                await self._turned.wait()
-                timer.cancel()
-                continue
-            try:
-                event = b"data: %b\n\n" % self.encoded()
-                seen = self._encoded[0], True
-            except Unavailable as exc:
-                seen = turn.number, False
-                event = b"event: problem\ndata: %b\n\n" % msgspec.json.encode(Problem(exc.code, str(exc)))
-            yield event
-
-    def end(self) -> None:
-        """End all streams. Any thread may call this."""
-        self._is_ending = True
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, because we are ending
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._turned.set()
-        self._turned.clear()
 
 
 def engine_flag(url: str) -> str:

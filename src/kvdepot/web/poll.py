@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -70,8 +69,6 @@ class Poll:
         self.history = History()
         self.turn = Turn(0, None, "not polled yet")
         """The latest turn. The thread replaces it as a whole; any thread may read it."""
-        self.on_turn: Callable[[], None] = lambda: None
-        """The thread calls this after each turn; it must neither block nor raise."""
         self._began = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-poll", daemon=True)
@@ -116,7 +113,6 @@ class Poll:
                 if problem != before.problem:
                     log.exception("the web process cannot parse the server's reply")
             self.turn = Turn(before.number + 1, answer, problem)
-            self.on_turn()
             due = max(due + POLL_S, time.monotonic())
             self._stopping.wait(due - time.monotonic())
 

@@ -30,7 +30,6 @@ _TOKENS = {
     "found": "Of the tokens asked for, those in the depot.",
     "reused": "Tokens that engines loaded instead of computing them.",
 }
-_BOUND = "Of the tokens asked for, those that an infinite cache would have had (estimated)."
 _HISTOGRAMS = {
     "hit_tokens": "Tokens that a lookup found, if any.",
     "eviction_age_seconds": "Age of evicted chunks: time since they were computed. One eviction in 16 is counted.",
@@ -188,8 +187,6 @@ def _counters(status: Status) -> Iterator[Metric]:
             refused.add_metric([what], count)
         else:
             totals[counted.series] = counted.meaning, count
-    if status.tokens.bound is not None:
-        totals["bound_tokens"] = _BOUND, status.tokens.bound
     for name, (meaning, value) in totals.items():
         yield CounterMetricFamily(f"kvdepot_{name}", meaning, value)
     yield refused

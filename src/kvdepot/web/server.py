@@ -22,16 +22,14 @@ _CHECK_S = 1.0
 _REQUEST_S = 10.0
 """Time for a request's headers, from the connection or the last response; then again for its body."""
 _READ_S = 20.0
-"""Time for the client to read a response, or one event of a stream."""
+"""Time for the client to read a response."""
 
 
 class HttpConnection(H11Protocol):
-    """One client's connection. events: how many events of a stream it has taken."""
+    """One client's connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "connection": self}  # a request's `scope["state"]`
-        self.events = 0
         self._state: Any = None  # at the last check
         self._since = self.loop.time()
         others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
@@ -52,7 +50,7 @@ class HttpConnection(H11Protocol):
         cycle = self.cycle
         most_s = _REQUEST_S
         if self.transport.get_write_buffer_size():
-            state: Any = ("response", cycle, self.events)
+            state: Any = ("response", cycle)
             most_s = _READ_S
         elif cycle is None or cycle.response_complete:
             state = ("request", cycle)

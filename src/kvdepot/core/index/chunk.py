@@ -196,8 +196,6 @@ class Chunk(Victim, gc=False, kw_only=True):
     """Pins of requests and leases, and copies in progress."""
     leases: int = 0
     """Leases that keep it: those that hold it or a chunk behind it."""
-    hits: int = 0
-    """Lookups of engines whose prefix ended with it."""
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""

@@ -1,7 +1,7 @@
 // What an operator can do: load, pin, end a lease, forget. Each in one dialogue, which says beforehand what will happen.
 
 import { $, make, say } from "./dom.js";
-import { bytes, count, short } from "./format.js";
+import { bytes, count } from "./format.js";
 import { Refusal, hasToken, send, useToken } from "./source.js";
 
 const LIKE_A_HASH = /^[0-9a-f]{64}$/i;
@@ -69,21 +69,6 @@ const ACTIONS = {
     fields: ["name", "model", "prompt", "salt", "ttl"],
     path: "v1/lease",
     body: (given) => ({ name: given.name, ttl_s: Number(given.ttl), ...promptBody(given) }),
-    done: (answer) => `${chunksOf(answer)} are pinned.`,
-  },
-  pinPrefix: {
-    title: (of) => `Pin the prefix ${short(JSON.parse(of).id)}`,
-    what: (of) => {
-      const { model, shared_tokens } = JSON.parse(of);
-      return `The chunks of the ${count(shared_tokens)} tokens that its prompts share, of ${model}, are not evicted until the pin ends; what follows them is. A pin of the same name is replaced. Leases can hold half of the memory at most.`;
-    },
-    verb: "Pin",
-    fields: ["name", "ttl"],
-    path: "v1/lease",
-    body: (given, of) => {
-      const { model, hash } = JSON.parse(of);
-      return { name: given.name, ttl_s: Number(given.ttl), model, prefix: hash };
-    },
     done: (answer) => `${chunksOf(answer)} are pinned.`,
   },
   release: {

@@ -43,7 +43,6 @@ export const GAINS = [
     lines: [
       { name: "reused_tokens", by: "asked_tokens", over_s: 60, label: "Reused", colour: "--blue", filled: true },
       { name: "found_tokens", by: "asked_tokens", over_s: 60, label: "Found", colour: "--orange", dash: [6, 3] },
-      { name: "bound_tokens", by: "asked_tokens", over_s: 60, label: "Upper bound", colour: "--grey", dash: [2, 3] },
     ],
   },
   {

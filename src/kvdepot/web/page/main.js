@@ -1,4 +1,4 @@
-// The page's loop: take each status that the server sends while the page is visible, about one a second, and show it.
+// The page's loop: request the status once a second while the page is visible, and show it.
 
 import * as actions from "./actions.js";
 import { Charts, GAINS, load, usesOf } from "./charts.js";
@@ -6,54 +6,45 @@ import { $ } from "./dom.js";
 import { duration, moment } from "./format.js";
 import { showFacts, showGain, showHost, showStores, showVerdict } from "./panels.js";
 import { History } from "./series.js";
-import { Refusal, ask, events, hasToken, useToken } from "./source.js";
-import { showDetails, showEngines, showEvents, showLeases, showPrefixes, showUsers } from "./tables.js";
-import "./tip.js";
+import { Refusal, ask, hasToken, useToken } from "./source.js";
+import { showDetails, showEngines, showEvents, showLeases, showUsers } from "./tables.js";
 
-/** Delay before the page asks again for a stream of status that ended. */
+/** Delay between an answer and the next request. */
 const PAUSE_MS = 1000;
+/** A longer gap between two statuses is filled from the server's history. */
+const GAP_S = 10;
 const LISTS_S = 10;
-const MOST_PREFIXES = 10;
 
 const history = new History();
 let gains = null;
 let uses = null;
 let status = null; // the latest one that could be shown
 let range_s = 900;
-let seen = null; // the number of its turn, even if it could not be shown
 let lacksHistory = true; // points are missing
 let listed = { boot: "", at_s: 0 }; // when lists were last requested, by the status's uptime
-let following = new AbortController(); // of the current stream
+let following = new AbortController(); // of the current request
 let waiting = 0; // the timer until the next one
 
-/** Follow the server's status until the stream ends; then again after a while. The latest call wins. */
+/** Request the status, show it or why there is none, and go on after a while. The latest call wins. */
 async function follow() {
   clearTimeout(waiting);
   following.abort();
   const mine = (following = new AbortController());
   if (document.hidden) return; // `visibilitychange` continues
-  lacksHistory = true;
-  let problem = new TypeError("the stream has ended");
   try {
-    for await (const [kind, data] of events("v1/stream", mine)) {
-      if (mine !== following) return;
-      if (kind === "problem") tryTo(() => showFailure(explain(new Refusal(503, data.message))));
-      else await take(data, mine);
-    }
-  } catch (thrown) {
-    problem = thrown;
+    await take(await ask("v1/status", mine), mine);
+  } catch (problem) {
+    if (mine === following) tryTo(() => showFailure(explain(problem)));
   }
-  if (mine !== following) return;
-  tryTo(() => showFailure(explain(problem)));
-  waiting = setTimeout(follow, PAUSE_MS);
+  if (mine === following) waiting = setTimeout(follow, PAUSE_MS);
 }
 
 async function take(next, stop) {
-  lacksHistory ||= next.turn !== seen + 1 || next.point.time_s <= history.end_s; // some are missing, or a clock was set
-  seen = next.turn;
+  const gap_s = next.point.time_s - history.end_s;
+  lacksHistory ||= next.boot !== status?.boot || gap_s < 0 || gap_s > GAP_S; // some are missing, or a clock was set
   if (lacksHistory) await recall(next, stop);
-  else history.add(next.point);
-  tryTo(() => show(next));
+  else if (gap_s) history.add(next.point);
+  if (stop === following) tryTo(() => show(next));
 }
 
 /** Stale figures must not look healthy. */
@@ -109,7 +100,7 @@ function show(next) {
   document.body.classList.remove("old");
   $("token").hidden = true;
   showCharts();
-  showLists();
+  listLeases();
 }
 
 function showFailure({ level = "bad", headline, concerns, asksToken = false }) {
@@ -125,16 +116,13 @@ function showCharts() {
   uses.update(usesOf(status), history, range_s);
 }
 
-/** Request what the server lists on request, and show it, now and then while it can be seen. */
-async function showLists() {
+/** Request the leases, which the server lists on request, and show them, now and then while they can be seen. */
+async function listLeases() {
   const isFresh = listed.boot === status.boot && status.uptime_s - listed.at_s < LISTS_S;
   if (isFresh || !$("users").open) return;
   listed = { boot: status.boot, at_s: status.uptime_s };
   // One that fails is requested again; the status shows whether the server works.
-  await Promise.allSettled([
-    ask(`v1/prefixes?most=${MOST_PREFIXES}&sort=hits`).then(showPrefixes),
-    ask("v1/leases").then(showLeases),
-  ]);
+  await Promise.allSettled([ask("v1/leases").then(showLeases)]);
 }
 
 $("token").addEventListener("submit", (event) => {
@@ -163,7 +151,7 @@ for (const fold of document.querySelectorAll(".fold")) {
   fold.open = isWide && fold.dataset.open === "wide";
   fold.addEventListener("toggle", () => {
     showCharts(); // those that were hidden have no size
-    if (status) showLists();
+    if (status) listLeases();
   });
 }
 range_s = Number($("range").querySelector("input:checked").value); // browsers restore it on a reload

@@ -66,16 +66,12 @@ export function showGain(status, history) {
   const recent = status.uptime_s > HEADLINE_S ? windows.findLast((window) => window.window_s < 1.1 * HEADLINE_S) : null;
   const headline = recent ?? windows.at(-1);
   const rate = shareOf(headline, headline.reused);
-  const most = shareOf(headline, headline.bound);
   say($("hit-window"), headline.isAll ? "since the start" : `last ${windowName(headline.window_s)}`);
   say($("hit-rate"), share(rate));
   bar($("hit-bar"), rate, share(rate));
-  $("hit-mark").hidden = most === null;
-  if (most !== null) $("hit-mark").style.insetInlineStart = `${100 * most}%`;
   const parts = [`of ${count(headline.asked)} prompt tokens`];
   if (headline.found) parts.push(`${share(shareOf(headline, headline.found))} found here`);
-  if (most !== null) parts.push(`upper bound (infinite cache) ${share(most)}`);
-  say($("hit-ceiling"), headline.asked ? parts.join("; ") : "No engine has looked anything up yet.");
+  say($("hit-parts"), headline.asked ? parts.join("; ") : "No engine has looked anything up yet.");
 
   const saved = histogram(status, "saved_seconds");
   const mean = saved && saved.sum / saved.counts.reduce((sum, value) => sum + value, 0);

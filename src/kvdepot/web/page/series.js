@@ -154,7 +154,7 @@ export class History {
       const line = this.series[`${name}_tokens`];
       return line?.[last] == null || line[first] == null ? null : line[last] - line[first];
     };
-    return { window_s: last < 0 ? 0 : this.times[last] - this.times[first], asked: rose("asked"), found: rose("found"), reused: rose("reused"), bound: rose("bound") };
+    return { window_s: last < 0 ? 0 : this.times[last] - this.times[first], asked: rose("asked"), found: rose("found"), reused: rose("reused") };
   }
 
   #first(range_s) {

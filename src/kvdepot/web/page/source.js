@@ -50,27 +50,6 @@ export const send = (path, body) => {
   return within(CHANGE_TIMEOUT_MS, stop, async () => (await request(path, { method: "POST", body: JSON.stringify(body) }, stop)).json());
 };
 
-/**
- * The server-sent events of a path, as [kind, data], until the server ends them. Throws like `ask`, also if none comes in
- * time. (An EventSource could not send the token in a header.)
- */
-export async function* events(path, stop) {
-  const answer = await within(TIMEOUT_MS, stop, () => request(path, {}, stop));
-  if (!answer.headers.get("Content-Type").startsWith("text/event-stream")) throw new TypeError("not a stream of events");
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await within(TIMEOUT_MS, stop, () => reader.read());
-    if (done) return;
-    const parts = (text + value).split("\n\n");
-    text = parts.pop();
-    for (const part of parts) {
-      const [, kind = "message", data] = part.match(/^(?:event: (.*)\n)?data: (.*)$/);
-      yield [kind, JSON.parse(data)];
-    }
-  }
-}
-
 /** Wait for `task`, and abort it after a time. */
 async function within(timeout_ms, stop, task) {
   const timer = setTimeout(() => stop.abort(), timeout_ms);

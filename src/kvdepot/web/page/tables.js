@@ -1,4 +1,4 @@
-// The tables of the page: models, prefixes, tenants, leases, engines, events, details.
+// The tables of the page: models, tenants, leases, engines, events, details.
 
 import { $, child, list, make, rows, say, set } from "./dom.js";
 import * as format from "./format.js";
@@ -7,24 +7,11 @@ import { percentile } from "./series.js";
 
 const { bytes, count, duration, exact, limit, none, rough, share, short } = format;
 
-/** A cell with a short id, whose whole is shown on focus and hover (see tip.js). */
-const idCell = (id) => (cell, item) => {
-  const shown = child(cell, () => make("span", { class: "mono", tabindex: 0 }));
-  say(shown, short(id(item)));
-  set(shown, "data-full", id(item));
-};
-
 /** A cell with a button for an action on this row; main.js listens. */
 const actionCell = (action, label, about, of = about) => (cell, item) => {
   const button = child(cell, () => make("button", { type: "button", class: "small-button", "data-action": action }, `${label}…`));
   set(button, "aria-label", `${label} ${about(item)}`);
   set(button, "data-of", of(item));
-};
-
-/** The same for a prefix: what actions.js needs to know of it. A tenant's can be pinned by its own clients alone. */
-const pinCell = (cell, prefix) => {
-  const { model, id, hash, shared_tokens } = prefix;
-  if (!prefix.tenant) actionCell("pinPrefix", "Pin", () => short(id), () => JSON.stringify({ model, id, hash, shared_tokens }))(cell, prefix);
 };
 
 export function showUsers(status) {
@@ -81,20 +68,6 @@ export function showLeases(leases) {
     ["num", (lease) => (lease.ends_s == null ? "never" : duration(Math.round(lease.ends_s)))],
     ["num more", (lease) => lease.priority],
     ["action", null, null, actionCell("release", "End", (lease) => lease.name)],
-  ]);
-}
-
-export function showPrefixes(prefixes) {
-  rows($("prefixes"), prefixes, (prefix) => `${prefix.tenant}/${prefix.model}/${prefix.id}`, [
-    ["", null, null, idCell((prefix) => prefix.id)],
-    ["name", (prefix) => (prefix.tenant ? `${prefix.tenant}: ${prefix.model}` : prefix.model), (prefix) => prefix.model],
-    ["num", (prefix) => count(prefix.hits), (prefix) => exact(prefix.hits)],
-    ["num", (prefix) => count(prefix.hit_tokens), (prefix) => exact(prefix.hit_tokens)],
-    ["num", (prefix) => count(prefix.shared_tokens), (prefix) => `${exact(prefix.shared_tokens)} of ${exact(prefix.tokens)} tokens`],
-    ["num", (prefix) => bytes(prefix.bytes), (prefix) => `${exact(prefix.prompts)} prompts`],
-    ["num", (prefix) => rough(Math.floor(prefix.age_s))],
-    ["num more", (prefix) => rough(Math.floor(prefix.idle_s))],
-    ["action", null, null, pinCell],
   ]);
 }
 
@@ -162,7 +135,6 @@ export function showDetails(status, history) {
     ["num", (window) => count(window.asked), (window) => exact(window.asked)],
     ["num", (window) => share(shareOf(window, window.reused)), (window) => exact(window.reused)],
     ["num", (window) => share(shareOf(window, window.found || null)), (window) => exact(window.found)],
-    ["num", (window) => share(shareOf(window, window.bound))],
   ]);
   rows(
     $("latencies"),

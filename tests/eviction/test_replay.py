@@ -1,31 +1,20 @@
-"""Replays of traces: formats, exact hit rates of small traces, bounds, and the command."""
+"""Replays of traces (bench/replay.py): formats, exact hit rates of small traces, the bound."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from bench.traces import WORKLOADS, write_mooncake
+from bench.replay import Trace, load, main, replay
+from bench.traces import WORKLOADS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.cli import main
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
-from kvdepot.install import advice
-from kvdepot.simulate.replay import replay
-from kvdepot.simulate.traces import Trace, load
-from tests.cli.command import heed_signals, run
-from tests.conftest import HANG_S
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1024, "output_length": 52, "hash_ids": [0, 1]}
@@ -114,9 +103,8 @@ def test_small_traces_hit_exactly_as_often_as_by_hand() -> None:
     trace = trace_of("ab", "cd", "ab")
     assert [hits(trace, "lru", capacity) for capacity in (1, 2, 3, 4, 5)] == [0, 0, 1, 2, 2]
     assert [hits(trace, "belady", capacity) for capacity in (1, 2, 3)] == [1, 2, 2]
-    assert hits(trace, "infinite", 1) == 2
     result = replay(trace, "lru", 3)
-    assert (result.requests, result.block_references, result.hit_rate) == (3, 6, 1 / 6)
+    assert (len(trace), result.references, result.hit_rate) == (3, 6, 1 / 6)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -131,13 +119,13 @@ PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=60)
 @settings(max_examples=60, deadline=None)
 def test_no_policy_exceeds_belady_nor_belady_the_infinite_cache(prompts: list[list[int]], capacity: int) -> None:
     trace = trace_of(*prompts)
-    bound = hits(trace, "belady", capacity)
-    assert bound <= hits(trace, "infinite", capacity)
+    bound, infinite = hits(trace, "belady", capacity), len(trace.blocks) - trace.unique
+    assert bound <= infinite
     assert bound <= hits(trace, "belady", capacity + 1)
     for policy in POLICIES:
         assert hits(trace, policy, capacity) <= bound
     if capacity >= trace.unique:
-        assert {hits(trace, policy, capacity) for policy in POLICIES} == {hits(trace, "infinite", capacity)}
+        assert {hits(trace, policy, capacity) for policy in POLICIES} == {infinite}
 
 
 def most_hits(trace: Trace, capacity: int) -> int:
@@ -181,118 +169,10 @@ def test_a_workload_is_the_same_each_time_in_order_of_time_and_its_ids_mean_pref
             assert before.setdefault(block, tuple(prompt[:place])) == tuple(prompt[:place])
 
 
-# -- the command
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("traces") / "chat.jsonl"
-    write_mooncake(path, WORKLOADS["chat"](1, 300))
-    return str(path)
-
-
-def test_json_is_an_array_of_one_object_a_trace_policy_and_capacity(chat: str, tmp_path: Path) -> None:
-    small = written(tmp_path, MOONCAKE)
-    done = run("simulate", chat, small, "--policy", "lru,infinite,belady", "--capacity-blocks", "1,100", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    assert [(row["trace"], row["policy"], row["capacity_blocks"]) for row in rows] == list(
-        itertools.product((chat, small), ("lru", "infinite", "belady"), (1, 100))
-    )
-    assert all(
-        list(row) == ["trace", "policy", "capacity_blocks", "requests", "block_references", "hit_rate"] for row in rows
-    )
-    assert rows[-1] == {
-        "trace": small, "policy": "belady", "capacity_blocks": 100, "requests": 3, "block_references": 6,
-        "hit_rate": pytest.approx(2 / 6),
-    }  # fmt: skip
-
-
-@pytest.mark.faults
-def test_the_result_depends_neither_on_processes_nor_on_hash_seeds(chat: str) -> None:
-    common = ("simulate", chat, "--capacity-blocks", "50,500", "--json")
-    alone = run(*common, "--jobs", "1", PYTHONHASHSEED="1")
-    assert alone.returncode == 0
-    assert len(json.loads(alone.stdout)) == 2 * (len(POLICIES) + 2)
-    assert run(*common, "--jobs", "2", PYTHONHASHSEED="2").stdout == alone.stdout
-
-
-def test_capacities_are_given_and_shown_in_gib(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sized = ["--kv-bytes-per-token", "128KiB", "--capacity", "1GiB,6.3GiB"]  # 64 MiB a block
-    assert main(["simulate", chat, "--policy", "lru", "--json", *sized]) == 0
-    assert [row["capacity_blocks"] for row in json.loads(capsys.readouterr().out)] == [16, 100]
-    assert main(["simulate", chat, "--policy", "lru", *sized, "--capacity-blocks", "32", "--block-tokens", "256"]) == 0
-    out = capsys.readouterr().out
-    assert [line.split()[:3] for line in out.splitlines()[2:4]] == [["32", "1", "GiB"], ["201", "6.28", "GiB"]]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("kind", ["svg", "png"])
-def test_a_plot_is_written(chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plot.{kind}"
-    assert main(["simulate", chat, "--policy", "lru,belady", "--plot", str(path)]) == 0
-    assert "belady" in capsys.readouterr().out
-    assert path.read_bytes()[:5] == {"svg": b"<?xml", "png": b"\x89PNG\r"}[kind]
-
-
-def test_without_matplotlib_the_table_comes_and_how_to_get_a_plot(
-    chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, library, None)
-    assert main(["simulate", chat, "--capacity-blocks", "50", "--plot", str(tmp_path / "plot.svg")]) == 1
-    out, err = capsys.readouterr()
-    assert f"{replay(load(chat), 'lru', 50).hit_rate:.1%}".replace("%", " %") in out
-    assert advice("simulate") in err and "matplotlib" in advice("simulate")
-
-
-def test_an_empty_trace_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", written(tmp_path, "\n"), "--json", "--policy", "lru,belady"]) == 0
-    out, err = capsys.readouterr()
-    assert [(row["requests"], row["hit_rate"]) for row in json.loads(out)] == [(0, 0.0)] * 2
-    assert "contains no requests" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--policy", "lru,clock"], "'clock'"),
-        (["--policy", ""], "''"),
-        (["--capacity-blocks", "10,0"], "'--capacity-blocks': 0 is not"),
-        (["--capacity-blocks", "-5"], "-5 is not"),
-        (["--capacity-blocks", "many"], "'many'"),
-        (["--capacity", "1GiB"], "--kv-bytes-per-token"),
-        (["--capacity", "1GiBs", "--kv-bytes-per-token", "1KiB"], "'1GiBs'"),
-        (["--capacity", "nanGiB", "--kv-bytes-per-token", "1KiB"], "'nanGiB'"),
-        (["--capacity", "1KiB", "--kv-bytes-per-token", "1MiB"], "a block"),
-        (["--kv-bytes-per-token", "0"], "1 byte or more"),
-        (["--block-tokens", "x"], "'x'"),
-        (["--jobs", "0"], "'--jobs': 0 is not"),
-        (["--plot", "plot.txt"], "plot.txt"),
-        (["--plot", "no/such/folder/plot.svg"], "no/such/folder"),
-        (["no-such-trace.jsonl"], "no-such-trace.jsonl"),
-    ],
-)
-def test_what_cannot_be_is_a_sentence_and_exit_code_2(
-    chat: str, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
-) -> None:
-    assert main(["simulate", chat, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvdepot: ")
-    assert complaint in err
-    assert len(err.splitlines()) == 1
-
-
-def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    path = tmp_path / "trace.fifo"
-    os.mkfifo(path)
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvdepot.cli", "simulate", str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals,
-    ) as process:  # fmt: skip
-        with path.open("w"):  # opens once the command reads
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=HANG_S)
-        assert (process.returncode, out, err) == (130, "", "")
+def test_a_trace_is_replayed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, MOONCAKE)
+    assert main([path, "1", "4"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "33.3%" in out[1] and [line.split()[0] for line in out[3:]] == ["1", "4"]
+    assert out[-1].split()[1:] == ["33.3%"] * (len(POLICIES) + 1)
+    assert main([path, "0"]) == 2 and main([str(tmp_path / "none")]) == 2

@@ -1,0 +1,91 @@
+"""`kvdepot inspect`: where the chunks of one prompt are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+from kvdepot.cli import options
+from kvdepot.cli.chunks import open_prompt
+from kvdepot.cli.output import clean, count, duration, ranges, show, size
+from kvdepot.client import admin
+from kvdepot.protocol.chunks import ChunkStatus
+from kvdepot.protocol.keys import HASH_BYTES
+
+if TYPE_CHECKING:
+    from kvdepot.cli.view import Listing
+
+
+@click.command(epilog=options.PROMPT)
+@options.prompt
+@options.server
+@options.as_json
+def inspect(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
+    """Show where the chunks of one prompt are.
+
+    It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
+    have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
+    has none of the chunks.
+    """
+    with open_prompt(server, source) as (client, prompt, _):
+        model, hashes = prompt.spec.model, prompt.hashes
+        found = [each for each in admin.inspect(client, model, hashes) if each.model == model]
+    keys = [hashes[at : at + HASH_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)]
+    numbers = {each: number for number, each in enumerate(keys, 1)}
+    if as_json or not found:
+        value = {"chunks": len(numbers), "in_memory": found}
+        show(as_json, value, f"memory has none of the prompt's {len(numbers)} chunks")
+    else:
+        _print(found, numbers)
+    return 0 if found else 1
+
+
+def _print(found: list[ChunkStatus], numbers: dict[str, int]) -> None:
+    """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
+    from kvdepot.cli.view import named, print_tables
+
+    models: dict[tuple[str, str, int], list[ChunkStatus]] = {}
+    for each in found:
+        models.setdefault((each.tenant, each.model, each.world_size), []).append(each)
+    for number, ((tenant, model, ranks), parts) in enumerate(models.items()):
+        there = {each.hash for each in parts}
+        total = max(len(numbers), len(there))
+        tokens = parts[0].chunk_tokens
+        lines = [
+            f"{clean(named(tenant, model))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+            f"{count(len(there))} of {count(total)} chunks in memory, {count(len(there) * tokens)} of "
+            f"{count(total * tokens)} tokens, {size(sum(each.bytes for each in parts))}",
+        ]
+        if missing := sorted(at for each, at in numbers.items() if each not in there):
+            lines.append(f"chunks {ranges(missing)} are not in memory; whether tiers have them is unknown")
+        print("\n" * bool(number) + "\n".join(lines) + "\n", flush=True)
+        print_tables(_groups(parts, numbers))
+
+
+def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
+    """A line for each KV cache group."""
+    from kvdepot.cli.view import Listing, needs
+
+    groups: dict[int, list[ChunkStatus]] = {}
+    for each in parts:
+        groups.setdefault(each.group, []).append(each)
+    rows = []
+    for group, chunks in sorted(groups.items()):
+        states = Counter(each.state for each in chunks)
+        tiers = Counter(name for each in chunks for name in each.tiers)
+        ages = [each.age_s for each in chunks if each.age_s is not None]
+        rows.append(
+            (
+                f"{group}: {needs(chunks[0].reach)}",
+                ranges(sorted(numbers.get(each.hash, 0) for each in chunks)),
+                ", ".join(f"{count(number)} {state}" for state, number in sorted(states.items())),
+                size(sum(each.bytes for each in chunks)),
+                count(sum(bool(each.held) for each in chunks)),
+                count(sum(bool(each.leased) for each in chunks)),
+                duration(max(ages)) if ages else "-",
+                ", ".join(f"{name}: {count(number)}" for name, number in sorted(tiers.items())) or "-",
+            )
+        )
+    return Listing(("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers"), rows)

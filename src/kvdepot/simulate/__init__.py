@@ -1,1 +1,0 @@
-"""`kvdepot simulate`: a trace of requests replayed through the index and its policies."""
