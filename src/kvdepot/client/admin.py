@@ -28,6 +28,7 @@ from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, read
+from kvdepot.protocol.trails import Trail
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,11 @@ def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20
 def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
     """Where chunks are, in memory: those with `hashes`, or up to `end`; see wire.Inspect."""
     return _answer(client, wire.Inspect(model, hashes, end), list[ChunkStatus])
+
+
+def why(client: Client, request: str = "") -> Trail:
+    """The trail of a request; see wire.Why. Raises UnknownRequest, and BadRequest for a beginning of several ids."""
+    return _answer(client, wire.Why(request), Trail)
 
 
 def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:

@@ -369,6 +369,15 @@ class Inspect(_Message, frozen=True):
     most: int = 0
 
 
+class Why(_Message, frozen=True):
+    """Ask for the trail of a request, by its id or the unique beginning of it; empty: the last one that found nothing.
+
+    Answer: a trails.Trail, of the client's tenant if it has one. UnknownRequest if none is kept.
+    """
+
+    request: str = ""
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -422,6 +431,7 @@ Request: TypeAlias = (
     | Count
     | Prefixes
     | Inspect
+    | Why
     | Describe
     | SetQuota
     | Status
