@@ -26,6 +26,7 @@ _FAMILIES = {
     "Chunks": {
         "ls": ("prefixes", "list the prompts in memory, by their first chunk"),
         "inspect": ("prefixes", "show where the chunks of one prompt are"),
+        "why": ("why", "show what a request found, and why no more"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
         "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
         "release": ("leases", "end a lease, and remove its chunks"),
