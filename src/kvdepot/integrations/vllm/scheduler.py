@@ -246,6 +246,8 @@ class SchedulerHalf:
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
+        found = cached, num_computed_tokens, request.num_tokens
+        log.debug("request %s: %d tokens in the depot, %d in vLLM's own cache, of %d", request.request_id, *found)
         return (new_tokens, True) if new_tokens > 0 else (0, False)
 
     def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
