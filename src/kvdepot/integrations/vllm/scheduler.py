@@ -9,7 +9,6 @@ promised only tokens that the depot has answered to have.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -39,6 +38,7 @@ from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
 from kvdepot.integrations.vllm.versions import lookahead_tokens
+from kvdepot.integrations.vllm.weights import Weights, find_version
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -92,7 +92,8 @@ class SchedulerHalf:
         self._settings = settings
         mode = settings.save_decode if self._may_store else "off"
         self._answers = Answers(mode, self.stats.add, parallel.data_parallel_size)
-        self._roots = Roots(vllm_config)
+        self._weights = Weights(settings.weights_run, find_version() if settings.weights_run else str)
+        self._roots = Roots(vllm_config, self._weights)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._shares_none = False  # whether a worker's KV cannot be shared
@@ -138,6 +139,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
         request_id = request.request_id
+        self._follow_weights()
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # token ids do not identify embeddings: neither looked up nor stored
         if not self._is_connected:
@@ -309,7 +311,15 @@ class SchedulerHalf:
 
     # -- a step
 
+    def _follow_weights(self) -> None:
+        if self._weights.follow():
+            for request_id in self._tracked:
+                self._uncache(request_id)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        self._follow_weights()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._weights.step()
         if not self._is_connected:
             return Orders(model=self._model)
         self._compare_incarnations()
@@ -514,18 +524,19 @@ class SchedulerHalf:
         return None
 
     def reset_cache(self) -> bool:
-        # The weights may differ from those on disk: from here on this engine's KV is its own.
-        self._roots.epoch = secrets.token_hex(16)
-        log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
+        self._weights.reset()
         if not self._is_connected:
             return True  # it has stored nothing yet
-        is_forgotten = admin.reset(self._depot.client, self._model)
+        # Requests may have stored what new weights computed, under the name of the old ones. If there are none, the
+        # namespace stays: other engines of the run may have stored KV of the next version.
+        keeps = bool(self._weights.run) and not self._tracked
+        is_forgotten = keeps or admin.reset(self._depot.client, self._model)
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
         if self._tracked or self._closing or self._ended_step < self._step:
             # Stores under way may still arrive: void them, and forget once more.
-            self._next.void, self._forget_after = True, self._step + 1
+            self._next.void, self._forget_after = True, 0 if keeps else self._step + 1
         return is_forgotten
 
     def shutdown(self) -> None:
