@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvdepot.core import trails
 from kvdepot.errors import BadRequest, UnknownRequest
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import name_model
 from kvdepot.protocol.trails import ENDS, MOST_TRAILS, Trail
-from tests.core.desk import PER_CHUNK, Desk, group_stores, layout, lookup, prompt, retrieve, store
+from tests.core.desk import PER_CHUNK, Desk, group_stores, layout, lookup, prompt, retrieve, shards, store
 from tests.core.host import look, new_host
 from tests.tiers.faulty import MemoryTier
 
@@ -73,6 +74,23 @@ def test_an_evicted_chunk_is_named_with_the_time_since_then(desk: Desk) -> None:
     assert why(desk).lookups[0].gone_s == 30
     desk.ask(b"one", wire.Forget())
     assert ends(desk, old, "later") == (0, "removed", hash_at(old, 0))
+    desk.register(b"one", 2, fingerprint=b"g" * 32)
+    desk.ask(b"one", store(chain(9), 2, model="other"))
+    assert ends(desk, old, "other", model="other") == (0, "absent", hash_at(old, 0)), "it was evicted in another model"
+
+
+def test_the_latest_chunks_that_left_are_remembered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trails, "_MOST_LEFT", 2)
+    for number in range(1, 15):
+        desk.ask(b"one", store(chain(number)))
+    remembered = [number for number in range(1, 11) if ends(desk, chain(number), f"r{number}")[1] == "evicted"]
+    assert remembered and remembered == list(range(remembered[0], 11)) and 2 <= len(remembered) <= 6
+
+
+def test_a_chunk_whose_store_failed_was_never_there(desk: Desk) -> None:
+    desk.send(b"one", store(chain(5)))
+    desk.finish(desk.tasks[0], False)
+    assert ends(desk, chain(5)) == (0, "absent", hash_at(chain(5), 0))
 
 
 def test_a_chunk_that_is_being_stored_or_of_no_known_model_ends_a_prefix(desk: Desk) -> None:
@@ -112,6 +130,17 @@ def test_models_that_were_not_searched_are_named_with_what_differs(desk: Desk) -
     assert why(desk, "two").others == ["m has 2 chunks: 1 rank"]
 
 
+def test_models_of_other_tenants_are_not_named() -> None:
+    desk = Desk(settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue"):
+        desk.hello(client, user=client.decode())
+    desk.register(b"red")
+    desk.ask(b"red", store(chain(1)))
+    for client in (b"red", b"blue"):
+        desk.ask(client, msgspec.structs.replace(lookup(chain(1)), world_size=2))
+    assert why(desk, client=b"red").others and not why(desk, client=b"blue").others
+
+
 def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> None:
     desk.ask(b"one", store(chain(1, 2), request="r"))
     desk.ask(b"one", store(chain(1, 2, 3), request="r"))
@@ -126,6 +155,10 @@ def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> 
     }  # fmt: skip
     desk.ask(b"one", wire.EndSession("r", 2, asked=wire.Asked(3, 2, 1)))
     assert why(desk).engine == {"needed": 3, "in its own cache": 1, "found here": 2}
+    shards_of = [shards(chain(31, 32), request="s"), shards(chain(41), request="t", blocks=[8, 9])]
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.ask(b"one", wire.Store(1, 1, shards_of))
+    assert (why(desk, "s").shards, why(desk, "t").shards) == ({"stored": 2}, {"stored": 1})
     assert isinstance(desk.ask(b"one", retrieve(chain(1), 7, request="r")), Exception)
     assert why(desk).errors == ["Retrieve: no KV tensors are registered under instance 7"]
 

@@ -73,6 +73,9 @@ def test_a_version_without_a_reset_is_private_and_mixes_requests_under_way() -> 
     weights.step()
     weights.reset()
     assert dict(weights.parts).keys() == {"epoch"}, "a step has computed under this version, perhaps before the reset"
+    weights.step()
+    versions.append("2")
+    assert weights.follow() and dict(weights.parts).keys() == {"epoch"}, "that reset was before the step"
 
 
 def test_without_a_run_or_an_engine_core_versions_name_nothing() -> None:

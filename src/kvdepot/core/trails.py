@@ -87,7 +87,7 @@ class Trails:
         key = hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
         if not match.namespaces or match.chunks < in_memory:
             return "room" if match.namespaces else "model", key, None
-        if not key or match.tail is not None:
+        if not key:
             return "whole", b"", None
         for group in (each for first in match.namespaces for each in first.groups if not each.reach):
             if key not in group.chunks:
