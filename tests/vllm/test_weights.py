@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from kvdepot.integrations.vllm.weights import Weights, find_version
+from kvdepot.integrations.vllm.weights import NamedWeights, find_version
 from tests.conftest import Depot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import LLAMA, Engine, output, prompt, write_model
@@ -26,7 +26,7 @@ class Trainer:
     def __init__(self, has_arrivals: bool) -> None:
         self.now, self.version = 0, "default"
         self.meaning = {"default": 0}
-        self.weights = Weights("run", lambda: self.version)
+        self.weights = NamedWeights("run", lambda: self.version)
         self._has_arrivals = has_arrivals
 
     def live(self, window: list[str]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def test_a_version_names_the_weights_that_it_was_set_for_and_no_others() -> None
 
 def test_a_version_without_a_reset_is_private_and_mixes_requests_under_way() -> None:
     versions = ["default"]
-    weights = Weights("run", lambda: versions[-1])
+    weights = NamedWeights("run", lambda: versions[-1])
     weights.step()
     assert not weights.follow() and weights.parts == ()
     versions.append("1")
@@ -81,7 +81,7 @@ def test_a_version_without_a_reset_is_private_and_mixes_requests_under_way() -> 
 def test_without_a_run_or_an_engine_core_versions_name_nothing() -> None:
     assert find_version()() == ""
     versions = ["default"]
-    weights = Weights("", lambda: versions[-1])
+    weights = NamedWeights("", lambda: versions[-1])
     versions.append("1")
     assert not weights.follow() and weights.parts == ()
     weights.reset()

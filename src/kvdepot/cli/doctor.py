@@ -295,12 +295,10 @@ def _hits(facts: Facts) -> Iterator[Said]:
     if now is None or not now.tokens.asked:
         return
     text = f"{now.tokens.found:,} of {now.tokens.asked:,} tokens that engines asked for were found"
-    if now.tokens.found:
-        yield "ok", f"{text}; `kvdepot why` explains the last request that found nothing"
-        return
-    with contextlib.suppress(KVDepotError), connect(options.Address(facts.config.url, facts.key or None)) as client:
-        text += f"; last because {reason(admin.why(client).lookups[-1])}"
-    yield "warn", text, "see `kvdepot why`; `kvdepot why REQUEST_ID` explains any of the last requests"
+    if not now.tokens.found:
+        with contextlib.suppress(KVDepotError), connect(options.Address(facts.config.url, facts.key or None)) as client:
+            text += f"; the last time, {reason(admin.why(client).lookups[-1])}"
+    yield "ok" if now.tokens.found else "warn", text, "`kvdepot why` explains the last request that found nothing"
 
 
 def _web_page(facts: Facts) -> Iterator[Said]:

@@ -28,7 +28,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvdepot.integrations.loaded import loaded_since
-from kvdepot.integrations.vllm.weights import Weights
+from kvdepot.integrations.vllm.weights import NamedWeights
 from kvdepot.integrations.weight_files import FolderState, find_weights, read_state, uses_modelscope
 from kvdepot.protocol.keys import derive_root
 
@@ -157,7 +157,7 @@ class Roots:
     From the second one on, requests are not cached: they may read, and compute from, what belongs to the first.
     """
 
-    def __init__(self, vllm_config: VllmConfig, weights: Weights) -> None:
+    def __init__(self, vllm_config: VllmConfig, weights: NamedWeights) -> None:
         self.adapters = Adapters()
         self.weights = weights
         has_both = vllm_config.lora_config is not None and bool(vllm_config.cache_config.enable_prefix_caching)

@@ -38,7 +38,7 @@ from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
 from kvdepot.integrations.vllm.versions import lookahead_tokens
-from kvdepot.integrations.vllm.weights import Weights, find_version
+from kvdepot.integrations.vllm.weights import NamedWeights, find_version
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -92,7 +92,7 @@ class SchedulerHalf:
         self._settings = settings
         mode = settings.save_decode if self._may_store else "off"
         self._answers = Answers(mode, self.stats.add, parallel.data_parallel_size)
-        self._weights = Weights(settings.weights_run, find_version() if settings.weights_run else str)
+        self._weights = NamedWeights(settings.weights_run, find_version() if settings.weights_run else str)
         self._roots = Roots(vllm_config, self._weights)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
@@ -536,7 +536,7 @@ class SchedulerHalf:
         self._waiting.clear()
         if self._tracked or self._closing or self._ended_step < self._step:
             # Stores under way may still arrive: void them, and forget once more.
-            self._next.void, self._forget_after = True, 0 if keeps else self._step + 1
+            self._next.void, self._forget_after = True, self._forget_after if keeps else self._step + 1
         return is_forgotten
 
     def shutdown(self) -> None:

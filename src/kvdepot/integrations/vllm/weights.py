@@ -37,8 +37,8 @@ def find_version() -> Callable[[], str]:
     return str  # always the same
 
 
-class Weights:
-    """What names the weights of one engine now."""
+class NamedWeights:
+    """The weights of one engine, and the name of what they compute now."""
 
     def __init__(self, run: str, version: Callable[[], str]) -> None:
         """run: `kvdepot.weights_run`; empty: versions name nothing. version: returns that of vLLM."""
@@ -50,7 +50,7 @@ class Weights:
         self._is_reset = False  # since that step
 
     def __repr__(self) -> str:
-        return f"<Weights {self.parts}>"
+        return f"<NamedWeights {self.parts}>"
 
     def reset(self) -> None:
         """Note that the caches were reset: weights may have changed, or are going to."""
