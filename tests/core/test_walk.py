@@ -27,8 +27,8 @@ CHUNKS = 4
 MOST_STORE, MOST_LOOKUP = 9, 7
 MOST_STAYS = 21
 """Stays of a store's request in all files, those of protocol/ included."""
-LISTENERS = {"lifetimes", "tiering", "sessions", "waiting"}
-COUNTING = {"usage", "histograms"}
+LISTENERS = {"lifetimes", "trails", "tiering", "sessions", "waiting"}
+COUNTING = {"trails", "usage", "histograms"}
 """Files that count what a lookup has found, and decide nothing."""
 
 

@@ -211,6 +211,7 @@ def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
         st.just(wire.Clear()),
         st.builds(wire.Count, _text, st.just(b"")),
         st.builds(wire.Inspect, _text, st.binary(max_size=64)),
+        st.builds(wire.Why, _text),
         st.builds(
             wire.Describe, st.binary(max_size=40), st.binary(max_size=80), st.binary(max_size=80), _small | _any_int
         ),

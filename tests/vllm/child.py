@@ -9,10 +9,10 @@ Commands: run (a list of requests, together), add (one request, and wait until i
 (one), abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are
 done), meet (wait until the scheduler and the worker know of a server that is there), link (wait until both have found
 their first server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights
-from a folder), stretch positions (as another rope factor does), preemptions, metrics (the connector's, by name:
-values, and of histograms counts), external (vLLM's own count of tokens that connectors were asked for, and of those
-that they had), speculation (tokens drafted so far, and those that were accepted), failed_chunks (retrieved in vain so
-far), adapter (the file of the connector's adapter), stop.
+from a folder), version (of the weights, as a trainer says), stretch positions (as another rope factor does),
+preemptions, metrics (the connector's, by name: values, and of histograms counts), external (vLLM's own count of
+tokens that connectors were asked for, and of those that they had), speculation (tokens drafted so far, and those that
+were accepted), failed_chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
 
 The engine core and its workers have processes of their own, as by default. Between add and finish, the core makes no
 step but by command.
@@ -140,6 +140,8 @@ class Child:
                 return None
             case "reset all":
                 return self.llm.reset_prefix_cache(reset_connector=True)
+            case "version":
+                return self.llm.llm_engine.set_weight_version(command["version"])
             case "reload":
                 return self.llm.collective_rpc("reload_weights", kwargs={"weights_path": command["folder"]})
             case "stretch positions":

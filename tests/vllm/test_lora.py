@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from kvdepot.integrations.vllm.lora import Adapters, Roots
+from kvdepot.integrations.vllm.weights import NamedWeights
 from kvdepot.integrations.weight_files import read_state
 from tests.conftest import eventually
 from tests.vllm.test_requests import request
@@ -132,7 +133,7 @@ def roots(prefix_caching: bool = True) -> Any:
     config: Any = SimpleNamespace(
         lora_config=object(), cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
     )
-    made = Roots(config)
+    made = Roots(config, NamedWeights("", str))
     made.adapters = started()
     return made
 

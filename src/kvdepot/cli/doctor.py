@@ -22,9 +22,11 @@ import msgspec
 
 from kvdepot import __version__, install
 from kvdepot.cli import options
-from kvdepot.cli.connect import running
+from kvdepot.cli.connect import connect, running
 from kvdepot.cli.output import clean, print_json, progress, size
 from kvdepot.cli.status import ask_health
+from kvdepot.cli.why import reason
+from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
@@ -288,6 +290,17 @@ def _server(facts: Facts) -> Iterator[Said]:
         yield "warn", concern.what.rstrip("."), concern.advice.rstrip(".")
 
 
+def _hits(facts: Facts) -> Iterator[Said]:
+    now = facts.server
+    if now is None or not now.tokens.asked:
+        return
+    text = f"{now.tokens.found:,} of {now.tokens.asked:,} tokens that engines asked for were found"
+    if not now.tokens.found:
+        with contextlib.suppress(KVDepotError), connect(options.Address(facts.config.url, facts.key or None)) as client:
+            text += f"; the last time, {reason(admin.why(client).lookups[-1])}"
+    yield "ok" if now.tokens.found else "warn", text, "`kvdepot why` explains the last request that found nothing"
+
+
 def _web_page(facts: Facts) -> Iterator[Said]:
     now = facts.server
     address = facts.config.http if now is None else now.settings.get("http", facts.config.http)
@@ -317,5 +330,6 @@ _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "NVIDIA": _nvidia,
     "key": _key,
     "server": _server,
+    "hits": _hits,
     "web page": _web_page,
 }

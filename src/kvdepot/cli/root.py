@@ -25,6 +25,7 @@ _FAMILIES = {
     },
     "Chunks": {
         "inspect": ("inspection", "show where the chunks of one prompt are"),
+        "why": ("why", "show what a request found, and why no more"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
         "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
         "release": ("leases", "end a lease, and remove its chunks"),

@@ -55,7 +55,7 @@ def _describe(each: Mismatch) -> list[str]:
         f"{when}  {clean(each.model)}{'  (sampled hit)' if each.is_sample else ''}",
         f"  computed by  {clean(each.engine)}",
         f"  stored by    {clean(each.writer)}",
-        f"  difference   {each.worst:.2g} in {plural(each.chunks, 'chunk')} (limit {each.limit:.2g}); most in this one:",
-        f"  chunk        {each.chunk}, rank {each.rank}",
+        f"  difference   up to {each.worst:.2g} in {plural(each.chunks, 'chunk')}; the limit is {each.limit:.2g}",
+        f"  largest in   chunk {each.chunk}, rank {each.rank}",
         *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the two have told"]),
     ]

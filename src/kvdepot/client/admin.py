@@ -28,6 +28,7 @@ from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, Status, read
+from kvdepot.protocol.trails import Trail
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +183,11 @@ def inspect(client: Client, model: str, hashes: bytes) -> list[ChunkStatus]:
 def end_quarantine(client: Client, model: str) -> int:
     """Serve the chunks of models again that are in quarantine; see wire.EndQuarantine. Returns their number."""
     return _answer(client, wire.EndQuarantine(model), int)
+
+
+def why(client: Client, request: str = "") -> Trail:
+    """The trail of a request; see wire.Why. Raises UnknownRequest, and BadRequest for a beginning of several ids."""
+    return _answer(client, wire.Why(request), Trail)
 
 
 def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:

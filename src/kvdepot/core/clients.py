@@ -150,6 +150,7 @@ class Client:
     came: float = 0.0  # when it connected
     heard: float = 0.0  # when it last sent a request
     engine: str = ""  # the engine that it says it belongs to; see core/engines.py
+    engine_called: str = ""  # the short name of its engine in the status, journal and log
     host: str = ""  # of its process, as it says itself
     pid: int = 0
     model: str = ""  # of its last lookup or registration
@@ -166,12 +167,13 @@ class Client:
     queued_chunks: int = 0  # and their chunks
     dead: bool = False
 
+    def belongs_to(self, hello: wire.Hello | None) -> None:
+        """Note what a client says about itself. The short name of its engine has a UUID cut to its first digits."""
+        if hello is not None:
+            self.engine, self.host, self.pid = hello.engine, hello.host, hello.pid
+        self.engine_called = _UUID.sub(r"\1", self.engine)[:_MOST_NAME] or self.called
+
     @property
     def called(self) -> str:
         """Its short name in the status, journal and log."""
         return self.identity.hex()[:8]
-
-    @property
-    def engine_called(self) -> str:
-        """The short name of its engine in the status, journal and log, with a UUID cut to its first digits."""
-        return _UUID.sub(r"\1", self.engine)[:_MOST_NAME] or self.called

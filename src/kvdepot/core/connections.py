@@ -104,7 +104,7 @@ class Connections:
             number, request = _open(client, frame)
             if isinstance(request, KVDepotError):
                 raise request
-            if isinstance(request, wire.Status | wire.Leases | wire.Inspect):
+            if isinstance(request, wire.Status | wire.Leases | wire.Inspect | wire.Why):
                 self._refuse_unless(self._rates.charge(identity, self._cost(request, client)))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
@@ -120,11 +120,11 @@ class Connections:
             return [Reply(identity, number, exc)]
         return self._depot.handle(identity, number, request, now)
 
-    def _cost(self, request: wire.Status | wire.Leases | wire.Inspect, client: Client | None) -> int:
+    def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why, client: Client | None) -> int:
         """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
         most = self._config.max_rate // _MOST_COST
         match request:
-            case wire.Status():
+            case wire.Status() | wire.Why():
                 return _STATUS_COST - 1
             case wire.Leases():
                 return max(_STATUS_COST, min(_STATUS_COST + len(self._depot.leases) // _LEASES, most)) - 1

@@ -38,6 +38,7 @@ from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Decision, Tiering
+from kvdepot.core.trails import Recorders, Trails
 from kvdepot.core.transfers import CopyToken, Transfers
 from kvdepot.core.usage import Usages
 from kvdepot.core.verification import Verification
@@ -85,14 +86,17 @@ class Depot:
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.report)
         self.inspections = Inspections(index, self.tiering)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.usages, self.leases)
+        self.trails = Trails(index.namespaces, self.tiering.names)
+        recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
+        self.sessions = Sessions(config, index, self.tiering, self.leases, recorders)
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters, map_layout)
-        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.verification)
+        self.transfers = Transfers(config, index, self.registrations, self.sessions, recorders)
         self.lifetimes = Lifetimes()
         self._listeners: list[Listener] = [
             *listeners,
             self.lifetimes,
+            self.trails,
             self.tiering,
             self.sessions,
         ]
@@ -130,8 +134,7 @@ class Depot:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
         client = self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now)
-        if hello is not None:
-            client.engine, client.host, client.pid = hello.engine, hello.host, hello.pid
+        client.belongs_to(hello)
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""
@@ -160,6 +163,8 @@ class Depot:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
             log.debug("%s failed: %s", type(request).__name__, exc, extra=asked)
+            if client is not None:
+                self.trails.failed(client, request, exc)
             actions = [Reply(identity, number, exc)]
         return self._publish(actions)
 
@@ -218,6 +223,8 @@ class Depot:
                 return self.removals.count(client, number, request, self.now)
             case wire.Inspect():
                 return self.inspections.begin(client, number, request, self.wall)
+            case wire.Why():
+                value = self.trails.find(client.tenant, request.request)
             case wire.Describe():
                 if not self._config.wants_tokens:
                     raise BadRequest("this server publishes no token ids")
@@ -282,7 +289,7 @@ class Depot:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
         self.report.wall = self.wall
-        self.lifetimes.wall = self.wall
+        self.lifetimes.wall = self.trails.wall = self.wall
         for lease in self.leases.tick(now):
             self.removals.drop_leased(lease)
         self.removals.tick()
@@ -354,6 +361,7 @@ class Depot:
             self.counters["errors"] += 1
             return exc
         self.usages.report(client, request)
+        self.trails.ended(client, request)
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:

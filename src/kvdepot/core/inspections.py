@@ -15,7 +15,7 @@ from typing import TypeAlias
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_hidden, is_there
+from kvdepot.core.index.chunk import Chunk, Namespace, state_of
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy, KVDepotError
@@ -153,18 +153,10 @@ class Inspections:
             chunk_tokens=namespace.chunk_tokens,
             hash=chunk.key.hex(),
             position=chunk.position,
-            state=self._state(chunk),
+            state=state_of(chunk),
             bytes=chunk.bytes,
             held=chunk.holds,
             leased=chunk.leases,
             tiers=[name for number, name in enumerate(self._tiering.names) if saved >> number & 1],
             age_s=float(max(0, wall - chunk.born)) if chunk.born else None,
         )
-
-    def _state(self, chunk: Chunk) -> str:
-        if is_hidden(chunk):
-            return "leaving"
-        if is_there(chunk):
-            return "ready"
-        is_corrupt = any(shard.state is State.CORRUPT for shard in chunk.shards.values())
-        return "corrupt" if is_corrupt else "storing"

@@ -21,11 +21,10 @@ from kvdepot.core.index.matching import Match, coming_part, coming_tail, is_stor
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
-from kvdepot.core.usage import Usages
+from kvdepot.core.trails import Recorders
 from kvdepot.core.waiting import PinBudget, WaitingLookups
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
-from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 log = logging.getLogger(__name__)
@@ -39,17 +38,15 @@ class Sessions:
         config: Config,
         index: Index,
         tiering: Tiering,
-        counters: Counters,
-        usages: Usages,
         leases: Leases,
+        recorders: Recorders,
     ) -> None:
         self._config = config
         self._chunk_tokens = config.chunk_tokens
         self._index = index
         self._tiering = tiering
-        self._counters = counters
-        self._usages = usages
         self._leases = leases
+        self._counters, self._usages, self._trails, _ = recorders
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self.budget = PinBudget(index.allocator.capacity)
         self._waiting = WaitingLookups()  # for stores, or for room
@@ -249,6 +246,7 @@ class Sessions:
     def answer(self, tier_lookup: TierLookup) -> list[Action]:
         """Reply from memory after a tier lookup has ended, then release what the tier lookup held."""
         pending = self._awaiting.pop(tier_lookup)
+        pending.tier_lookup = tier_lookup  # also if it has ended at once
         self.budget.has_freed = True  # another tier lookup may begin, although a lease's had no share
         self._forget_pending(pending)
         actions: list[Action] = []
@@ -272,6 +270,7 @@ class Sessions:
                 value = [value, is_stored_by(match, lookup)]
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
+                self._trails.looked_up(pending, match, self._tokens(lookup))
                 if namespaces and self._leases.bytes:
                     self._leases.count_found(namespaces[0], lookup.hashes, matched, self._tokens(lookup))
                 for namespace in namespaces:
@@ -280,6 +279,7 @@ class Sessions:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(pending))
             value = exc
+            self._trails.failed(pending.asker, lookup, exc)
         else:
             if log.isEnabledFor(logging.DEBUG):
                 chunks = len(pending.lookup.hashes) // HASH_BYTES

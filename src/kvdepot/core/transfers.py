@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,7 +25,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Refusal, Run
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.verification import Verification
+from kvdepot.core.trails import Recorders
 from kvdepot.devices.by_client import CopiedByClient
 from kvdepot.errors import BadRequest, Busy, UnknownInstance, UnknownRequest
 from kvdepot.memory.comparison import compare
@@ -64,17 +65,16 @@ class Transfers:
         index: Index,
         registrations: Registrations,
         sessions: Sessions,
-        verification: Verification,
+        recorders: Recorders,
     ) -> None:
         self.operations = 0  # in progress
-        self._verification = verification
         self._numbers = itertools.count(1)
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
         self._index = index
         self._registrations = registrations
         self._sessions = sessions
-        self._counters = verification.counters
+        self._counters, _, self._trails, self._verification = recorders
 
     def __repr__(self) -> str:
         return f"<Transfers {self.operations} operations>"
@@ -112,12 +112,15 @@ class Transfers:
             operation.places += [first + place for place in made.places]
             first += count
             self._counters["known_chunks"] += made.known
+            if made.known:
+                self._trails.copied(client, part.request, known=made.known)
             if made.refusal is not None:
                 self._counters[_REFUSED[made.refusal]] += made.refused
                 if made.refusal is Refusal.OVER_CAP:
                     self._index.accounts.of(client.tenant, salt).capped += made.refused
                 asked = {"client": client.called, "request": part.request}
                 log.debug("dropped %d chunks of a store: %s", made.refused, made.refusal.value, extra=asked)
+                self._trails.copied(client, part.request, **{made.refusal.name.lower(): made.refused})
                 complete = False
         operation.results = [complete]
         if not pieces:
@@ -366,6 +369,12 @@ class Transfers:
         self._counters["failed_chunks"] += len(operation.chunks) - len(sealed)
         self.stored_bytes += sum(chunk.shards[rank].size for chunk, rank in sealed)
         operation.results[0] &= len(sealed) == len(operation.chunks)
+        ids, first = {id(shard) for shard in sealed}, 0
+        for request, _, count in operation.requests:
+            place = slice(*(bisect_left(operation.places, each) for each in (first, first + count)))
+            shards, first = operation.chunks[place], first + count
+            done = sum(id(shard) in ids for shard in shards)
+            self._trails.copied(operation.client, request, stored=done, not_stored=len(shards) - done)
         _log_end("stored %d of %d new chunks", len(sealed), operation)
 
     def _end_retrieve(self, operation: CopyOperation) -> None:
@@ -375,12 +384,13 @@ class Transfers:
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
             self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
         self._index.release([chunk for chunk, _ in operation.chunks])  # this removes what is pending removal
-        if operation.unpins:
-            first = 0
-            for request, model, keys in operation.requests:
-                done = sum(results[first : first + keys])
+        first = 0
+        for request, model, keys in operation.requests:
+            done = sum(results[first : first + keys])
+            self._trails.copied(operation.client, request, loaded=done, not_loaded=keys - done)
+            if operation.unpins:
                 self._sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
-                first += keys
+            first += keys
 
 
 def _is_placed_as(operation: CopyOperation, request: wire.Complete) -> bool:

@@ -377,6 +377,15 @@ class Inspect(_Message, frozen=True):
     hashes: bytes = b""
 
 
+class Why(_Message, frozen=True):
+    """Ask for the trail of a request, by its id or the unique beginning of it; empty: the last one that found nothing.
+
+    Answer: a trails.Trail, of the client's tenant if it has one. UnknownRequest if none is kept.
+    """
+
+    request: str = ""
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -437,6 +446,7 @@ Request: TypeAlias = (
     | Forget
     | Count
     | Inspect
+    | Why
     | Describe
     | SetQuota
     | EndQuarantine

@@ -282,6 +282,15 @@ def is_forgotten(chunk: Chunk) -> bool:
     return bool(hiding) and any(scope.means(chunk) for scope in hiding)
 
 
+def state_of(chunk: Chunk) -> str:
+    """The state of a chunk for people: ready, storing (not sealed on every rank), corrupt or leaving."""
+    if is_hidden(chunk):
+        return "leaving"
+    if is_there(chunk):
+        return "ready"
+    return "corrupt" if any(shard.state is State.CORRUPT for shard in chunk.shards.values()) else "storing"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Namespace:
     """Chunks of one tenant and KV cache group whose bytes are interchangeable: one model, parallel shape, blocks per

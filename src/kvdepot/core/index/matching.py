@@ -115,6 +115,11 @@ def is_stored_by(match: Match, request: wire.Lookup) -> bool:
     return all(shard.writer == request.writer for part in parts for shard in part.shards.values())
 
 
+def last_chained(pin: Pin) -> Chunk | None:
+    """The last chained chunk of a prefix in the model's first unbounded group."""
+    return next((chunk for chunk in pin.chunks if chunk.position and chunk.namespace.trunk is chunk.namespace), None)
+
+
 def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:
     return namespace.chunks.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
 

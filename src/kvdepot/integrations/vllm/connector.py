@@ -96,7 +96,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             place = find_place(self._settings, self._process.engine_id)
             place.is_logged = not self._settings.is_embedded
             self._half: SchedulerHalf | WorkerHalf = SchedulerHalf(
-                vllm_config, self._process.model, self._settings, self._process.trust()
+                vllm_config, self._process.model, self._settings, self._process.writer
             )
             self._link = ServerLink(place, self._half)
             self._link.begin(self._process.connect_scheduler)

@@ -28,6 +28,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations.vllm.weights import NamedWeights
 from kvdepot.integrations.weight_files import FolderState, find_weights, read_state, uses_modelscope
 from kvdepot.protocol.keys import derive_root
 
@@ -156,10 +157,9 @@ class Roots:
     From the second one on, requests are not cached: they may read, and compute from, what belongs to the first.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, weights: NamedWeights) -> None:
         self.adapters = Adapters()
-        self.epoch = ""
-        """Names weights that only this engine has; empty for those on disk."""
+        self.weights = weights
         has_both = vllm_config.lora_config is not None and bool(vllm_config.cache_config.enable_prefix_caching)
         self._owners: OrderedDict[tuple[Any, ...], _Parts | None] | None = OrderedDict() if has_both else None
 
@@ -178,7 +178,7 @@ class Roots:
             is_owner = self._is_owner(request, parts)
         if parts is None or not is_owner:
             return None
-        return derive_root(*([("epoch", self.epoch)] if self.epoch else []), *parts)
+        return derive_root(*self.weights.parts, *parts)
 
     def _parts(self, request: Request) -> _Parts | None:
         salt = (("salt", request.cache_salt),) if request.cache_salt else ()

@@ -25,7 +25,7 @@ from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.sharing import describe_blocks, shared_namespace
-from kvdepot.integrations.vllm.trust import Trust, describe_facts
+from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
@@ -56,7 +56,7 @@ class EngineProcess:
             self.model = self._wire_model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
         self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
         # A user may give several starts of an engine one id.
-        self._writer = f"{self.engine_id} {name_start(vllm_config)}"[: wire.MAX_CLIENT_NAME]
+        self.writer = f"{self.engine_id} {name_start(vllm_config)}"[: wire.MAX_CLIENT_NAME]
         self._name = "scheduler" if rank is None else "worker"
         self._vllm_config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._is_consumer = transfer.is_kv_consumer
@@ -68,11 +68,6 @@ class EngineProcess:
 
     def __repr__(self) -> str:
         return f"<EngineProcess {self._name} of {self.model}>"
-
-    def trust(self) -> Trust:
-        """A record of what this engine has proved, which is nothing yet."""
-        is_earned = self._settings.trust == "earned"
-        return Trust(self._vllm_config, self._writer if is_earned else "", self._ranks)
 
     def share_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
@@ -105,7 +100,7 @@ class EngineProcess:
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
         # An engine that loads nothing is credited with nothing.
         topic = self._settings.events_topic if self._is_consumer else ""
-        origin = Origin(topic, self._writer, describe_facts(self._vllm_config, self.rank))
+        origin = Origin(topic, self.writer, describe_facts(self._vllm_config, self.rank))
         worker = WorkerClient(client, self._fit(client), unpins=False, origin=origin)
         try:
             worker.register(layouts, kv_caches)

@@ -9,7 +9,6 @@ promised only tokens that the depot has answered to have.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
 from kvdepot.integrations.vllm.trust import Trust, Verdict
 from kvdepot.integrations.vllm.versions import lookahead_tokens
+from kvdepot.integrations.vllm.weights import NamedWeights, find_version
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -80,8 +80,8 @@ class SchedulerHalf:
     _leases: RequestLeases
     _tails: Tails
 
-    def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, trust: Trust) -> None:
-        """model: the engine's namespace."""
+    def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, writer: str) -> None:
+        """model: the engine's namespace. writer: names this start of the engine."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.stats = KVDepotStats()
         self._model = model
@@ -93,10 +93,11 @@ class SchedulerHalf:
         self._settings = settings
         mode = settings.save_decode if self._may_store else "off"
         self._answers = Answers(mode, self.stats.add, parallel.data_parallel_size)
-        self._roots = Roots(vllm_config)
+        self._weights = NamedWeights(settings.weights_run, find_version() if settings.weights_run else str)
+        self._roots = Roots(vllm_config, self._weights)
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
-        self._trust = trust
+        self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
         self._shares_none = False  # whether a worker's KV cannot be shared
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
@@ -140,6 +141,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
         request_id = request.request_id
+        self._follow_weights()
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # token ids do not identify embeddings: neither looked up nor stored
         if not self._is_connected:
@@ -254,6 +256,8 @@ class SchedulerHalf:
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
+        found = cached, num_computed_tokens, request.num_tokens
+        log.debug("request %s: %d tokens in the depot, %d in vLLM's own cache, of %d", request.request_id, *found)
         return (new_tokens, True) if new_tokens > 0 else (0, False)
 
     def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
@@ -315,7 +319,15 @@ class SchedulerHalf:
 
     # -- a step
 
+    def _follow_weights(self) -> None:
+        if self._weights.follow():
+            for request_id in self._tracked:
+                self._uncache(request_id)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        self._follow_weights()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._weights.step()
         if not self._is_connected:
             return Orders(model=self._model)
         self._compare_incarnations()
@@ -529,36 +541,35 @@ class SchedulerHalf:
         return None
 
     def reset_cache(self) -> bool:
-        # The weights may differ from those on disk: from here on this engine's KV is its own.
-        log.info("the cache was reset: this engine shares KV with no other engine until it is restarted")
-        self._begin_private()
+        self._weights.reset()
         if not self._is_connected:
             return True  # it has stored nothing yet
-        self._void_stores(wire.Forget(self._model))
-        return admin.reset(self._depot.client, self._model)
+        # Requests may have stored what new weights computed, under the name of the old ones. If there are none, the
+        # namespace stays: other engines of the run may have stored KV of the next version.
+        keeps = bool(self._weights.run) and not self._tracked
+        is_forgotten = keeps or admin.reset(self._depot.client, self._model)
+        self._void_stores(None if keeps else wire.Forget(self._model))
+        return is_forgotten
 
     def _part(self) -> None:
         """Share nothing from here on: this engine computes other KV than another that has stored under its name.
 
         What it has stored there is removed.
         """
+        self._weights.part()
         own = wire.Forget(self._model, writer=self._trust.name)
-        self._begin_private()
         self._void_stores(own)
         self._depot.client.ask(own, deadline_s=None)
 
-    def _begin_private(self) -> None:
-        """Give what is computed from here on names of this engine's own."""
-        self._trust.part()
-        self._roots.epoch = secrets.token_hex(16)
+    def _void_stores(self, forget: wire.Forget | None) -> None:
+        """Void the stores under way, and forget once more what may arrive still. None: what was to be forgotten."""
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
-
-    def _void_stores(self, forget: wire.Forget) -> None:
-        """Void the stores under way, and forget once more those that may arrive still."""
         if self._tracked or self._closing or self._ended_step < self._step:
-            self._next.void, self._forget_again = True, (self._step + 1, forget)
+            self._next.void = True
+            if forget is not None:
+                self._forget_again = self._step + 1, forget
 
     def shutdown(self) -> None:
         self._depot.close()

@@ -61,6 +61,7 @@ class ConnectorSettings:
     - key: this client's key file, if the server requires one; empty: the client's default (`KVDEPOT_KEY`)
     - save_decode: whether decoded chunks are stored, too: auto (answers.py), on or off; also true and false
     - weights_revision: a name for weights that their path does not identify
+    - weights_run: a name for the run of a trainer whose weight versions this engine gets (weights.py); empty: none
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
       chunks; 0: the default
     - events_topic: the name under which routers know this engine (events.py); empty: none
@@ -75,6 +76,7 @@ class ConnectorSettings:
     key: str = ""
     save_decode: str = "auto"
     weights_revision: str = ""
+    weights_run: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
     share_as: str = ""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from kvdepot.integrations.vllm.requests import Tracked
     from kvdepot.integrations.vllm.stores import WaitingStore
+    from kvdepot.integrations.vllm.weights import NamedWeights
 
 log = init_logger(__name__)
 
@@ -49,8 +50,9 @@ _ROUNDED = 0.1
 """KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
 
-Scope: TypeAlias = tuple[int, bool]
-"""The LoRA adapter, by vLLM's number (0: none), and whether the prompt has images or other items."""
+Scope: TypeAlias = tuple[object, int, bool]
+"""The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
+or other items."""
 
 
 class Compared(NamedTuple):
@@ -89,12 +91,13 @@ class _Open:
 class Trust:
     """A record of what one engine has proved."""
 
-    def __init__(self, vllm_config: VllmConfig, writer: str, ranks: int) -> None:
-        """writer: names this start of the engine; empty: it loads without proof. ranks: that compare."""
-        self.name, self._ranks = writer, ranks
+    def __init__(self, vllm_config: VllmConfig, writer: str, weights: NamedWeights) -> None:
+        """writer: names this start of the engine; empty: it loads without proof."""
+        parallel = vllm_config.parallel_config
+        self.name, self._weights = writer, weights
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._limit = _largest_difference(vllm_config)
         self._proven: set[Scope] = set()
-        self._is_private = False
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
 
@@ -103,7 +106,7 @@ class Trust:
 
     def writer(self, request: Request) -> str:
         """As in wire.Lookup, for the lookup of a request: empty if it does not matter who has stored what is found."""
-        return "" if self._is_private or _scope(request) in self._proven else self.name
+        return "" if self._scope(request) in self._proven else self.name
 
     def check(self, tracked: Tracked, found: Cached, sampled: float) -> CompareTerms | None:
         """The terms on which the request must be computed and compared; None: it may load what its lookup has found.
@@ -124,7 +127,7 @@ class Trust:
             if tracked is not None and tracked.check is not None:
                 number = next(self._numbers)
                 checks[number] = Check(store.stores, tracked.check)
-                self._open[number] = _Open(_scope(tracked.request), tracked.check.is_sample)
+                self._open[number] = _Open(self._scope(tracked.request), tracked.check.is_sample)
         return checks
 
     def report(self, compared: Mapping[int, Sequence[Compared]]) -> Verdict:
@@ -140,7 +143,8 @@ class Trust:
             check.found += found
             if len(check.found) >= self._ranks:
                 del self._open[number]
-                verdicts.add(self._judge(check))
+                if check.scope[0] == self._weights.parts:  # else it compared what other weights had computed
+                    verdicts.add(self._judge(check))
         return next(each for each in (Verdict.DIFFERENT, Verdict.EQUAL, Verdict.UNKNOWN) if each in verdicts)
 
     def _judge(self, check: _Open) -> Verdict:
@@ -172,15 +176,9 @@ class Trust:
         )  # fmt: skip
         return Verdict.EQUAL
 
-    def part(self) -> None:
-        """From here on, all that can be found is this engine's own."""
-        self._is_private = True
-        self._open.clear()
-
-
-def _scope(request: Request) -> Scope:
-    adapter = request.lora_request
-    return adapter.lora_int_id if adapter is not None else 0, bool(request.mm_features)
+    def _scope(self, request: Request) -> Scope:
+        adapter = request.lora_request
+        return self._weights.parts, adapter.lora_int_id if adapter is not None else 0, bool(request.mm_features)
 
 
 def _largest_difference(vllm_config: VllmConfig) -> float:

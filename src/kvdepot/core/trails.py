@@ -1,0 +1,173 @@
+"""The trails of the last requests, for `kvdepot why`, and which chunks have left memory lately.
+
+core/sessions.py, core/transfers.py and core/depot.py record what they have decided, on the deciding thread; removals of
+chunks come as events of the index. Decides nothing. Invariant: requests, the entries of each, and the chunks that have
+left are bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from kvdepot.core.clients import Client, PendingLookup
+from kvdepot.core.index.chunk import Namespace, state_of
+from kvdepot.core.index.events import IndexEvent, Reason, Removed
+from kvdepot.core.index.matching import Match, last_chained
+from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.usage import Usages
+from kvdepot.core.verification import Verification
+from kvdepot.errors import BadRequest, KVDepotError, UnknownRequest
+from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.model_names import key_of_model
+from kvdepot.protocol.status import MOST_NAME
+from kvdepot.protocol.trails import MOST_TRAILS, Trail, TrailLookup
+from kvdepot.values import plural
+
+_MOST_LEFT = 1 << 15
+"""Chunks that have left memory and are remembered: this many of the latest ones, and at most as many before these."""
+_MOST_ENTRIES = 8
+"""Lookups, errors and other models of a trail, and ids in an error message."""
+_MOST_ERROR = 200
+
+
+class Trails:
+    """The trails of one depot. tier_names: nearest first."""
+
+    def __init__(self, namespaces: Namespaces, tier_names: Sequence[str]) -> None:
+        self.wall = 0  # seconds since 1970, set once a second
+        self._namespaces = namespaces
+        self._tier_names = tier_names
+        self._trails: OrderedDict[tuple[str, str], Trail] = OrderedDict()  # by tenant and request
+        self._left: dict[int, int] = {}  # when chunks left, negative unless evicted, by a short hash of their keys
+        self._left_before: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Trails of {len(self._trails)} requests>"
+
+    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
+        """Note when chunks left memory that had been stored."""
+        for event in events:
+            if type(event) is Removed and event.reason is not Reason.FAILED:
+                short = _short(event.chunk.namespace, event.chunk.key)
+                self._left[short] = self.wall if event.reason is Reason.EVICTED else -self.wall
+        if len(self._left) > _MOST_LEFT:
+            self._left_before, self._left = self._left, {}
+        return ()
+
+    def _of(self, client: Client, request: str) -> Trail:
+        key = client.tenant, request
+        if key not in self._trails and len(self._trails) >= MOST_TRAILS:
+            self._trails.popitem(last=False)
+        return self._trails.setdefault(key, Trail(*key))
+
+    def looked_up(self, pending: PendingLookup, match: Match, chunk_tokens: int) -> None:
+        """Record the answer to an engine's lookup."""
+        client, lookup, tiers, names = pending.asker, pending.lookup, pending.tier_lookup, self._tier_names
+        end, key, gone_s = self._end(match, lookup.model, lookup.hashes, pending.first)
+        last = last_chained(match.pins[0]) if match.pins and match.namespaces[0].is_simple else None
+        lookups = self._of(client, lookup.request).lookups
+        lookups.append(
+            TrailLookup(
+                self.wall, client.engine_called, lookup.model, lookup.world_size, chunk_tokens, bool(lookup.salt),
+                len(lookup.hashes) // HASH_BYTES, lookup.own, pending.first, match.chunks,
+                {names[number]: size for number, size in tiers.sizes.items()} if tiers is not None else {},
+                [names[number] for number in tiers.owing | tiers.loading_tiers()] if tiers is not None else [],
+                end, key.hex(), gone_s, None if last is None else last.children,
+            )
+        )  # fmt: skip
+        del lookups[:-_MOST_ENTRIES]
+
+    def _end(self, match: Match, model: str, hashes: bytes, in_memory: int) -> tuple[str, bytes, int | None]:
+        """Why a match ended, and the key of the first chunk that is not in it, with the seconds since that one left."""
+        key = hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
+        if not match.namespaces or match.chunks < in_memory:
+            is_held = any(each.is_quarantined and each.model == model for each in self._namespaces.all())
+            return "room" if match.namespaces else "quarantine" if is_held else "model", key, None
+        if not key:
+            return "whole", b"", None
+        for group in (each for first in match.namespaces for each in first.groups if not each.reach):
+            if key not in group.chunks:
+                short = _short(group, key)
+                left = self._left.get(short, self._left_before.get(short))
+                if left is None:
+                    return "absent", key, None
+                return "evicted" if left >= 0 else "removed", key, max(0, self.wall - abs(left))
+            if (state := state_of(group.chunks[key])) != "ready":
+                return state, key, None
+        return "boundary", key, None
+
+    def copied(self, client: Client, request: str, **shards: int) -> None:
+        """Add what became of shards that a request was to load or to store."""
+        _add(self._of(client, request).shards, shards)
+
+    def ended(self, client: Client, request: wire.EndSession) -> None:
+        """Add what an engine reports about a request."""
+        asked, trail = request.asked, self._trails.get((client.tenant, request.request))
+        if trail is not None:
+            _add(trail.engine, {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found})
+
+    def failed(self, client: Client, request: wire.Request, error: KVDepotError) -> None:
+        """Record the error that answers a lookup, store, retrieve or end of requests."""
+        if not isinstance(request, wire.Lookup | wire.Store | wire.Retrieve | wire.EndSession):
+            return
+        for part in request.shards[:_MOST_ENTRIES] if isinstance(request, wire.Store | wire.Retrieve) else [request]:
+            if len(part.request) <= wire.MAX_REQUEST_ID:
+                errors = self._of(client, part.request).errors
+                errors.append(f"{type(request).__name__}: {error}"[:_MOST_ERROR])
+                del errors[:-_MOST_ENTRIES]
+
+    def find(self, tenant: str, request: str) -> Trail:
+        """The trail that a tenant may see (empty: all) of the request with this id, or the only one that begins so;
+        empty: of the last one whose lookup found nothing. Raises UnknownRequest or BadRequest."""
+        seen = [each for (owner, _), each in self._trails.items() if tenant in ("", owner)]
+        found = [each for each in seen if each.request == request][-1:]
+        found = found or [each for each in seen if each.request.startswith(request)]
+        if not request:
+            found = [each for each in seen if each.lookups and not each.lookups[-1].found][-1:]
+        if not found:
+            what = f"whose id begins with {request[:80]!r}" if request else "whose lookup found nothing"
+            raise UnknownRequest(f"no request {what} among the {len(seen)} latest ones; {MOST_TRAILS} are kept")
+        if len(found) > 1:
+            names = ", ".join(each.request[:80] for each in found[:_MOST_ENTRIES])
+            raise BadRequest(f"{len(found)} requests have ids that begin with {request[:80]!r}: {names}")
+        return msgspec.structs.replace(found[0], others=self._others(found[0]) if found[0].lookups else [])
+
+    def _others(self, trail: Trail) -> list[str]:
+        """The tenant's models with chunks that have the last lookup's name, or only another identity."""
+        asked, others = trail.lookups[-1], list[str]()
+        own = key_of_model(asked.model)
+        for first in self._namespaces.all():
+            key = key_of_model(first.model)
+            is_namesake = key == own or asked.model.removesuffix(own) == first.model.removesuffix(key) != ""
+            differs = ["another identity"] * (key != own)
+            differs += [plural(first.world_size, "rank")] * (first.world_size != asked.ranks)
+            differs += [f"chunks of {first.chunk_tokens} tokens"] * (first.chunk_tokens != asked.chunk_tokens)
+            if first.groups[0] is first and first.tenant == trail.tenant and is_namesake and first.chunks and differs:
+                has = f"{first.model[:MOST_NAME]} has {plural(len(first.chunks), 'chunk')}"
+                others.append(f"{has}: {', '.join(differs)}")
+        return others[:_MOST_ENTRIES]
+
+
+class Recorders(NamedTuple):
+    """The parts that only record what is decided."""
+
+    counters: Counters
+    usages: Usages
+    trails: Trails
+    verification: Verification
+
+
+def _add(sums: dict[str, int], numbers: Mapping[str, int]) -> None:
+    for name, number in numbers.items():
+        if number:
+            sums[name] = sums.get(name, 0) + number
+
+
+def _short(namespace: Namespace, key: bytes) -> int:
+    return hash(key) ^ namespace.number

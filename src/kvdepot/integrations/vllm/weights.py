@@ -1,0 +1,83 @@
+"""The weights that name an engine's KV: those on disk, a version that its trainer has set, or nobody else's.
+
+Used by scheduler.py and lora.py. vLLM asks trainers for a version of new weights (`update_weight_version`,
+`finish_weight_update`), and each engine core keeps it. With `kvdepot.weights_run`, it names what the core computes, so
+engines of the same run and version share. Invariant: no KV is named by a version unless the engine's caches were reset
+and the version was set, in either order, since the last step that computed anything. So a version that was forgotten,
+is used twice, or is set while requests run, costs sharing, never a wrong byte.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from vllm.logger import init_logger
+
+log = init_logger(__name__)
+
+
+def find_version() -> Callable[[], str]:
+    """The method of the engine core that returns the version of its weights.
+
+    vLLM hands no connector its core, but makes connectors in the core's constructor, so it is among the callers then.
+    """
+    from vllm.v1.engine.core import EngineCore  # which imports connectors
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        core = frame.f_locals.get("self")
+        if isinstance(core, EngineCore):
+            version: Callable[[], str] = core.get_weight_version
+            return version
+        frame = frame.f_back
+    log.warning("kvdepot.weights_run has no effect: the engine core, which knows the weights' version, was not found")
+    return str  # always the same
+
+
+class NamedWeights:
+    """The weights of one engine, and the name of what they compute now."""
+
+    def __init__(self, run: str, version: Callable[[], str]) -> None:
+        """run: `kvdepot.weights_run`; empty: versions name nothing. version: returns that of vLLM."""
+        self.run = run
+        self.parts: tuple[tuple[str, str], ...] = ()
+        """Parts of the roots of requests' chunks; none: the weights on disk."""
+        self._version = version
+        self._seen = self._computed = version()  # now, and as of the last step that computed
+        self._is_reset = False  # since that step
+
+    def __repr__(self) -> str:
+        return f"<NamedWeights {self.parts}>"
+
+    def reset(self) -> None:
+        """Note that the caches were reset: weights may have changed, or are going to."""
+        self._is_reset = True
+        self._begin()
+
+    def part(self) -> None:
+        """Name the KV as nobody else's: it differs from what others have computed."""
+        self.parts = (("epoch", secrets.token_hex(16)),)
+
+    def follow(self) -> bool:
+        """Follow the version; returns whether it has changed without a reset, so that requests may mix two."""
+        if not self.run or self._version() == self._seen:
+            return False
+        self._begin()
+        return not self._is_reset
+
+    def step(self) -> None:
+        """Note that a step computes, with the weights of now."""
+        self._computed, self._is_reset = self._seen, False
+
+    def _begin(self) -> None:
+        self._seen = self._version()
+        if self.run and self._is_reset and self._seen != self._computed:
+            self.parts = ("weights run", self.run), ("weights version", self._seen)
+            log.info("KV is shared with engines of version %r of the run %r from here on", self._seen, self.run)
+            return
+        self.part()
+        until = "vLLM has a new weight version and its caches are reset" if self.run else "it is restarted"
+        log.info("the weights may have changed: this engine shares KV with no other engine until %s", until)
