@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from kvdepot.errors import BadRequest
 from kvdepot.keys import ChunkChain
+from kvdepot.memory.comparison import CORRUPT
 from kvdepot.protocol import wire
+from kvdepot.protocol.layout import copied_by_client
 from tests.core.desk import BLOCK, PER_CHUNK, Desk, layout, lookup, prompt, shards, store
 
 LIMIT = 0.25
@@ -112,6 +115,36 @@ def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> 
     desk.settle()
     assert forgotten in desk.answers
     desk.assert_empty()
+
+
+def test_an_engine_that_has_proved_nothing_gets_its_own_chunks_only(desk: Desk) -> None:
+    assert desk.ask(b"two", store(prompt("q", 2))) is True
+    both = [shards(prompt("p", 4)), shards(prompt("q", 2))]
+    assert desk.ask(b"two", wire.Retrieve(1, both[1:], writer="second")) == [True] * 2
+    assert desk.ask(b"two", wire.Retrieve(1, both[:1], writer="second")) == [False] * 4
+    assert desk.ask(b"two", wire.Retrieve(1, both[:1])) == [True] * 4
+
+
+def test_a_chunk_with_a_wrong_checksum_accuses_nobody(desk: Desk) -> None:
+    assert compare(desk, b"two", prompt("p", 4), CORRUPT, 0.0, 0.0, 0.0) == wire.Comparison(3, 0.0)
+    counters = desk.depot.status().counters
+    assert (counters["corrupt_chunks"], counters["differing_chunks"]) == (1, 0)
+    assert found(desk, b"one", prompt("p", 4)) == 0
+
+
+def test_a_client_that_copies_by_itself_is_not_compared(desk: Desk) -> None:
+    desk.hello(b"own")
+    layout = replace(copied_by_client(BLOCK * PER_CHUNK, "", 64), fingerprint=b"f" * 32)
+    numbered = replace(layout, numbers=[("bfloat16", layout.block_bytes)])
+    assert desk.ask(b"own", wire.Register(1, numbered, "m", 1, 0, 1, 1)) is None
+    part = replace(shards(prompt("p", 4)), block_ids=np.arange(4, dtype="<u4").tobytes())
+    assert desk.ask(b"own", wire.Compare(1, 1, [part], LIMIT)) == wire.Comparison()
+
+
+def test_a_quarantine_also_ends_loads_that_were_promised(desk: Desk) -> None:
+    assert desk.ask(b"two", lookup(prompt("p", 4))) == 4
+    compare(desk, b"one", prompt("p", 4), 0.0, 0.0, 0.0, 0.3, is_sample=True)
+    assert desk.ask(b"two", wire.Retrieve(1, [shards(prompt("p", 4))])) == [False] * 4
 
 
 def test_a_voided_comparison_says_nothing(desk: Desk) -> None:

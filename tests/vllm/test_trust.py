@@ -19,7 +19,7 @@ from kvdepot.memory.shm import SHM
 from tests.cli.command import run
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import LLAMA, Engine, output, prompt, write_lora
+from tests.vllm.engines import LLAMA, Engine, prompt, write_lora
 
 WHOLE = 4 * 256
 LENGTH = WHOLE + 17
@@ -31,6 +31,11 @@ OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": {"tensor_parallel
 def forget_all(depot: Depot) -> None:
     done = run("forget", "--url", depot.url, "--all", "--yes")
     assert done.returncode == 0, done.stderr
+
+
+def names(depot: Depot) -> set[str]:
+    """The engines that are connected, as the server names them."""
+    return {each["engine"][:8] for each in depot.status()["engines"]}
 
 
 def compared(depot: Depot) -> tuple[int, int]:
@@ -55,8 +60,19 @@ def test_the_first_hit_is_computed_and_later_ones_are_loaded(
     now = compared(vllm_depot)
     assert now[0] > before[0]
     assert now[1] == before[1]
-    assert output(second.run(tokens)) == output(second.run(tokens))
+    loaded = second.run_fresh(tokens)
+    assert loaded["cached"] == found
+    assert loaded["tokens"] == second.run(tokens)["tokens"]
     second.stop()
+
+
+def test_prompts_of_a_single_step_are_compared_too(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens = prompt(9, 600)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
+    second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started()
+    assert [second.run_fresh(tokens, max_tokens=1)["cached"] for _ in range(2)] == [0, 512]
 
 
 # -- faults of an engine
@@ -109,6 +125,7 @@ def test_an_engine_that_computes_other_kv_shares_nothing(
     shared, own = prompt(1, LENGTH), prompt(2, LENGTH)
     first = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
     first.run(shared)
+    known = names(depot)
     other = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
     spoil(other, change)
     other.run(own)
@@ -117,9 +134,8 @@ def test_an_engine_that_computes_other_kv_shares_nothing(
     assert computed["cached"] == 0
 
     (mismatch,) = depot.status()["mismatches"]
-    engines = {each["engine"] for each in depot.status()["engines"]}
-    assert {mismatch["engine"], mismatch["writer"][:8]} <= {name[:8] for name in engines} | {mismatch["engine"]}
-    assert mismatch["engine"] != mismatch["writer"]
+    (newcomer,) = names(depot) - known
+    assert ({mismatch["writer"][:8]}, mismatch["engine"][:8]) == (known, newcomer)
     assert depot.status()["quarantined"] == []
     eventually(lambda: "shares nothing with it from here on" in other.logged())
     eventually(lambda: other.run_fresh(prompt(3, 300)) and depot.status()["chunks"] == 5)  # its own, by another name
@@ -264,6 +280,26 @@ def test_a_sampled_hit_finds_wrong_bytes_and_ends_their_use(
     released = run("verify", "--url", depot.url, "--release", model, "--json")
     assert json.loads(released.stdout) == {"released": 1}
     assert depot.status()["quarantined"] == []
+
+
+def test_samples_of_its_own_chunks_prove_nothing(
+    sampled: tuple[Depot, Engine], models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot, engine = sampled
+    forget_all(depot)
+    foreign, own = prompt(10, LENGTH), prompt(11, LENGTH)
+    engine.run_fresh(foreign)
+    other = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    for _ in range(3):
+        other.run_fresh(own)  # its second and third hit are samples
+    other.run_fresh(foreign)
+    assert (
+        "loads it from here on"
+        not in "".join(line for line in other.logged().splitlines() if "trust.py" in line).partition(
+            "computes what others"
+        )[0]
+    )
+    assert "this engine computes what others have stored" in other.logged()
 
 
 def test_engines_with_other_batches_agree(sampled: tuple[Depot, Engine], models: dict[str, Path]) -> None:

@@ -211,10 +211,17 @@ class WorkerClient:
         return self._submit(self.comparisons, partial(self._send_compare, terms), requests, transfers, event)
 
     def submit_retrieve(
-        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
+        self,
+        request_ids: Sequence[str],
+        transfers: Sequence[Transfer],
+        event: DeviceEvent | None,
+        *,
+        is_own: bool = False,
     ) -> None:
-        """Copy chunks into blocks after `event`, in one message. Never blocks. Arguments: see `submit_store`."""
-        self._submit(self.retrieves, self._send_retrieve, request_ids, transfers, event)
+        """Copy chunks into blocks after `event`, in one message. Never blocks. is_own: fail those that another writer
+        than this client's has stored. Other arguments: see `submit_store`."""
+        writer = self._origin.writer if self._origin is not None and is_own else ""
+        self._submit(self.retrieves, partial(self._send_retrieve, writer), request_ids, transfers, event)
 
     def _submit(
         self,
@@ -256,10 +263,10 @@ class WorkerClient:
             for group, transfers in submitted.by_group()
         ]
 
-    def _send_retrieve(self, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
+    def _send_retrieve(self, writer: str, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
         return [
             self.client.ask(
-                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins),
+                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins, writer),
                 partial(_per_chunk, sum(transfer.chunks for transfer in transfers)),
             )
             for group, transfers in submitted.by_group()

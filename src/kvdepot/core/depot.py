@@ -195,8 +195,9 @@ class Depot:
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Register():
                 check_facts(request)
+                actions = self.registrations.register(client, number, request)
                 self.verification.learn(client, request)
-                return self.registrations.register(client, number, request)
+                return actions
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
             case wire.ChunkSize():

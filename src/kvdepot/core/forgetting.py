@@ -144,10 +144,13 @@ class Removals:
         """Remove the chunks that one writer has stored, also from the tiers, once those have saved them."""
         for chunk in [each for namespace in scope.namespaces for each in namespace.chunks.values()]:
             since = self._now
-            while scope.means(chunk) and self._tiering.saves.holds_of(chunk) and self._now - since < _WAIT_S:
+            while scope.means(chunk) and self._tiering.saves.holds_of(chunk):
+                if self._now - since >= _WAIT_S or self._is_stopping:
+                    break
                 yield True
             if scope.means(chunk):
                 self._tiering.erasures.add([Unsaved(chunk.namespace, chunk.key, chunk.salt)])
+            yield False
         return (yield from forget(self._index, scope))
 
     def count(self, client: Client, number: bytes, request: wire.Count, now: float) -> list[Action]:
@@ -291,6 +294,7 @@ class Removals:
             case wire.Forget(model, salt), int(chunks):
                 self._counters["forgotten_chunks"] += chunks
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
+                what += f", stored by {removal.request.writer}" if removal.request.writer else ""
                 self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
                 if removal.forgetting is None:
                     return removal.reply({"memory": chunks})

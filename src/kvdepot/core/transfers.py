@@ -28,7 +28,7 @@ from kvdepot.core.sessions import Sessions
 from kvdepot.core.trails import Recorders
 from kvdepot.devices.by_client import CopiedByClient
 from kvdepot.errors import BadRequest, Busy, UnknownInstance, UnknownRequest
-from kvdepot.memory.comparison import compare
+from kvdepot.memory.comparison import CORRUPT, compare
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
@@ -153,7 +153,9 @@ class Transfers:
             size = instance.layout.block_bytes * blocks
             for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
-                if chunk is None or (shard := chunk.shards[part.rank]).size != size:
+                shard = chunk.shards[part.rank] if chunk is not None and not namespace.is_quarantined else None
+                is_right = shard is not None and shard.size == size and request.writer in ("", shard.writer)
+                if chunk is None or shard is None or not is_right:
                     self._counters["retrieve_misses"] += 1
                     continue
                 operation.places.append(len(operation.results) - 1)
@@ -184,7 +186,8 @@ class Transfers:
             raise BadRequest(f"a limit of {request.limit} for the difference of equal KV")
         operation = CopyOperation(client, number, instance, is_store=False, chunks=[], comparison=request)
         own = "" if request.is_sample else instance.writer
-        for part in request.shards if instance.layout.numbers else ():  # others, such as LMCache's, do not ask
+        can_compare = bool(instance.layout.numbers) and not isinstance(instance.mapped, CopiedByClient)
+        for part in request.shards if can_compare else ():
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             blocks = len(ids) // (len(part.hashes) // HASH_BYTES)
             size, namespace = instance.layout.block_bytes * blocks, self._namespace(instance, part)
@@ -192,7 +195,8 @@ class Transfers:
                 if chunk is None or (shard := chunk.shards[part.rank]).size != size or (own and shard.writer == own):
                     continue
                 operation.chunks.append((chunk, part.rank))
-                operation.pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks]))
+                block_ids = ids[i * blocks : (i + 1) * blocks]
+                operation.pieces.append(CopyPiece(shard.extents, block_ids, checksum=shard.checksum))
         if not operation.pieces:
             return [Reply(client.identity, number, wire.Comparison())]
         self._index.hold([chunk for chunk, _ in operation.chunks])
@@ -260,6 +264,8 @@ class Transfers:
         for i in range(token.first, token.end):
             if sums is None:
                 operation.sums.pop(i, None)
+            elif operation.comparison is not None and sums[i - token.first] == CORRUPT:
+                self._note_corrupt(*operation.chunks[i])
             elif operation.comparison is not None:
                 operation.differences[i] = sums[i - token.first]
             elif not operation.is_store:
@@ -332,10 +338,15 @@ class Transfers:
         if not shard.sealed or is_forgotten(chunk):
             return False  # marked corrupt, or forgotten, during the copy
         if got and shard.checksum and got != shard.checksum:
-            self._counters["corrupt_chunks"] += 1
-            self._index.mark_corrupt(chunk, rank)
+            self._note_corrupt(chunk, rank)
             return False
         return True
+
+    def _note_corrupt(self, chunk: Chunk, rank: int) -> None:
+        """Mark a shard whose bytes do not have its checksum, unless it is on its way out."""
+        if chunk.shards[rank].sealed and not is_forgotten(chunk):
+            self._counters["corrupt_chunks"] += 1
+            self._index.mark_corrupt(chunk, rank)
 
     def _end(self, operation: CopyOperation, wall: int) -> list[Action]:
         client, instance = operation.client, operation.instance

@@ -38,7 +38,7 @@ class Verification:
         self.counters = counters
         self._namespaces, self._report = namespaces, report
         self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
-        self._facts: OrderedDict[str, dict[str, str]] = OrderedDict()  # by writer
+        self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
 
     def __repr__(self) -> str:
         return f"<Verification {len(self._mismatches)} mismatches>"
@@ -46,8 +46,9 @@ class Verification:
     def learn(self, client: Client, request: wire.Register) -> None:
         """Remember the facts of an engine, for the case that its KV differs from another's."""
         if request.writer:
-            self._facts[request.writer] = {"host": client.host, **request.facts}
-            self._facts.move_to_end(request.writer)
+            key = client.tenant, request.writer
+            self._facts[key] = {**request.facts, "host": client.host}
+            self._facts.move_to_end(key)
             if len(self._facts) > _ENGINES:
                 self._facts.popitem(last=False)
 
@@ -81,10 +82,11 @@ class Verification:
 
     def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""
-        mine, others = self._facts.get(operation.instance.writer, {}), self._facts.get(writer, {})
+        tenant = operation.client.tenant
+        mine, others = (self._facts.get((tenant, each), {}) for each in (operation.instance.writer, writer))
         names = sorted(name for name in {*mine, *others} if mine.get(name) != others.get(name)) if others else []
         facts = [f"{name}: {mine.get(name, 'none')} | {others.get(name, 'none')}" for name in names]
-        other = writer.rpartition(" ")[0] or writer or _UNKNOWN
+        other = writer.partition(" ")[2] or writer or _UNKNOWN
         return Mismatch(
             wall_s=self._report.wall, engine=operation.client.engine_called, writer=other[:SHOWN], facts=facts
         )
@@ -94,8 +96,9 @@ class Verification:
         self._mismatches.appendleft(mismatch)
         consequence = "that engine shares it no more"
         if mismatch.is_sample:
-            for group in namespace.groups:
-                self._namespaces.quarantine(group)
+            for each in self._namespaces.all():
+                if (each.tenant, each.model) == (namespace.tenant, namespace.model):
+                    self._namespaces.quarantine(each)
             consequence = "it is in quarantine: its chunks are misses until `kvdepot verify --release` releases it"
         text = (
             f"KV of {mismatch.model[:SHOWN]} differs: {plural(mismatch.chunks, 'chunk')} by up to {mismatch.worst:.2g} "

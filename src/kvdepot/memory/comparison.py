@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.memory.copier import Bytes, Copy, CopyPiece, Memory, copy, views
+from kvdepot.memory.copier import Bytes, Copy, CopyPiece, Memory, checksum, copy, views
 from kvdepot.protocol.layout import Layout
 
 Numbers: TypeAlias = npt.NDArray[np.float32]
@@ -34,6 +34,7 @@ Numbers: TypeAlias = npt.NDArray[np.float32]
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
+CORRUPT = -1.0
 _TILE = 64
 _MOST = 2.0
 """The difference of vectors of equal length in opposite directions."""
@@ -75,7 +76,8 @@ class _Part(NamedTuple):
 
 
 def compare(arena: Memory, task: Copy) -> list[float] | None:
-    """The difference of each piece, whose extents hold a stored chunk; NaN if its data types are not known.
+    """The difference of each piece, whose extents hold a stored chunk; NaN if its data types are not known, CORRUPT if
+    it differs and its checksum does, too.
 
     Returns None if the blocks may have been overwritten. Blocks while it copies and compares. Raises DeviceError.
     """
@@ -92,6 +94,9 @@ def compare(arena: Memory, task: Copy) -> list[float] | None:
         whole = stored[0] if len(stored) == 1 else np.concatenate(stored)
         if _are_equal(whole, computed):
             found.append(0.0)
+            continue
+        if piece.checksum not in (0, checksum(arena.bytes, piece.extents, size)):
+            found.append(CORRUPT)
             continue
         pairs = [(part.numbers, part.of(whole, blocks), part.of(computed, blocks)) for part in _parts(layout)]
         known = [_difference(*pair) for pair in pairs if _fits(*pair[:2])]
@@ -133,13 +138,15 @@ def _difference(name: str, stored: Bytes, computed: Bytes) -> float:
         most = np.maximum(most, largest)
         tile = math.gcd(len(one) // _ITEMS[name], _TILE)
         tile = tile if tile * 8 >= _TILE else len(one) // _ITEMS[name]
-        first, second = (_decode(name, _some_tiles(row, tile * _ITEMS[name])) for row in (one, other))
+        # In float64, or squares of large numbers would be infinite.
+        tiles = (_decode(name, _some_tiles(row, tile * _ITEMS[name])).astype(np.float64) for row in (one, other))
+        first, second = (np.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in tiles)
         apart = first - second
         errors.append(np.sqrt(np.einsum("tv,tv->t", apart, apart)))
         sizes.append(np.sqrt(np.einsum("tv,tv->t", second, second)))
     if not most.max() <= _ABSURD * most.min():
         return math.inf
-    norms, distances = np.nan_to_num(np.array(sizes)), np.nan_to_num(np.array(errors))
+    norms, distances = np.array(sizes), np.array(errors)
     least = max(_FLOOR * float(norms.mean()), float(np.finfo(np.float32).tiny))
     relative = np.minimum(distances / np.maximum(norms, least), _MOST)
     return max(float(relative.mean()), float(relative.mean(axis=1).max()) / _BLOCK_SHARE)

@@ -46,12 +46,16 @@ class Memory(Protocol):
 
 @dataclass(slots=True)
 class CopyPiece:
-    """One chunk of one rank: its extents in the arena and its blocks; the first `skip` blocks are not written."""
+    """One chunk of one rank: its extents in the arena and its blocks; the first `skip` blocks are not written.
+
+    checksum: that of a stored chunk that is to be compared; 0: none was computed.
+    """
 
     extents: Extents
     block_ids: Ids
     skip: int = 0
     summed: bool = False
+    checksum: int = 0
 
 
 class Mapped(ABC):

@@ -27,6 +27,8 @@ from kvdepot.errors import LayoutError
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
 MAX_HANDLE = 4096
+_MOST_TYPES = 4
+"""Data types a segment, on average: a page of states has two, and padding."""
 BY_CLIENT = "client"
 """The device of a layout without memory of its own: its client copies chunks to and from the arena."""
 
@@ -109,7 +111,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise LayoutError("layout has no blocks")
         if self.numbers and sum(size for _, size in self.numbers) != self.block_bytes:
             raise LayoutError(f"data types of {self.numbers} for blocks of {self.block_bytes} bytes")
-        if any(size < 1 for _, size in self.numbers) or len(self.numbers) > MAX_SEGMENTS:
+        if any(size < 1 for _, size in self.numbers) or len(self.numbers) > _MOST_TYPES * len(self.segments):
             raise LayoutError("data types of no bytes, or too many of them")
         if len({mapping.device for mapping in self.mappings}) > 1:
             raise LayoutError("the KV tensors of one worker are on several devices")

@@ -38,9 +38,9 @@ MAX_TAILS = 64
 MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
-MAX_CLIENT_NAME = 256
 MAX_FACTS = 64
 """Facts of one engine."""
+MAX_CLIENT_NAME = 256
 """Characters in the name of an engine, or of a liveness file."""
 MAX_TOPIC = 1024
 """Bytes of a topic for KV events."""
@@ -211,11 +211,13 @@ class Retrieve(_Message, frozen=True):
     """Copy chunks into blocks. Answer: list of bool, one per chunk.
 
     unpins: whether retrieving a chunk releases its request's pin; false if the engine ends its requests itself.
+    writer: if it is not empty, only chunks that it has stored are copied.
     """
 
     instance: int
     shards: list[Shards]
     unpins: bool = True
+    writer: str = ""
 
 
 class Compare(_Message, frozen=True):

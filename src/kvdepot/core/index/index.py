@@ -202,7 +202,7 @@ class Index:
         if shard.state is not State.CORRUPT or not is_free_to_write(chunk, is_load):
             return False
         shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
-        shard.checksum = shard.tiers = 0  # its extents will be rewritten
+        shard.checksum, shard.tiers, shard.writer = 0, 0, ""  # its extents will be rewritten
         chunk.holds += 1
         self.held += 1
         self.reserved += 1

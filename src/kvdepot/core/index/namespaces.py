@@ -110,6 +110,7 @@ class Namespaces:
         """Let lookups find its chunks again."""
         namespace.is_quarantined = False
         self._record_again(namespace)
+        self.forget(namespace)
 
     def _record_again(self, namespace: Namespace) -> None:
         if namespace.recorded:

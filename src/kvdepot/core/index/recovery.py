@@ -170,6 +170,9 @@ def _join(index: Index, recorded: dict[int, _Recorded], restored: Restored) -> l
                 )
         joined = [groups[group] for group in range(len(like.groups))]
         join_groups(joined)
+        is_quarantined = any(each.is_quarantined for each in joined)
+        for namespace in joined:
+            namespace.is_quarantined = is_quarantined
         complete += joined
     return complete
 

@@ -22,6 +22,8 @@ class Orders(KVConnectorMetadata):
     """The namespace in which the scheduler looks up."""
     loads: dict[str, list[Transfer]] = field(default_factory=dict)
     """One transfer per KV cache group that needs any, by request."""
+    own_loads: set[str] = field(default_factory=set)
+    """Requests that may load only what this engine has stored."""
     stores: list[Transfer] = field(default_factory=list)
     checks: dict[int, Check] = field(default_factory=dict)
     """Comparisons to begin before the stores, by number (trust.py)."""

@@ -102,6 +102,8 @@ def _number_types(
     """The data types of a block's bytes (layout.TensorView), where the tensor's own type does not tell them."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if hasattr(layer, "get_state_shape"):
+        if vllm_config.speculative_config is not None:
+            return (("unknown", 0),)  # with room for drafts, where anything may be left
         states = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
         parts = [(str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize) for shape, dtype in states]
         rest = cache[0].nbytes * cache.shape[0] // num_blocks - sum(size for _, size in parts)

@@ -56,7 +56,7 @@ class EngineProcess:
             self.model = self._wire_model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
         self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
         # A user may give several starts of an engine one id.
-        self.writer = f"{self.engine_id} {name_start(vllm_config)}"[: wire.MAX_CLIENT_NAME]
+        self.writer = f"{name_start(vllm_config)} {self.engine_id}"[: wire.MAX_CLIENT_NAME]
         self._name = "scheduler" if rank is None else "worker"
         self._vllm_config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._is_consumer = transfer.is_kv_consumer
@@ -100,7 +100,7 @@ class EngineProcess:
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
         # An engine that loads nothing is credited with nothing.
         topic = self._settings.events_topic if self._is_consumer else ""
-        origin = Origin(topic, self.writer, describe_facts(self._vllm_config, self.rank))
+        origin = Origin(topic, self.writer, describe_facts(self._vllm_config))
         worker = WorkerClient(client, self._fit(client), unpins=False, origin=origin)
         try:
             worker.register(layouts, kv_caches)

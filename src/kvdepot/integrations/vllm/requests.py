@@ -12,7 +12,6 @@ from random import random
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
-from kvdepot.client.worker import CompareTerms
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol import wire
@@ -21,6 +20,8 @@ from kvdepot.protocol.keys import ChunkChain, salt_tag
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+    from kvdepot.integrations.vllm.trust import Terms
 
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:
@@ -123,7 +124,7 @@ class Tracked:
     """The one that the lookup has found."""
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
-    check: CompareTerms | None = None
+    check: Terms | None = None
     """The terms on which its stores are compared, as it computes what its lookup has found; None: it may load that."""
     draw: float = field(default_factory=random)
     """Decides whether its hit is sampled, however often vLLM asks."""

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
-from kvdepot.client.transfer import PromptChunks
+from kvdepot.client.transfer import PromptChunks, Transfer
 from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.leases import RequestLeases
@@ -300,6 +300,8 @@ class SchedulerHalf:
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
         self._next.loads[request.request_id] = transfers
+        if self._trust.loads_own(tracked):
+            self._next.own_loads.add(request.request_id)
 
     def _load_ended(self, tracked: Tracked, load: RequestLoad) -> None:
         """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
@@ -345,7 +347,7 @@ class SchedulerHalf:
         orders, self._next = self._next, Orders()
         orders.model = self._model
         ready = self._waiting.take(self._step)
-        orders.checks = self._trust.order((each, self._tracked.get(each.request_id)) for each in ready)
+        orders.checks = self._trust.order(ready)
         orders.stores = [store for each in ready if each.is_kept for store in each.stores]
         orders.holds = self._plan.holds and bool(ready)
         orders.preempted = preempted
@@ -425,8 +427,14 @@ class SchedulerHalf:
         if not stores:
             return
         blocks = block_ids[:read], block_ids[read:]
-        kept = self._keeps(tracked)
-        self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request, held, kept))
+        kept, compared = self._keeps(tracked), list[Transfer]()
+        if tracked.check is not None:  # what it has read is no proof of what it computes
+            first = max(-(-tracked.read_tokens // size), tracked.check.first // size, chunks.start)
+            own = self._plan.to_store(tables, range(first, chunks.stop), request.num_prompt_tokens, states, junction)
+            compared = [tracked.transfer(piece) for piece in own] if first < chunks.stop else []
+        self._waiting.add(
+            WaitingStore(self._step, stores, *blocks, request.lora_request, held, kept, tracked.check, compared)
+        )
         if self._events is not None and kept:
             self._events.ordered(request, tracked.prompt.chain, chunks)
         tracked.stores_open = True

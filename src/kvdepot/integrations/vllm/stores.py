@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 
+    from kvdepot.integrations.vllm.trust import Terms
+
 _SHARE = 2
 """Holds take at most this fraction (1 / n) of the engine's blocks; what would take more is not stored."""
 _PATIENCE_S = 0.1
@@ -115,6 +117,9 @@ class WaitingStore:
     """Blocks to release once the stores have ended or are dropped."""
     is_kept: bool = True
     """If not, its blocks are only compared (trust.py)."""
+    terms: Terms | None = None
+    """The terms on which the blocks of `compared` are compared."""
+    compared: list[Transfer] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:

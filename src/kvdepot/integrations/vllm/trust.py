@@ -5,7 +5,8 @@ the proof. So the first hit on chunks that this engine has not stored is compute
 go with a comparison: each rank has the server compare its blocks with the stored chunks (memory/comparison.py). If they
 are equal within rounding, the engine loads from then on. If not, what it computes is private from then on, and what it
 has stored under the shared name is removed. The same for the first hit with each LoRA adapter, and with images or other
-items. An engine that only meets its own chunks computes nothing twice.
+items. An engine that only meets its own chunks computes nothing twice; until it has proved itself, the server gives
+it no others (`Retrieve.writer`).
 
 With `--verify-hits`, the same is done with a share of all later hits, for as long as the engine runs; then the server
 draws the consequences (core/verification.py). Invariant: nothing is loaded that another engine has stored before a
@@ -49,10 +50,21 @@ number of layers, because differences add up (docs/internals/integrations.md has
 _ROUNDED = 0.1
 """KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
+_VARIABLES = "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_KV_CACHE_LAYOUT", "VLLM_USE_V2_MODEL_RUNNER"
+"""Variables that people can compare; others may have secrets."""
 
 Scope: TypeAlias = tuple[object, int, bool]
 """The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
 or other items."""
+
+
+class Terms(NamedTuple):
+    """The terms on which a request computes what its lookup has found. first: tokens before it prove nothing, as they
+    are before the first image or other item of a prompt that is to prove these."""
+
+    scope: Scope
+    compare: CompareTerms
+    first: int = 0
 
 
 class Compared(NamedTuple):
@@ -106,28 +118,34 @@ class Trust:
 
     def writer(self, request: Request) -> str:
         """As in wire.Lookup, for the lookup of a request: empty if it does not matter who has stored what is found."""
-        return "" if self._scope(request) in self._proven else self.name
+        return "" if self._scope(request, bool(request.mm_features)) in self._proven else self.name
 
-    def check(self, tracked: Tracked, found: Cached, sampled: float) -> CompareTerms | None:
+    def check(self, tracked: Tracked, found: Cached, sampled: float) -> Terms | None:
         """The terms on which the request must be computed and compared; None: it may load what its lookup has found.
 
         sampled: the share of hits that the server wants to be compared.
         """
         if found.tokens == 0 and found.tail is None:
             return None
-        if self.writer(tracked.request) and not found.is_own:
-            return CompareTerms(self._limit)
+        first = min((item.mm_position.offset for item in tracked.request.mm_features), default=found.tokens)
+        scope = self._scope(tracked.request, first < found.tokens)
+        if self.name and scope not in self._proven and not found.is_own:
+            return Terms(scope, CompareTerms(self._limit), first if first < found.tokens else 0)
         is_sample = tracked.draw < sampled and found.tail is None
-        return CompareTerms(self._limit, True) if is_sample else None
+        return Terms(scope, CompareTerms(self._limit, True)) if is_sample else None
 
-    def order(self, waiting: Iterable[tuple[WaitingStore, Tracked | None]]) -> dict[int, Check]:
+    def loads_own(self, tracked: Tracked) -> bool:
+        """Whether a request may load only what this engine has stored itself."""
+        return bool(self.writer(tracked.request))
+
+    def order(self, waiting: Iterable[WaitingStore]) -> dict[int, Check]:
         """The comparisons that go with stores that are ready, by number."""
         checks = {}
-        for store, tracked in waiting:
-            if tracked is not None and tracked.check is not None:
+        for store in waiting:
+            if store.terms is not None and store.compared:
                 number = next(self._numbers)
-                checks[number] = Check(store.stores, tracked.check)
-                self._open[number] = _Open(self._scope(tracked.request), tracked.check.is_sample)
+                checks[number] = Check(store.compared, store.terms.compare)
+                self._open[number] = _Open(store.terms.scope, store.terms.compare.is_sample)
         return checks
 
     def report(self, compared: Mapping[int, Sequence[Compared]]) -> Verdict:
@@ -162,7 +180,10 @@ class Trust:
                 "the two", worst, self._limit,
             )  # fmt: skip
             return Verdict.DIFFERENT
-        if check.scope in self._proven or not all(each.chunks or each.unknown for each in check.found):
+        # A sample may have met chunks of this engine only. And a model's groups are proved by any of them: what one
+        # layer keeps depends on all layers before it.
+        is_proof = not check.is_sample and all(each.chunks or each.unknown for each in check.found)
+        if check.scope in self._proven or not is_proof:
             return Verdict.UNKNOWN
         self._proven.add(check.scope)
         if not all(each.chunks for each in check.found):
@@ -176,9 +197,9 @@ class Trust:
         )  # fmt: skip
         return Verdict.EQUAL
 
-    def _scope(self, request: Request) -> Scope:
+    def _scope(self, request: Request, has_items: bool) -> Scope:
         adapter = request.lora_request
-        return self._weights.parts, adapter.lora_int_id if adapter is not None else 0, bool(request.mm_features)
+        return self._weights.parts, adapter.lora_int_id if adapter is not None else 0, has_items
 
 
 def _largest_difference(vllm_config: VllmConfig) -> float:
@@ -188,7 +209,7 @@ def _largest_difference(vllm_config: VllmConfig) -> float:
     return limit + _ROUNDED if vllm_config.cache_config.cache_dtype.startswith(("fp8", "int8")) else limit
 
 
-def describe_facts(vllm_config: VllmConfig, rank: int) -> dict[str, str]:
+def describe_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """Facts of this engine that people can read, to be shown beside another's whose KV differs."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config = model.hf_text_config.to_dict()
@@ -204,13 +225,10 @@ def describe_facts(vllm_config: VllmConfig, rank: int) -> dict[str, str]:
         "longest prompt": model.max_model_len,
         "tensor parallel": parallel.tensor_parallel_size,
         "pipeline parallel": parallel.pipeline_parallel_size,
-        "rank": rank,
         "processor": current_platform.get_device_name() or platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "general plugins": ", ".join(sorted(each.name for each in _plugins())),
-        "arguments": " ".join(
-            f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")
-        ),
+        **{name: os.environ.get(name) for name in _VARIABLES},
         **{f"version of {name}": _version(name) for name in ("vllm", "torch", "transformers", "kvdepot")},
     }
     for name, value in itertools.islice(settings.items(), wire.MAX_FACTS - len(facts)):
