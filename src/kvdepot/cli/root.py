@@ -34,6 +34,7 @@ _FAMILIES = {
         "check": ("check", "verify an arena: its records and checksums"),
     },
     "Measure": {
+        "certify": ("certify", "run your model with and without the depot, and compare"),
         "simulate": ("simulate", "replay request traces: hit rates by cache size and policy"),
     },
     "Set up": {
@@ -46,7 +47,7 @@ REMOVED = {
     "bench": "`make bench` in a checkout, or `python bench/load.py --url URL` for a running server",
     "calibrate": "`kvdepot status --json`, which has the copy paths of each GPU, and `make bench-gpu` in a checkout",
     "completion": 'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)", or zsh_source, fish_source',
-    "demo": "`make demo` in a checkout",
+    "demo": "`kvdepot certify MODEL`, or `make demo` in a checkout",
     "leases": "`kvdepot lease` without arguments, which lists them",
     "logs": "`kvdepot status`, which prints the path of the log",
     "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
