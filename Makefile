@@ -15,8 +15,7 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
 .PHONY: help site demo demo-cluster test test-fast test-versions sim lint types fmt bench test-gpu bench-gpu clean
 help:
-	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it; then chats with the depot and"
-	@echo "                without; writes build/demo"
+	@echo "make demo       kvdepot certify on two small models; then chats with the depot and without; writes pages to build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
 	@echo "make test       all tests: unit tests, real faults (six files at a time), real vLLM engines; make test-fast: unit tests only"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
@@ -32,7 +31,7 @@ help:
 	@echo "make lint types fmt clean"
 
 demo: $(VENV)/vllm
-	$(BIN)/python demo/demo.py --plots build/demo
+	$(BIN)/python demo/demo.py
 
 demo-cluster: $(EVERYTHING)
 	$(BIN)/python demo/cluster.py

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -20,21 +19,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import zmq
-from demo import LLAMA, Measured, figures, prepare, print_machine, prompt_length, report, run_engine, start_server
+from demo import LLAMA, arguments, use_all_cpus, write_model
 
 from kvdepot import install
-from kvdepot.client import MessageQueueClient
+from kvdepot.cli.certificate import Certificate
+from kvdepot.cli.certify import TestedEngine, make_cases
+from kvdepot.cli.view import console
+from kvdepot.client import admin
 from kvdepot.errors import KVDepotError
-from kvdepot.processes import code_command
-from kvdepot.protocol import wire
+from kvdepot.processes import code_command, module_command
+from kvdepot.protocol.status import Status
 
-LENGTHS = (2048 + 17, 4096 + 33)
+LENGTHS = (2048, 4096)
+CHUNK = 256
+"""Tokens of a chunk with a remote tier."""
 _WAIT_S = 60.0
 
 
@@ -121,35 +123,33 @@ def free_port() -> int:
 def depot(host: Host, folder: Path, pool: str) -> Iterator[str]:
     """Run a server on that host, with an arena of its own and 1 GiB for the pool; yields its URL."""
     url = f"ipc://{folder}/{host.name}.sock"
-    server = start_server(
-        url, "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--lookup-s", "8",
-        "--tiers", f"mooncake://{pool}/?local_host={host.address}&segment_gib=1", inside=host.inside,
+    server = subprocess.Popen(
+        [
+            *host.inside, *module_command("kvdepot.cli", "serve", "--url", url), "--lookup-s", "8", "--http", "off",
+            "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--arena-gib", "2", "--log-level", "warning",
+            "--tiers", f"mooncake://{pool}/?local_host={host.address}&segment_gib=1",
+        ]
     )  # fmt: skip
     try:
-        yield url
+        with admin.connect(url, timeout_s=_WAIT_S):
+            yield url
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
 
 
-def status(url: str) -> dict[str, Any]:
-    context: zmq.Context[Any] = zmq.Context()
-    client = MessageQueueClient(url, context)
-    try:
-        answer: dict[str, Any] = client.ask(wire.Status()).result(10.0)
-        return answer
-    finally:
-        client.close()
-        context.term()
+def status(url: str) -> Status:
+    with admin.connect(url) as client:
+        return admin.status(client)
 
 
-def wait_passed_on(url: str) -> dict[str, Any]:
-    """Wait until the server has written all its chunks to the pool; returns its counters of that tier."""
+def wait_passed_on(url: str) -> int:
+    """Wait until the server has written all its chunks to the pool; returns how many."""
     deadline = time.monotonic() + _WAIT_S
     while True:
-        (tier,) = status(url)["tiers"]
-        if not tier["saves"] and not tier["queued_bytes"]:
-            return dict(tier["counters"])
+        (tier,) = status(url).tiers
+        if not tier.saves and not tier.queued_bytes:
+            return tier.counters.get("saved_chunks", 0)
         if time.monotonic() > deadline:
             sys.exit(f"the depot did not pass its chunks on: {tier}")
         time.sleep(0.1)
@@ -157,42 +157,44 @@ def wait_passed_on(url: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--lengths", type=int, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens")
     args = parser.parse_args()
-    load = os.getloadavg()[0]
+    use_all_cpus()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-cluster-")))
-        print_machine()
-        prompts = prepare(folder, LLAMA, args.lengths)
+        words = arguments(write_model(folder / "model", LLAMA))
         one, two = stack.enter_context(two_hosts())
         print(f"host A is {one.address}, host B is {two.address}: mooncake_master on A, a depot on each", flush=True)
         pool = stack.enter_context(master(one, folder))
         first = stack.enter_context(depot(one, folder, pool))
         second = stack.enter_context(depot(two, folder, pool))
-        print("engine on A: cold prefill, stores its KV", flush=True)
-        cold = run_engine(folder, first, "cold", one.inside)
+        print("engine on A: computes prompts, stores their KV", flush=True)
+        with closing(TestedEngine(folder / "A.log", first, words, one.inside)) as engine:
+            engine.start().run(*engine.probes)
+            cases = list(make_cases(engine, CHUNK, args.lengths))
+            for case in cases:
+                case.computed += engine.run(case)
+                case.own += [*engine.run(case, source="own cache"), *engine.run(case, source="own cache")]
+            found = Certificate(engine.about, CHUNK)
         saved = wait_passed_on(first)
-        print(f"engine on A stopped; {saved.get('saved_chunks', 0)} chunks went to the pool", flush=True)
+        print(f"engine on A stopped; {saved} chunks went to the pool", flush=True)
         print("engine on B: the same prompts, its depot empty", flush=True)
-        if status(second)["chunks"]:
+        if status(second).chunks:
             sys.exit("the depot on B holds chunks already")
-        warm = run_engine(folder, second, "warm", two.inside)
-        shown = status(second)
-    measured = [Measured("llama", prompts, cold, warm)]
-    if args.json:
-        args.json.write_text(json.dumps(figures(measured, load), indent=2) + "\n")
-    code = report(measured)
-    (tier,) = shown["tiers"]
-    tokens = tier["counters"].get("loaded_chunks", 0) * shown["chunk_size_tokens"]
-    print(f"{tokens} tokens came to B through the pool ({tier['name']})")
-    wanted = sum(warm[name]["first"]["cached"] for name in prompts)
-    if tokens < wanted or not tokens:
-        print(f"FAILED: {wanted} tokens were retrieved on B, of which {tokens} came through the pool")
-        return 1
-    return code
+        found.note_computed(cases)
+        with closing(TestedEngine(folder / "B.log", second, words, two.inside)) as engine:
+            engine.start().run(*engine.probes)  # an engine may compute its first hit, to compare
+            for case in cases:
+                case.expected = len(case.tokens) // CHUNK * CHUNK
+                (answer,) = engine.run(case)
+                found.add("pool", case, answer)
+        (tier,) = status(second).tiers
+    came = tier.counters.get("loaded_chunks", 0) * CHUNK
+    if came < sum(result.loaded for result in found.results):
+        found.fail("not all that was loaded on B came through the pool")
+    found.print(console())
+    print(f"{came} tokens came to B through the pool ({tier.name})")
+    return 0 if found.passed else 1
 
 
 if __name__ == "__main__":

@@ -43,17 +43,6 @@ class Compared:
     def reused(self) -> bool:
         return bool(self.runs[WITH]["computed"] < self.runs[WITHOUT]["computed"])
 
-    def figures(self) -> dict[str, Any]:
-        """As plain data; times in seconds. The same form as that of compare.py's rounds."""
-        return {
-            key: {
-                "seconds": run["seconds"],
-                "computed": run["computed"],
-                "requests": [{"turn": one["turn"], "first_s": one["first_s"]} for one in run["requests"]],
-            }
-            for key, run in self.runs.items()
-        } | {"same_answers": self.same_answers}
-
 
 def measure(url: str, chats: Chats = CHATS, blocks: int = BLOCKS) -> Compared:
     """Serve the chats by an engine without the depot, then by one with the depot at `url`. Blocks."""

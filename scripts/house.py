@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 41_941,
-    "test lines": 49_279,
-    "functions with more than 5 parameters": 15,
+    "source lines": 42_744,
+    "test lines": 50_258,
+    "functions with more than 5 parameters": 14,
     "boolean parameters": 65,
-    "Any": 111,
+    "Any": 98,
     "docstrings that are fragments": 7,
     "classes that share a name": 30,
     "test names above 80 characters": 0,

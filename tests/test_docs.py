@@ -58,7 +58,7 @@ STAND_INS = {
     "127.0.0.1:7077": "127.0.0.1:{http}",
     "tcp://127.0.0.1:5557": "tcp://127.0.0.1:{port}",
     ".venv/bin/": "",
-    "--lengths 2065": "--lengths 529",  # two chunks and a bit are shown as well as eight
+    "--lengths 2048": "--lengths 512",  # two chunks are shown as well as eight
     "demo/demo.py": f"{ROOT}/demo/demo.py",
     "bench/replay.py": f"{ROOT}/bench/replay.py",
 }
@@ -216,7 +216,7 @@ def test_the_code_of_a_page_that_wants_vllm_runs(page: Path, folder: Path) -> No
     need(modules=["vllm", "torch"])
     wanted = [block for block in blocks(page) if block.mark == WITH_VLLM]
     printed = _run(page, wanted, folder, timeout_s=VLLM_TIMEOUT_S, arena_gib=0.5)
-    assert "yes" in printed[wanted[0]]  # the demo says so where what came from the depot is what was computed
+    assert "PASSED" in printed[wanted[0]]
 
 
 def _run(

@@ -55,7 +55,7 @@ def connect(server: Address) -> Iterator[Client]:
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()
-    with _interrupted_by_signals():
+    with interrupted_by_signals():
         try:
             with admin.connect(url, key) as client:
                 waiting.cancel()
@@ -65,7 +65,7 @@ def connect(server: Address) -> Iterator[Client]:
 
 
 @contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
+def interrupted_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, once; more of them change nothing."""
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():

@@ -34,6 +34,9 @@ _FAMILIES = {
         "check": ("check", "verify an arena: its records and checksums"),
         "verify": ("verify", "show whether engines compute what others have stored"),
     },
+    "Measure": {
+        "certify": ("certify", "run your model with and without the depot, and compare"),
+    },
     "Set up": {
         "keygen": ("setup", "generate the keys of a server and its clients"),
     },
@@ -44,7 +47,7 @@ REMOVED = {
     "bench": "`make bench` in a checkout, or `python bench/load.py --url URL` for a running server",
     "calibrate": "`kvdepot status --json`, which has the copy paths of each GPU, and `make bench-gpu` in a checkout",
     "completion": 'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)", or zsh_source, fish_source',
-    "demo": "`make demo` in a checkout",
+    "demo": "`kvdepot certify MODEL`, or `make demo` in a checkout",
     "leases": "`kvdepot lease` without arguments, which lists them",
     "logs": "`kvdepot status`, which prints the path of the log",
     "ls": "`kvdepot status`, which lists models; `kvdepot inspect` for one prompt",

@@ -147,11 +147,14 @@ class Shared:
 class Embedded:
     """An engine's own server, a child of this process. It logs where the engine does."""
 
+    arenas = _OWN
+    """The beginning of its arena's name."""
+
     def __init__(self, url: str, name: str) -> None:
         """Start it. name: of the engine, unique on this host. Raises Unavailable."""
         _remove_left_arenas()
         self.url = url
-        self._arena = f"{_OWN.format(user=os.geteuid())}{name}"
+        self._arena = f"{self.arenas.format(user=os.geteuid())}{name}"
         self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:

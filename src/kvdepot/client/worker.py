@@ -128,7 +128,7 @@ class WorkerClient:
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
-        self._origin = origin
+        self.origin = origin or Origin()
         self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -145,7 +145,7 @@ class WorkerClient:
         error (LayoutError for a layout that it refuses), or Unavailable without a server, which gets the registration
         once it is there.
         """
-        messages = self.spec.register(self.instance_id, layouts, self._origin)
+        messages = self.spec.register(self.instance_id, layouts, self.origin)
         self._block_bytes = [layout.block_bytes for layout in layouts]
         if kv_caches is not None:
             self.kv_caches = kv_caches
@@ -215,12 +215,10 @@ class WorkerClient:
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
-        *,
-        is_own: bool = False,
+        writer: str = "",
     ) -> None:
-        """Copy chunks into blocks after `event`, in one message. Never blocks. is_own: fail those that another writer
-        than this client's has stored. Other arguments: see `submit_store`."""
-        writer = self._origin.writer if self._origin is not None and is_own else ""
+        """Copy chunks into blocks after `event`, in one message. Never blocks. writer: as in wire.Retrieve. Other
+        arguments: see `submit_store`."""
         self._submit(self.retrieves, partial(self._send_retrieve, writer), request_ids, transfers, event)
 
     def _submit(

@@ -107,7 +107,8 @@ class WorkerHalf:
             return
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
-            self._depot.submit_retrieve([request_id], transfers, event, is_own=request_id in orders.own_loads)
+            writer = self._depot.origin.writer if request_id in orders.own_loads else ""
+            self._depot.submit_retrieve([request_id], transfers, event, writer)
 
     def store(self, orders: Orders) -> None:
         """Submit comparisons, and stores, of chunks that earlier steps completed. They begin once the work queued so

@@ -1,0 +1,337 @@
+"""`kvdepot certify`: a user's model on the user's own engine, with the depot and without, on one page.
+
+It starts a server of its own and engines as child processes (integrations/vllm/certify.py), has them run the same
+prompts by every road that KV can take, and compares (certificate.py). Invariant: whatever ends it, its processes end,
+and its shared memory and files are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TypeAlias
+
+import click
+import msgspec
+
+from kvdepot import install
+from kvdepot.cli.certificate import Case, Certificate, Completion, Description, Encode, Generate, Source
+from kvdepot.cli.connect import interrupted_by_signals
+from kvdepot.cli.output import Progress, clean, print_json, progress
+from kvdepot.client import admin
+from kvdepot.client.launch import Embedded
+from kvdepot.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvdepot.memory import shm
+from kvdepot.processes import module_command
+from kvdepot.protocol import wire
+from kvdepot.protocol.status import Status
+from kvdepot.values import plural
+
+Prompts: TypeAlias = Sequence[int | str | list[int]]
+"""Prompts by length, as text, or as token ids."""
+_OVER = 9
+"""Tokens of a generated prompt beyond whole chunks: fewer than a block, so that both caches hold the same tokens."""
+_NEW_TOKENS = 16
+_TRIES = 5
+"""An engine computes what it computes faster than the depot answers; what a tier delivers late, the next try finds."""
+_START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@click.argument("words", metavar="MODEL [VLLM'S ARGUMENTS]", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--prompts", metavar="FILE|N,...", default="2048,4096,8192", help="a file with one prompt per line, as "
+              "text or as a JSON array of token ids; or the lengths of generated prompts in tokens (default: "
+              "2048,4096,8192)")  # fmt: skip
+@click.option("--tier", metavar="URL", help="a tier in place of a disk in a temporary folder; what it gets stays there")
+@click.option("--html", metavar="FILE", type=click.Path(), help="also write the page there")
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | None, as_json: bool) -> int:
+    """Run your model on your own vLLM with the depot and without, and compare tokens, logprobs and times.
+
+    All other arguments are vLLM's, as for `vllm serve`: --dtype, --tensor-parallel-size, --speculative-config,
+    --enable-lora --lora-modules NAME=PATH and so on. Prompts are computed, then loaded from the engine's own cache, and
+    from the depot: in the same engine, in a fresh one, after kill -9 of the server, and from a tier. The server is a
+    private one with the settings of the environment, such as KVDEPOT_ARENA_GIB.
+
+    Exit code 1 if an answer differs, or too little came from the depot; 2 if the engine cannot run.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"vLLM is not installed here: in its environment, {install.again()}")
+    wanted = _read(prompts)
+    if html and (Path(html).is_dir() or not os.access(Path(html).absolute().parent, os.W_OK)):
+        raise ConfigError(f"--html: {html} cannot be written")
+    with progress() as update, interrupted_by_signals(), tempfile.TemporaryDirectory(prefix="kvdepot-certify-") as name:
+        os.environ |= {
+            "KVDEPOT_TIERS": tier or f"disk://{name}/tier?capacity_gib=1024&write=through",
+            "KVDEPOT_LOOKUP_S": "8", "KVDEPOT_LOG_LEVEL": "error", "TMPDIR": name,
+        }  # fmt: skip
+        found = _certify(Path(name), words, wanted, update)
+    if html:
+        Path(html).write_text(found.page(), encoding="utf-8")
+    if as_json:
+        print_json(found)
+    else:
+        from kvdepot.cli.view import console
+
+        found.print(console())
+    return 0 if found.passed else 1
+
+
+def _read(file: str) -> Prompts:
+    """The prompts in a file, or lengths. Raises ConfigError."""
+    if re.fullmatch("[0-9]{1,7}(,[0-9]{1,7})*", file):
+        return list(map(int, file.split(",")))
+    try:
+        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=list[int]) if line[0] == "[" else line for line in lines]
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--prompts: {file}: {exc}") from exc
+    if not found:
+        raise ConfigError(f"--prompts: {file} has no prompts")
+    return found
+
+
+class TestedEngine:
+    """One engine, as a group of child processes. about: its description, once it has started. probes: a prompt for the
+    model and each adapter that is not measured."""
+
+    about: Description
+    probes: Sequence[Case] = ()
+
+    def __init__(self, log: Path, url: str, words: Sequence[str], inside: Sequence[str] = ()) -> None:
+        """log: gets what vLLM says. words: vLLM's arguments. inside: a prefix of the command."""
+        self._log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*inside, *module_command("kvdepot.integrations.vllm.certify", url, *words)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
+            )  # fmt: skip
+
+    def start(self) -> TestedEngine:
+        """Wait until its model is loaded. Raises ConfigError, as all below for what the engine refuses."""
+        self.about = msgspec.convert(self._answer(_START_S), Description)
+        tokens = _generate(self, 1024, 0)
+        self.probes = [Case("", tokens, adapter) for adapter in range(len(self.about.adapters) + 1)]
+        return self
+
+    def run(self, *cases: Case, source: Source = "depot", new_tokens: int = _NEW_TOKENS) -> list[Completion]:
+        """Run prompts with one adapter together. source: what may have KV of them; the depot stores what it lacks."""
+        command = Generate([case.tokens for case in cases], cases[0].adapter, source, new_tokens)
+        return msgspec.convert(self._ask(command), list[Completion])
+
+    def encode(self, text: str) -> list[int]:
+        return msgspec.convert(self._ask(Encode(text)), list[int])
+
+    def _ask(self, command: Generate | Encode) -> object:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            print(msgspec.json.encode(command).decode(), file=self._process.stdin, flush=True)
+        return self._answer(_RUN_S)
+
+    def _answer(self, timeout_s: float) -> object:
+        assert self._process.stdout is not None
+        is_there = bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+        if line := self._process.stdout.readline() if is_there else "":
+            found = json.loads(line)
+            if not isinstance(found, dict) or "error" not in found:
+                return found
+        log = [clean(line) for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        causes = "\n".join(([each for each in log if "Error" in each] or log)[-5:])
+        said = clean(found["error"]) if line else "it has ended" if is_there else "it does not answer"
+        kind = ConfigError if line or not self.probes else Unavailable
+        raise kind(f"the engine failed: {said}\n{causes}")
+
+    def close(self) -> None:
+        """End its processes, by force those that do not end in time. It removes its shared memory itself in time."""
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_END_S)
+
+
+class TieredServer(Embedded):
+    """A server of our own with a tier, whose settings are in the environment."""
+
+    arenas = "kvdepot-{user}-certify-"  # between two servers, no other process removes it
+
+    def status(self) -> Status:
+        """Wait until it has started; its status. Raises ConfigError if it does not start."""
+        deadline = time.monotonic() + _SERVER_S
+        while True:
+            try:
+                with admin.connect(self.url, timeout_s=1.0) as client:
+                    return admin.status(client)
+            except Unavailable as exc:
+                if not self.is_running() or time.monotonic() > deadline:
+                    raise ConfigError(self.failure()) from exc
+
+    def expect(self, condition: Callable[[Status], object], fault: str) -> Status:
+        """Wait for a status. Raises DeadlineExceeded with the fault."""
+        deadline = time.monotonic() + _SERVER_S
+        while not condition(now := self.status()):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{fault} within {_SERVER_S:g} s")
+            time.sleep(0.05)
+        return now
+
+    def settle(self) -> Status:
+        """Wait until all is stored, and the tier has it."""
+
+        def is_settled(now: Status) -> bool:
+            return not (now.reserved_shards or now.operations or now.tiers[0].queued_bytes or now.tiers[0].saves)
+
+        return self.expect(is_settled, "the tier has not saved all chunks")
+
+    def restart(self) -> int:
+        """Kill it, and start another one on its arena; returns how many chunks that cost."""
+        before = self.settle()
+        os.kill(before.pid, signal.SIGKILL)
+        while self.is_running():
+            time.sleep(0.01)
+        self.start()
+        return before.chunks - self.status().chunks
+
+    def clear(self) -> None:
+        """Have memory forget all chunks, which the tier keeps."""
+
+        def is_empty(now: Status) -> bool:
+            with admin.connect(self.url) as client:
+                client.ask(wire.Clear()).result(_SERVER_S)
+            return not now.chunks
+
+        self.settle()
+        self.expect(is_empty, "memory has not forgotten its chunks")
+
+    def counter(self, name: str) -> int:
+        return self.status().tiers[0].counters.get(name, 0)
+
+
+def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progress) -> Certificate:
+    """Run all. An interrupt ends it, and does not disturb the end."""
+
+    def remove_left() -> None:  # by engines that had to be killed
+        for name in {name for name, _ in shm.left_tensors()} - before:
+            shm.remove_left_tensors(name)
+        shm.sweep_liveness_files()
+
+    before = {name for name, _ in shm.left_tensors()}
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        stack.callback(remove_left)
+        server = stack.enter_context(closing(TieredServer(f"ipc://{folder}/depot.sock", f"{os.getpid()}")))
+
+        server.status()
+
+        def start(name: str) -> TestedEngine:
+            update(f"engine {name}: vLLM loads the model", 0, 0)
+            engine = stack.enter_context(closing(TestedEngine(folder / f"{name}.log", server.url, words)))
+            for probe in engine.start().probes:
+                engine.run(probe, source="nothing")  # an engine's first calls are slower
+            return engine
+
+        try:
+            return _examine(server, start, prompts, update)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            update("ending the engines and the server", 0, 0)
+
+
+def _examine(
+    server: TieredServer, start: Callable[[str], TestedEngine], prompts: Prompts, update: Progress
+) -> Certificate:
+    one = start("A")
+    for probe in one.probes:
+        one.run(probe)
+    now = server.expect(lambda now: now.namespaces, "the engine has stored nothing")
+    chunk = now.namespaces[0].chunk_tokens or now.chunk_size_tokens
+    found = Certificate(one.about, chunk)
+    cases = list(make_cases(one, chunk, prompts))
+
+    def measure(road: str, engine: TestedEngine, some: Sequence[Case]) -> None:
+        for number, case in enumerate(some):
+            update(f"depot, {road}", number, len(some))
+            for _ in range(_TRIES):
+                before = server.counter("computed_tokens")
+                (answer,) = engine.run(case)
+                if answer.loaded >= case.expected:
+                    break
+            if server.counter("computed_tokens") > before:  # faster than loading from the tier
+                case = without_expectation(case)
+            found.add(road, case, answer)
+            case.expected = max(case.expected, answer.loaded)
+
+    def without_expectation(case: Case) -> Case:
+        return msgspec.structs.replace(case, expected=0)
+
+    for number, case in enumerate(cases):
+        update("computing, and the engine's own cache", number, len(cases))
+        case.computed += one.run(case)
+        case.own += [*one.run(case, source="own cache"), *one.run(case, source="own cache")]
+    for probe in one.probes:  # vLLM's CPU kernels of adapters compute a batch with and without one wrongly
+        together = [case for case in cases if case.adapter == probe.adapter]
+        for case, answer in zip(together, one.run(*together, source="nothing"), strict=True):
+            case.computed.append(answer)
+    found.note_computed(cases)
+    measure("same engine", one, cases)
+    one.close()
+    two = start("B")
+    measure("first hit", two, [without_expectation(case) for case in cases[:: len(cases) // len(two.probes)]])
+    measure("fresh engine", two, cases)
+    if lost := server.restart():
+        found.fail(f"after kill -9: {plural(lost, 'chunk')} did not survive in memory")
+    deadline = time.monotonic() + _SERVER_S
+    for probe in two.probes:  # until the engine has found the server again
+        while not two.run(probe, new_tokens=1)[0].loaded and time.monotonic() < deadline:
+            time.sleep(0.1)
+    measure("after kill -9", two, cases)
+    server.clear()
+    measure("tier", two, cases)
+    if not server.counter("loaded_chunks"):
+        found.fail("tier: the server has loaded no chunk from it")
+    return found
+
+
+def _generate(engine: TestedEngine, length: int, seed: int) -> list[int]:
+    """Numbers as text, or random token ids for an engine without a tokenizer; at most as many tokens as fit."""
+    about, generator = engine.about, random.Random(seed)
+    tokens = [generator.randrange(3, min(about.vocabulary, 32000)) for _ in range(length)]
+    if about.has_tokenizer:
+        tokens = engine.encode(" ".join(map(str, tokens)))
+    return tokens[: min(length, about.longest - _NEW_TOKENS)]
+
+
+def make_cases(engine: TestedEngine, chunk: int, prompts: Prompts) -> Iterator[Case]:
+    """The prompts, cut so that less than a block follows whole chunks, for the model and then for each adapter.
+
+    Raises ConfigError for a prompt that is shorter than a chunk.
+    """
+    block, found = engine.about.block_tokens, []
+    for number, each in enumerate(prompts, 1):
+        if isinstance(each, int):
+            each = _generate(engine, each // chunk * chunk + min(_OVER, block - 1), number)
+        tokens = engine.encode(each) if isinstance(each, str) else each
+        found.append(tokens[: len(tokens) - max(0, (len(tokens) - 1) % chunk - block + 1)])
+        if len(tokens) <= chunk:
+            raise ConfigError(f"prompt {number} has {len(tokens)} tokens: a chunk ({chunk}) and one more are needed")
+    for adapter, name in enumerate(["", *engine.about.adapters]):
+        for number, tokens in enumerate(found, 1):
+            yield Case(f"{number}: {len(tokens):,} tokens{name and f', {name}'}", tokens, adapter)
