@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_744,
-    "test lines": 50_258,
+    "source lines": 42_743,
+    "test lines": 50_273,
     "functions with more than 5 parameters": 14,
     "boolean parameters": 65,
     "Any": 98,

@@ -19,6 +19,7 @@ import pytest
 from kvdepot.devices import Devices
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.arena import Arena
+from kvdepot.memory.comparison import compare
 from kvdepot.memory.copier import Copier, Copy, CopyPiece, Mapped, checksums, copy
 from kvdepot.protocol.layout import Layout, build_layout
 from tests.devices.footprints import assert_settles, descriptors_and_maps
@@ -255,6 +256,20 @@ class DeviceConformance:
             assert extents is not None and len(extents) == 1
             order = random.Random(2).sample(range(12), 11)
             case.there_and_back([order], [list(reversed(order))], [extents], 3)
+
+    def test_blocks_are_compared_with_a_chunk_that_stays(self, worker: Worker, devices: Devices, arena: Arena) -> None:
+        model = Model().add("keys and values apart", 12, 8, 2, 64, "bfloat16").add("mla", 12, 4, 1, 24, "float32")
+        with self.case(worker, devices, arena, model) as case:
+            extents = fragmented(arena, random.Random(4)).allocate(5 * case.layout.block_bytes)
+            assert extents is not None
+            piece = CopyPiece(extents, np.array([7, 2, 3, 11, 0], np.intp))
+            case.move([piece], True)
+            before = arena.bytes.copy()
+            assert compare(arena, Copy(None, True, case.mapped, [piece])) == [0.0]
+            case.fill()
+            found = compare(arena, Copy(None, True, case.mapped, [piece]))
+            assert found is not None and found[0] > 0.0
+            assert np.array_equal(arena.bytes, before), "comparing only reads"
 
     def test_nothing_to_copy_copies_nothing(self, worker: Worker, devices: Devices, arena: Arena) -> None:
         with self.case(worker, devices, arena, Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:

@@ -7,11 +7,41 @@ aggregates those of all workers into one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvdepot.client.transfer import Transfer
-from kvdepot.integrations.vllm.trust import Check, Compared
+from kvdepot.client.worker import CompareTerms
+
+Scope: TypeAlias = tuple[object, int, bool]
+"""The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
+or other items."""
+
+
+class Terms(NamedTuple):
+    """The terms on which a request computes what its lookup has found. first: tokens before it prove nothing, as they
+    are before the first image or other item of a prompt that is to prove these."""
+
+    scope: Scope
+    compare: CompareTerms
+    first: int = 0
+
+
+class Compared(NamedTuple):
+    """A rank's result of a comparison. The fields are those of wire.Comparison."""
+
+    chunks: int = 0
+    worst: float = 0.0
+    unknown: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison that every worker is to begin, before the stores of the same orders."""
+
+    transfers: list[Transfer]
+    terms: CompareTerms
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
+from kvdepot.integrations.vllm.messages import Terms
 from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, salt_tag
@@ -20,8 +21,6 @@ from kvdepot.protocol.keys import ChunkChain, salt_tag
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-    from kvdepot.integrations.vllm.trust import Terms
 
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.messages import Terms
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 
-    from kvdepot.integrations.vllm.trust import Terms
 
 _SHARE = 2
 """Holds take at most this fraction (1 / n) of the engine's blocks; what would take more is not stored."""

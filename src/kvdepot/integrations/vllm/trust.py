@@ -23,15 +23,15 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvdepot.client.scheduler import Cached
-from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import CompareTerms
+from kvdepot.integrations.vllm.messages import Check, Compared, Scope, Terms
 from kvdepot.protocol import wire
 
 if TYPE_CHECKING:
@@ -52,35 +52,6 @@ _ROUNDED = 0.1
 _MOST_VALUE = wire.MAX_CLIENT_NAME
 _VARIABLES = "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_KV_CACHE_LAYOUT", "VLLM_USE_V2_MODEL_RUNNER"
 """Variables that people can compare; others may have secrets."""
-
-Scope: TypeAlias = tuple[object, int, bool]
-"""The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
-or other items."""
-
-
-class Terms(NamedTuple):
-    """The terms on which a request computes what its lookup has found. first: tokens before it prove nothing, as they
-    are before the first image or other item of a prompt that is to prove these."""
-
-    scope: Scope
-    compare: CompareTerms
-    first: int = 0
-
-
-class Compared(NamedTuple):
-    """A rank's result of a comparison. The fields are those of wire.Comparison."""
-
-    chunks: int = 0
-    worst: float = 0.0
-    unknown: int = 0
-
-
-@dataclass(frozen=True)
-class Check:
-    """A comparison that every worker is to begin, before the stores of the same orders."""
-
-    transfers: list[Transfer]
-    terms: CompareTerms
 
 
 class Verdict(Enum):

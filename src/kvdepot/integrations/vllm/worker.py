@@ -14,9 +14,8 @@ from vllm.logger import init_logger
 
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
-from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
-from kvdepot.integrations.vllm.trust import Compared
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
 
