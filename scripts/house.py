@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_743,
+    "source lines": 42_757,
     "test lines": 50_273,
     "functions with more than 5 parameters": 14,
     "boolean parameters": 65,

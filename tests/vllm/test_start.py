@@ -51,7 +51,7 @@ def pid_at(url: str) -> int:
 
 def settings(**extra: Any) -> dict[str, Any]:
     """An engine's connector without a URL."""
-    names = {f"kvdepot.{name}": value for name, value in extra.items()}
+    names = {"kvdepot.trust": "given"} | {f"kvdepot.{name}": value for name, value in extra.items()}
     return {
         "kv_transfer_config": {
             "kv_connector": "KVDepotConnector", "kv_role": "kv_both", "kv_connector_extra_config": names,

@@ -154,7 +154,7 @@ class TestedEngine:
         raise kind(f"the engine failed: {said}\n{causes}")
 
     def close(self) -> None:
-        """End its processes, by force those that do not end in time. It removes its shared memory itself in time."""
+        """End its processes, by force those that do not end in time, whose shared memory is then removed."""
         assert self._process.stdin is not None
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(OSError):
@@ -164,8 +164,22 @@ class TestedEngine:
                 self._process.poll()
                 os.killpg(self._process.pid, 0)
                 time.sleep(0.05)
+            left = _shared_memory(self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
+            for file in left:
+                file.unlink(missing_ok=True)
         self._process.wait(_END_S)
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The files that Python and torch have made in shared memory for the processes of a group."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == group:
+                words = (folder / "maps").read_text().split()
+                found |= {Path(each) for each in words if each.startswith(("/dev/shm/psm_", "/dev/shm/torch_"))}
+    return found
 
 
 class TieredServer(Embedded):
