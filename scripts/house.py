@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "source lines": 42_757,
-    "test lines": 50_273,
+    "test lines": 50_276,
     "functions with more than 5 parameters": 14,
     "boolean parameters": 65,
     "Any": 98,

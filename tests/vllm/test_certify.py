@@ -17,6 +17,7 @@ import pytest
 from kvdepot.cli.certificate import Completion, difference
 from kvdepot.client import admin
 from kvdepot.errors import KVDepotError
+from tests.cli.command import heed_signals
 from tests.conftest import HANG_S, eventually
 from tests.vllm.engines import ENVIRON, START_S
 
@@ -58,7 +59,9 @@ def certify(folder: Path, models: dict[str, Path]) -> Iterator[Certify]:
         command = [sys.executable, "-m", "kvdepot.cli", "certify", *words, str(models["gqa"]), *ARGUMENTS]
         given = {**os.environ, **ENVIRON, "TMPDIR": str(folder), "KVDEPOT_ARENA_GIB": "0.125", **environ}
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=given))
+        started.append(
+            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=given, preexec_fn=heed_signals)
+        )
         return started[-1]
 
     yield start
