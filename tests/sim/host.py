@@ -137,7 +137,7 @@ class Client(MessageQueueClient):
         convert: Callable[[Any], Any] | None = None,
         deadline_s: float | None = DEADLINE_S,
     ) -> MessagingFuture[Any]:
-        copies = isinstance(request, wire.Store | wire.Retrieve)
+        copies = isinstance(request, wire.Store | wire.Retrieve | wire.Compare)
         due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
         if isinstance(request, wire.Lookup) and not request.hurries:
             due += self._connection.welcome.lookup_s

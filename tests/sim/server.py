@@ -676,7 +676,7 @@ def _short(number: bytes, request: wire.Request) -> str:
     match request:
         case wire.Lookup():
             return f"{text} {request.request} {len(request.hashes) // 32} chunks {len(request.tails)} tails"
-        case wire.Store() | wire.Retrieve():
+        case wire.Store() | wire.Retrieve() | wire.Compare():
             parts = [f"{p.request}@{p.depth}+{len(p.hashes) // 32}" for p in request.shards]
             return f"{text} {' '.join(parts)}"
         case wire.EndSession():
