@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.engine.arg_utils import EngineArgs
 
+from kvdepot.client.scheduler import Cached
+from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.messages import Compared
+from kvdepot.integrations.vllm.requests import ChunkRules, PromptEnd, RequestChunks, Tracked
+from kvdepot.integrations.vllm.stores import WaitingStore
+from kvdepot.integrations.vllm.trust import Trust, Verdict
+from kvdepot.integrations.vllm.weights import NamedWeights
 from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.memory.shm import SHM
@@ -20,6 +28,7 @@ from tests.cli.command import run
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import LLAMA, Engine, prompt, write_lora
+from tests.vllm.test_requests import item, request
 
 WHOLE = 4 * 256
 LENGTH = WHOLE + 17
@@ -73,6 +82,24 @@ def test_prompts_of_a_single_step_are_compared_too(
     start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
     second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started()
     assert [second.run_fresh(tokens, max_tokens=1)["cached"] for _ in range(2)] == [0, 512]
+
+
+def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(models: dict[str, Path]) -> None:
+    config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
+    trust = Trust(config, "a start", NamedWeights("", str))
+    plain, shown = (request(list(range(600)), items) for items in ([], [item("cat", 300)]))
+    text, image = (Tracked(each, RequestChunks(each, bytes(32), ChunkRules(256))) for each in (plain, shown))
+    terms = trust.check(text, Cached(512), 0.0)
+    assert terms is not None
+    store = [Transfer("r", b"", 0, bytes(32), bytes(8))]
+    (number,) = trust.order([WaitingStore(1, store, [], [], terms=terms, compared=store)])
+    assert trust.report({number: [Compared(1, 0.0)]}) is Verdict.EQUAL
+    assert trust.check(text, Cached(512), 0.0) is None and not trust.writer(plain, 512)
+    assert trust.check(image, Cached(256), 0.0) is None and not trust.writer(shown, 256)
+    before = trust.check(image, Cached(512), 0.0)
+    assert before is not None and before.first == 300 and trust.writer(shown, 512) == "a start"
+    image.tails = [PromptEnd(400, 1, b"key")]
+    assert trust.check(image, Cached(256, tail=0), 0.0) is not None, "the tail has a part of the image"
 
 
 # -- faults of an engine

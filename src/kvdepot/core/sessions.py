@@ -267,7 +267,7 @@ class Sessions:
             value = self._answer(pending, match)
             found = matched
             if lookup.writer and pending.lease is None:
-                value = [value, is_stored_by(match, lookup)]
+                value = [value, is_stored_by(match, lookup.writer)]
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 self._trails.looked_up(pending, match, self._tokens(lookup))

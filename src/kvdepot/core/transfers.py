@@ -107,7 +107,10 @@ class Transfers:
             for place, chunk in zip(made.places, made.chunks, strict=True):
                 operation.chunks.append((chunk, part.rank))
                 shard, block_ids = chunk.shards[part.rank], ids[place * blocks : (place + 1) * blocks]
-                shard.writer = writer
+                shard.writer, before = writer, chunk.parent
+                is_own = before is None or before.writer == writer
+                is_own = is_own and all(each.writer == writer for each in chunk.shards.values())
+                chunk.writer = writer if is_own else ""
                 pieces.append(CopyPiece(shard.extents, block_ids, 0, self._sums(chunk.key)))
             operation.places += [first + place for place in made.places]
             first += count

@@ -176,6 +176,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     parent: Chunk | None = None
     salt: bytes = b""
     """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
+    writer: str = ""
+    """The writer of all its shards and of all chunks before it, as of its last store; empty: several, or not known."""
     born: int = 0
     """When it was computed, seconds since 1970."""
     used: int = 0

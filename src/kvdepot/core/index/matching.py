@@ -104,15 +104,10 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
     return Pin(found, end, parts)
 
 
-def is_stored_by(match: Match, request: wire.Lookup) -> bool:
-    """Whether all shards of a match, in each KV cache group, were stored by the writer whom the lookup names, since the
-    server started."""
-    keys = [request.hashes[at : at + HASH_BYTES] for at in range(0, match.chunks * HASH_BYTES, HASH_BYTES)]
-    if match.tail is not None:
-        keys.append(request.tails[match.tail].key)
-    tables = [group.chunks for namespace in match.namespaces for group in namespace.groups]
-    parts = (chunks[key] for chunks in tables for key in keys if key in chunks)
-    return all(shard.writer == request.writer for part in parts for shard in part.shards.values())
+def is_stored_by(match: Match, writer: str) -> bool:
+    """Whether this writer has stored all of a match since the server started. A retrieve that names it makes sure: a
+    chunk before the last ones may have been replaced."""
+    return all(chunk.writer == writer for pin in match.pins for chunk in pin.chunks)
 
 
 def last_chained(pin: Pin) -> Chunk | None:

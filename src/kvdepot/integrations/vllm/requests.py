@@ -99,6 +99,8 @@ class RequestLoad:
     blocks: frozenset[int]
     """The blocks that it fills."""
     tokens: int
+    end: int
+    """The tokens from the prompt's start to the load's end."""
     has_failed: bool = False
     """On some rank; the last rank may end it some steps later."""
 

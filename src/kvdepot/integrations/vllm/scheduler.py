@@ -193,7 +193,7 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
-        self._depot.writer = self._trust.writer(request)
+        self._depot.writer = self._trust.writer(request, request.num_tokens)
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -296,11 +296,11 @@ class SchedulerHalf:
         pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
         transfers = [tracked.transfer(piece, key) for piece in pieces]
-        tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens)
+        tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens, tokens)
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
         self._next.loads[request.request_id] = transfers
-        if self._trust.loads_own(tracked):
+        if self._trust.writer(request, tokens):
             self._next.own_loads.add(request.request_id)
 
     def _load_ended(self, tracked: Tracked, load: RequestLoad) -> None:
@@ -315,6 +315,8 @@ class SchedulerHalf:
             tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
             return
         request_id = tracked.request.request_id
+        if self._trust.writer(tracked.request, load.end):  # it may have met another writer's chunk
+            tracked.check = self._trust.terms(tracked.request, load.end)
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
         self._depot.forget_lookup(request_id)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
 
-
 _SHARE = 2
 """Holds take at most this fraction (1 / n) of the engine's blocks; what would take more is not stored."""
 _PATIENCE_S = 0.1

@@ -87,27 +87,26 @@ class Trust:
     def __repr__(self) -> str:
         return f"<Trust in {len(self._proven)} scopes, {len(self._open)} comparisons under way>"
 
-    def writer(self, request: Request) -> str:
-        """As in wire.Lookup, for the lookup of a request: empty if it does not matter who has stored what is found."""
-        return "" if self._scope(request, bool(request.mm_features)) in self._proven else self.name
+    def writer(self, request: Request, tokens: int) -> str:
+        """As in wire.Lookup and wire.Retrieve, for the first `tokens` of a request; empty if it does not matter who has
+        stored them."""
+        return "" if self._scope(request, tokens) in self._proven else self.name
 
     def check(self, tracked: Tracked, found: Cached, sampled: float) -> Terms | None:
         """The terms on which the request must be computed and compared; None: it may load what its lookup has found.
 
         sampled: the share of hits that the server wants to be compared.
         """
-        if found.tokens == 0 and found.tail is None:
-            return None
-        first = min((item.mm_position.offset for item in tracked.request.mm_features), default=found.tokens)
-        scope = self._scope(tracked.request, first < found.tokens)
-        if self.name and scope not in self._proven and not found.is_own:
-            return Terms(scope, CompareTerms(self._limit), first if first < found.tokens else 0)
-        is_sample = tracked.draw < sampled and found.tail is None
-        return Terms(scope, CompareTerms(self._limit, True)) if is_sample else None
+        tokens = found.tokens if found.tail is None else tracked.tails[found.tail].tokens
+        if tokens and not found.is_own and self.writer(tracked.request, tokens):
+            return self.terms(tracked.request, tokens)
+        is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
+        return Terms(self._scope(tracked.request, tokens), CompareTerms(self._limit, True)) if is_sample else None
 
-    def loads_own(self, tracked: Tracked) -> bool:
-        """Whether a request may load only what this engine has stored itself."""
-        return bool(self.writer(tracked.request))
+    def terms(self, request: Request, tokens: int) -> Terms:
+        """The terms on which the first `tokens` of a request prove what it computes."""
+        item = _first_item(request)
+        return Terms(self._scope(request, tokens), CompareTerms(self._limit), item if item < tokens else 0)
 
     def order(self, waiting: Iterable[WaitingStore]) -> dict[int, Check]:
         """The comparisons that go with stores that are ready, by number."""
@@ -168,15 +167,21 @@ class Trust:
         )  # fmt: skip
         return Verdict.EQUAL
 
-    def _scope(self, request: Request, has_items: bool) -> Scope:
+    def _scope(self, request: Request, tokens: int) -> Scope:
         adapter = request.lora_request
-        return self._weights.parts, adapter.lora_int_id if adapter is not None else 0, has_items
+        number = adapter.lora_int_id if adapter is not None else 0
+        return self._weights.parts, number, _first_item(request) < tokens
+
+
+def _first_item(request: Request) -> int:
+    """The place of the first image or other item in a prompt; behind its end if it has none."""
+    return min([int(item.mm_position.offset) for item in request.mm_features], default=int(request.num_tokens))
 
 
 def _largest_difference(vllm_config: VllmConfig) -> float:
     model = vllm_config.model_config
     epsilon = max(torch.finfo(model.dtype).eps, _LEAST_EPSILON)
-    limit: float = _MOST_EPSILONS * epsilon * math.sqrt(model.get_total_num_hidden_layers())
+    limit: float = _MOST_EPSILONS * epsilon * math.sqrt(max(1, model.get_total_num_hidden_layers()))
     return limit + _ROUNDED if vllm_config.cache_config.cache_dtype.startswith(("fp8", "int8")) else limit
 
 

@@ -7,7 +7,7 @@ ordered as failed and every store as ended, in the same step and once, as a conn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from vllm.logger import init_logger
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 log = init_logger(__name__)
+
+_Reading: TypeAlias = Submitted[bool] | Submitted[wire.Comparison]
+"""A store or a comparison under way."""
 
 _PREEMPTION_S = 0.05
 """Stores of preempted requests are waited for this long before they are voided."""
@@ -47,9 +50,7 @@ class WorkerHalf:
         self._fails_whole = fails_whole
         self._rank = rank
         self._failed = Orders()  # whose loads have failed for want of a connection
-        self._storing: dict[
-            int, list[Submitted[bool] | Submitted[wire.Comparison]]
-        ] = {}  # what reads blocks that the scheduler holds, by step
+        self._storing: dict[int, list[_Reading]] = {}  # what reads blocks that the scheduler holds, by step
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
         self._unknown: list[int] = []  # checks that were ordered without a connection
         self._gpu: torch.device | None = None  # that holds the KV, if one does
@@ -119,7 +120,7 @@ class WorkerHalf:
             self._unknown += orders.checks
             return
         event = self._queued() if orders.stores or orders.checks else None
-        submitted: list[Submitted[bool] | Submitted[wire.Comparison]] = []
+        submitted: list[_Reading] = []
         for number, check in orders.checks.items():
             self._comparing[number] = self._depot.submit_compare(check.transfers, event, check.terms)
             submitted.append(self._comparing[number])
