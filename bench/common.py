@@ -224,11 +224,7 @@ def mappings(pid: int, field: str) -> Iterator[tuple[str, int]]:
 
 def transfer_config(url: str, role: str = "kv_both") -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for the kvdepot server at `url`."""
-    return {
-        "kv_connector": "KVDepotConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"kvdepot.url": url},
-    }
+    return {"kv_connector": "KVDepotConnector", "kv_role": role, "kv_connector_extra_config": {"kvdepot.url": url}}
 
 
 class Serve:

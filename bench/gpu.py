@@ -138,13 +138,7 @@ class _Engine:
     """An engine with one layout of KV, and the depot it uses."""
 
     def __init__(
-        self,
-        scale: Scale,
-        gpu: Gpu,
-        kind: Kind,
-        blocks: int,
-        caches: dict[str, Any],
-        worker: LMCacheMPWorkerAdapter,
+        self, scale: Scale, gpu: Gpu, kind: Kind, blocks: int, caches: dict[str, Any], worker: LMCacheMPWorkerAdapter
     ) -> None:
         self._scale, self._gpu, self._kind, self._blocks = scale, gpu, kind, blocks
         self._caches = caches

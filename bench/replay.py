@@ -241,8 +241,10 @@ def main(words: Sequence[str]) -> int:
         return 2
     names = [*POLICIES, BOUND]
     most = (len(trace.blocks) - trace.unique) / max(1, len(trace.blocks))
-    print(f"{len(trace):,} requests, {len(trace.blocks):,} references to {trace.unique:,} blocks")
-    print(f"of {trace.block_tokens} tokens; an infinite cache would hit {most:.1%}")
+    blocks = f"{trace.unique:,} blocks of {trace.block_tokens} tokens"
+    print(
+        f"{len(trace):,} requests, {len(trace.blocks):,} references to {blocks}; an infinite cache would hit {most:.1%}"
+    )
     print("".join(f"{head:>12}" for head in ("blocks", *names)))
     for capacity in map(int, words[1:]) if words[1:] else sorted({max(1, trace.unique // part) for part in _PARTS}):
         print(f"{capacity:>12,}" + "".join(f"{replay(trace, name, capacity).hit_rate:>12.1%}" for name in names))

@@ -13,16 +13,7 @@ from typing import NamedTuple
 
 from kvdepot import __version__
 from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency
-from kvdepot.protocol.status import (
-    Engine,
-    Histogram,
-    NamespaceStatus,
-    Saved,
-    Status,
-    TierStatus,
-    TokenCounts,
-    Usage,
-)
+from kvdepot.protocol.status import Engine, Histogram, NamespaceStatus, Saved, Status, TierStatus, TokenCounts, Usage
 
 GIB = 2**30
 HOST = "gpu-node-7"

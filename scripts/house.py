@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_757,
-    "test lines": 50_276,
+    "source lines": 42_737,
+    "test lines": 50_255,
     "functions with more than 5 parameters": 14,
     "boolean parameters": 65,
     "Any": 98,

@@ -50,11 +50,16 @@ HANG_S = 120.0
 machine."""
 LONGEST = ("test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py")
 """Files that take longest. They run first: the last worker that is busy should not be busy with one of them alone."""
+MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
+"""The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if mark := MARKS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
+            item.add_marker(mark)
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = HANG_S) -> Any:

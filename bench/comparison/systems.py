@@ -77,9 +77,7 @@ def _kvdepot(gib: int, block_tokens: int) -> Iterator[Running]:
         start_s = server.wait_first_answer(context)
         server.wait_populated(context)
         yield Running(
-            transfer_config(server.url),
-            start_s=start_s,
-            resident_bytes=resident_bytes(server.process.pid, gib << 30),
+            transfer_config(server.url), start_s=start_s, resident_bytes=resident_bytes(server.process.pid, gib << 30)
         )
     finally:
         server.close()

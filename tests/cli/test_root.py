@@ -20,9 +20,7 @@ from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
 
-def test_a_mistyped_command_or_option_is_answered_with_the_right_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistyped_command_or_option_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stauts"]) == 2
     assert "'status'" in capsys.readouterr().err
     assert cli.main(["serve", "--chunk-sise", "9"]) == 2

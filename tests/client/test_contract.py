@@ -501,9 +501,7 @@ def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
         assert read_blocks(caches[number], targets) == read_blocks(caches[number], ids)
 
 
-def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_processor(
-    client: MessageQueueClient,
-) -> None:
+def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_processor(client: MessageQueueClient) -> None:
     model, tokens, caches = unique("model"), tuple(prompt(CHUNK)), make_caches()
     ask(client, RequestType.REGISTER_KV_CACHE, 1, wrap_kv_caches(caches))
     key = IPCCacheEngineKey(model, 1, 0, tokens, 0, CHUNK)
@@ -704,9 +702,7 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
 
 
 @pytest.mark.faults
-def test_a_server_with_another_chunk_size_is_never_asked_for_wrong_chunks(
-    start_depot: StartDepot,
-) -> None:
+def test_a_server_with_another_chunk_size_is_never_asked_for_wrong_chunks(start_depot: StartDepot) -> None:
     first = start_depot()
     engine, tokens = Engine(first, caches=[make_caches()]), prompt(2 * CHUNK)
     kill(first)

@@ -155,9 +155,7 @@ def test_stopping_fails_what_waits_and_what_comes_later() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "test-events"]
 
 
-def test_stopping_is_bounded_with_an_event_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stopping_is_bounded_with_an_event_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_STOP_S", 0.1)
     queue, outcomes, event = EventQueue("test-events"), Outcomes(), Blocking()
     queue.put(event, *outcomes.of("r"))

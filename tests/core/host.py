@@ -33,10 +33,7 @@ class Host(Desk):
     """A desk with tiers; what it wants of them waits in `tier_tasks` until it is run."""
 
     def __init__(
-        self,
-        pages: int = 64,
-        settings: dict[str, Any] | None = None,
-        tiers: Sequence[tuple[str, Tier]] = (),
+        self, pages: int = 64, settings: dict[str, Any] | None = None, tiers: Sequence[tuple[str, Tier]] = ()
     ) -> None:
         """tiers: (URL, tier) pairs, nearest first."""
         super().__init__(pages, settings, tiers=[parse(url) for url, _ in tiers])

@@ -247,9 +247,7 @@ def on_disk(tmp_path: Path) -> Iterator[tuple[Host, Disk]]:
     tier.close()
 
 
-def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tenant(
-    on_disk: tuple[Host, Disk],
-) -> None:
+def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tenant(on_disk: tuple[Host, Disk]) -> None:
     host, tier = on_disk
     tag = salt_tag("brief")
     blue = engine(host, "blue")

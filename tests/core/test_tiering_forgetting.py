@@ -31,9 +31,7 @@ def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tie
     host.assert_quiet()
 
 
-def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(
-    tier: MemoryTier,
-) -> None:
+def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(tier: MemoryTier) -> None:
     here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
     here.find(b"one", store(prompt("a", 3), model="team-x/m"))
     left = there.find(b"one", wire.Forget("team-x/"))

@@ -154,8 +154,7 @@ def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
 
 
 @pytest.mark.parametrize(
-    "function",
-    ["cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"],
+    "function", ["cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"]
 )
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_driver_that_refuses_half_way_leaves_nothing_mapped(

@@ -94,9 +94,7 @@ def test_runs_and_shadows_keep_their_invariants_in_any_order_of_requests(seed: i
 
 
 @pytest.mark.parametrize("make", [traces.chat, traces.system_prompts, traces.scan_heavy])
-def test_the_shadow_of_lru_contains_what_a_cache_with_lru_does(
-    make: Callable[[int, int], traces.Prompts],
-) -> None:
+def test_the_shadow_of_lru_contains_what_a_cache_with_lru_does(make: Callable[[int, int], traces.Prompts]) -> None:
     real, followed = Cache("lru", 300), Cache("learned", 300)
     policy = followed.policy
     assert isinstance(policy, Learned)

@@ -227,9 +227,7 @@ def test_an_engines_own_server_ends_with_the_engine_and_leaves_nothing(
     eventually(lambda: not Path(f"/proc/{pid}").exists() and not arena.exists() and place.is_clean())
 
 
-def test_the_next_engine_removes_the_arena_of_a_server_killed_with_its_engine(
-    make_place: Callable[..., Place],
-) -> None:
+def test_the_next_engine_removes_the_arena_of_a_server_killed_with_its_engine(make_place: Callable[..., Place]) -> None:
     place = make_place()
     left, young = (SHM / f"kvdepot-{os.geteuid()}-engine-{uuid.uuid4().hex[:12]}" for _ in range(2))
     try:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 IS_FAKE = bool(os.environ.get("FAKECUDA"))
 """Whether the driver is that of tests/fakecuda, where the processor copies: sizes are smaller then."""
 
@@ -27,12 +25,6 @@ def missing() -> str:
         return "" if load().devices() else "the driver has no GPU for this process"
     except DeviceError as exc:
         return str(exc)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker("gpu")
 
 
 @pytest.fixture(autouse=True, scope="session")

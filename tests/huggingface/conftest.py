@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,6 @@ from tests.conftest import Depot
 
 if importlib.util.find_spec("transformers") is None and not os.environ.get("CI"):
     collect_ignore_glob = ["test_*.py"]  # vLLM brings it
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,7 @@ class Client(MessageQueueClient):
         return self.host.world.now
 
     def ask(
-        self,
-        request: wire.Request,
-        convert: Callable[[Any], Any] | None = None,
-        deadline_s: float | None = DEADLINE_S,
+        self, request: wire.Request, convert: Callable[[Any], Any] | None = None, deadline_s: float | None = DEADLINE_S
     ) -> MessagingFuture[Any]:
         copies = isinstance(request, wire.Store | wire.Retrieve | wire.Compare)
         due = float("inf") if copies or deadline_s is None else self._now() + deadline_s

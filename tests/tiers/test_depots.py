@@ -116,9 +116,7 @@ def test_a_disk_gives_back_what_a_killed_server_without_its_memory_had(
             assert stranger.store(1, CHUNKS)
 
 
-def test_a_store_that_is_down_at_the_start_is_named_in_log_status_and_command(
-    start_depot: StartDepot,
-) -> None:
+def test_a_store_that_is_down_at_the_start_is_named_in_log_status_and_command(start_depot: StartDepot) -> None:
     port = free_port()
     depot = start_depot("--tiers", f"redis://:hunter2@127.0.0.1:{port}/0", "--log-level", "info")
     shown = eventually(lambda: (now := tier(depot))["state"] == "circuit breaker open" and now)

@@ -159,11 +159,7 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
 def test_floors_beyond_the_capacity_are_refused_at_the_start(tmp_path: Path) -> None:
     config = parse(f"disk://{tmp_path}/tier?capacity_gib=1MiB")
     config = type(config)(
-        config.kind,
-        config.url,
-        config.options,
-        config.own,
-        rules=of_tenants(blue=on_disk(200), red=on_disk(57)),
+        config.kind, config.url, config.options, config.own, rules=of_tenants(blue=on_disk(200), red=on_disk(57))
     )
     with pytest.raises(ConfigError, match="more than its capacity of 1048576"):
         config.open()

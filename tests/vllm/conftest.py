@@ -19,13 +19,6 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
     collect_ignore_glob = ["test_*.py"]  # `make test` installs it, and CI must not skip its tests
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
-
-
 @pytest.fixture(scope="module")
 def vllm_depot() -> Iterator[Depot]:
     server = Depot(arena_mib=256).wait_ready()

@@ -32,11 +32,7 @@ def beside(url: str, **settings: Any) -> dict[str, Any]:
             "kv_connector_module_path": "tests.vllm.failing_loader",
             "kv_role": "kv_both",
         },
-        {
-            "kv_connector": "KVDepotConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvdepot.url": url},
-        },
+        {"kv_connector": "KVDepotConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kvdepot.url": url}},
     ]
     return {
         "kv_connector": "MultiConnector",

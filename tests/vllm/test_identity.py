@@ -238,9 +238,7 @@ def test_layouts_separate_engines_and_not_what_asked_for_them(
     assert _name(config) == before
 
 
-def test_every_variable_separates_engines_unless_it_is_listed_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_variable_separates_engines_unless_it_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     known = envs.compile_factors().keys()
     listed = {name for names in HARMLESS_VARIABLES.values() for name in names}
     assert len(known - listed) > 100
@@ -376,9 +374,7 @@ def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: Vll
     assert _name(config, "mine 1") != _name(config, "mine 2")
 
 
-def test_bound_arguments_separate_engines_unless_they_are_defaults(
-    config: VllmConfig,
-) -> None:
+def test_bound_arguments_separate_engines_unless_they_are_defaults(config: VllmConfig) -> None:
     """vLLM 0.33 binds the default of one to the function that draft models' configurations have."""
 
     def override(given: Any, extra: Any = None) -> Any:

@@ -49,9 +49,7 @@ def test_files_that_were_there_before_the_engine_name_its_adapter_for_every_engi
     assert started().parts(lora(folder)) != two.parts(lora(folder))
 
 
-def test_files_replaced_under_an_engine_are_not_cached_even_when_they_come_back(
-    tmp_path: Path,
-) -> None:
+def test_files_replaced_under_an_engine_are_not_cached_even_when_they_come_back(tmp_path: Path) -> None:
     folder = write(tmp_path / "adapter")
     adapters = started()
     assert adapters.parts(lora(folder))

@@ -20,11 +20,7 @@ CHUNKS = 4
     ("kind", "shards"), [("mla", 1), ("gqa", 2)], ids=["MLA: the same on both", "GQA: heads of its own each"]
 )
 def test_two_ranks_store_each_shard_once_and_both_get_it_back(
-    kind: str,
-    shards: int,
-    start_depot: StartDepot,
-    models: dict[str, Path],
-    start_engine: StartEngine,
+    kind: str, shards: int, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=64)
     tokens = prompt(81, CHUNKS * 256 + 17)

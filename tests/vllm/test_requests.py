@@ -162,10 +162,7 @@ class Steps:
         told = KVTransferConfig(
             kv_connector="KVDepotConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={
-                "kvdepot.url": url,
-                "kvdepot.trust": "given",
-            },
+            kv_connector_extra_config={"kvdepot.url": url, "kvdepot.trust": "given"},
         )
         options = EngineArgs(model=str(model), skip_tokenizer_init=True, kv_transfer_config=told)
         spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)

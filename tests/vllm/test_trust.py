@@ -164,7 +164,7 @@ def test_an_engine_that_computes_other_kv_shares_nothing(
     (newcomer,) = names(depot) - known
     assert ({mismatch["writer"][:8]}, mismatch["engine"][:8]) == (known, newcomer)
     assert depot.status()["quarantined"] == []
-    eventually(lambda: "shares nothing with it from here on" in other.logged())
+    eventually(lambda: "shares no KV until it is restarted" in other.logged())
     eventually(lambda: other.run_fresh(prompt(3, 300)) and depot.status()["chunks"] == 5)  # its own, by another name
     assert other.run_fresh(shared)["cached"] == 0
     again = other.run_fresh(shared)

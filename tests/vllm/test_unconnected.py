@@ -34,9 +34,7 @@ def orders(holds: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("fails_whole", [False, True])
-def test_a_worker_without_a_server_fails_loads_and_ends_stores_at_once(
-    fails_whole: bool,
-) -> None:
+def test_a_worker_without_a_server_fails_loads_and_ends_stores_at_once(fails_whole: bool) -> None:
     quiet: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
     worker = WorkerHalf(quiet, 1, fails_whole)
 

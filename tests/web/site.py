@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 class Site:
-    """Serves the page with a real server's security headers, and the current `status`, `history` and lists."""
+    """Serves the page with a real server's security headers, and the current `status`, `history` and leases."""
 
     def __init__(self, port: int = 0) -> None:
         self.status: Status = example_status()

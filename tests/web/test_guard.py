@@ -105,8 +105,7 @@ def test_on_loopback_the_names_of_this_host_are_answered(web: Web, host: str) ->
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0"],
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0"]
 )
 @pytest.mark.parametrize("path", ["/v1/status", "/healthz"])
 def test_a_name_that_was_made_to_point_to_this_host_is_refused(web: Web, host: str, path: str) -> None:

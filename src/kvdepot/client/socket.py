@@ -299,10 +299,7 @@ class Client:
     ) -> MessagingFuture[T]: ...
 
     def ask(
-        self,
-        request: wire.Request,
-        convert: Callable[[object], T] | None = None,
-        deadline_s: float | None = DEADLINE_S,
+        self, request: wire.Request, convert: Callable[[object], T] | None = None, deadline_s: float | None = DEADLINE_S
     ) -> MessagingFuture[T]:
         """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone. convert:
         makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future

@@ -211,11 +211,7 @@ class WorkerClient:
         return self._submit(self.comparisons, partial(self._send_compare, terms), requests, transfers, event)
 
     def submit_retrieve(
-        self,
-        request_ids: Sequence[str],
-        transfers: Sequence[Transfer],
-        event: DeviceEvent | None,
-        writer: str = "",
+        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None, writer: str = ""
     ) -> None:
         """Copy chunks into blocks after `event`, in one message. Never blocks. writer: as in wire.Retrieve. Other
         arguments: see `submit_store`."""

@@ -13,14 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply, Stop
-from kvdepot.core.admission import (
-    check_description,
-    check_facts,
-    check_names,
-    check_report,
-    check_salt,
-    chunks_named,
-)
+from kvdepot.core.admission import check_description, check_facts, check_names, check_report, check_salt, chunks_named
 from kvdepot.core.clients import Client, Liveness
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
@@ -93,13 +86,7 @@ class Depot:
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, recorders)
         self.lifetimes = Lifetimes()
-        self._listeners: list[Listener] = [
-            *listeners,
-            self.lifetimes,
-            self.trails,
-            self.tiering,
-            self.sessions,
-        ]
+        self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.sessions]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}

@@ -60,12 +60,7 @@ class Transfers:
     """All stores and retrieves of one depot."""
 
     def __init__(
-        self,
-        config: Config,
-        index: Index,
-        registrations: Registrations,
-        sessions: Sessions,
-        recorders: Recorders,
+        self, config: Config, index: Index, registrations: Registrations, sessions: Sessions, recorders: Recorders
     ) -> None:
         self.operations = 0  # in progress
         self._numbers = itertools.count(1)

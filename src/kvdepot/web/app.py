@@ -47,7 +47,7 @@ _MOST_WAITING = 8
 class CachedLeases:
     """The server's latest list of leases; unlike the status, it makes this on request.
 
-    Invariant: however many ask, the server gets one request at a time, and the next only after `_FRESH_S`.
+    Invariant: however many ask, the server gets one request at a time, and the next only `_FRESH_S` after an answer.
     """
 
     def __init__(self, client: Client) -> None:

@@ -1,6 +1,6 @@
 """The web process's client: polls the server's status once a second, on a thread of its own, and keeps the last answer.
 
-Invariant: an HTTP request that only reads never causes a request to the server, except for lists (app.py).
+Invariant: an HTTP request that only reads never causes a request to the server, except for the list of leases (app.py).
 """
 
 from __future__ import annotations

@@ -62,10 +62,7 @@ _GAUGES = {
     "divided_engines": ("divided_engines", "Engines whose scheduler and workers disagree on the identity of their KV."),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
-    "waiting_bytes": (
-        "waiting_bytes",
-        "Bytes pinned for requests that wait in engines' queues.",
-    ),
+    "waiting_bytes": ("waiting_bytes", "Bytes pinned for requests that wait in engines' queues."),
 }
 """Name and help text of the metric, by field of the status."""
 _SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}

@@ -116,11 +116,7 @@ TRANSITIONS: Final = _table(
             Event.HIDE: State.PENDING_REMOVAL,
             Event.REMOVE: State.GONE,
         },
-        State.CHAINED: {
-            Event.CORRUPT: State.FILLING,
-            Event.HIDE: State.PENDING_REMOVAL,
-            Event.REMOVE: State.GONE,
-        },
+        State.CHAINED: {Event.CORRUPT: State.FILLING, Event.HIDE: State.PENDING_REMOVAL, Event.REMOVE: State.GONE},
         State.PENDING_REMOVAL: {
             Event.RESERVE: State.PENDING_REMOVAL,
             Event.CORRUPT: State.PENDING_REMOVAL,

@@ -51,13 +51,7 @@ class Namespaces:
         return self.find_groups(model, world_size, rank, [group], tenant, chunk_tokens)[0]
 
     def find_groups(
-        self,
-        model: str,
-        world_size: int,
-        rank: int,
-        groups: Sequence[Group],
-        tenant: str = "",
-        chunk_tokens: int = 0,
+        self, model: str, world_size: int, rank: int, groups: Sequence[Group], tenant: str = "", chunk_tokens: int = 0
     ) -> list[Namespace]:
         """The namespaces of a model's KV cache groups, given one rank's; creates them unless everything known agrees.
 

@@ -23,10 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 PROVIDED: dict[str, dict[str, str]] = {
     "lmcache.integration.vllm.utils": {"mla_enabled": f"{__name__}:mla_enabled"},
     "lmcache.logging": {"init_logger": f"{__name__}:init_logger"},
-    "lmcache.utils": {
-        "_lmcache_nvtx_annotate": f"{__name__}:annotate",
-        "init_logger": f"{__name__}:init_logger",
-    },
+    "lmcache.utils": {"_lmcache_nvtx_annotate": f"{__name__}:annotate", "init_logger": f"{__name__}:init_logger"},
     "lmcache.v1.multiprocess.custom_types": {
         "CudaIPCWrapper": "kvdepot.adapters:KVCacheHandle",
         "IPCCacheEngineKey": "kvdepot.adapters:IPCCacheEngineKey",

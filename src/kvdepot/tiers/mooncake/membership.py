@@ -61,12 +61,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1.0
     replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
     buffer_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65536,
-            description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB",
-        ),
+        int, Meta(ge=1, le=65536, description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB")
     ] = 64
     metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
 

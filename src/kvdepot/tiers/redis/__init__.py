@@ -29,14 +29,7 @@ from urllib.parse import urlsplit
 import msgspec
 import redis
 from msgspec import Meta
-from redis.exceptions import (
-    AskError,
-    OutOfMemoryError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AskError, OutOfMemoryError, RedisClusterException, RedisError, ResponseError, TryAgainError
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
