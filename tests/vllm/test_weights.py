@@ -13,11 +13,14 @@ from tests.vllm.engines import LLAMA, Engine, output, prompt, write_model
 CHUNKS = 3
 TOKENS = CHUNKS * 256 + 17
 
-UPDATES = (["change", "set", "reset"], ["reset", "change", "set"], ["change", "reset", "set"],
-           ["reset", "change", "set", "reset"])  # fmt: skip
-WINDOWS = (*UPDATES, [], ["reset"], ["change", "reset"], ["reset", "change"], ["set"])
-"""Events between two steps: weights change only where caches are reset, but their version may be forgotten, or set
-again although nothing has changed."""
+UPDATES = ["change", "set", "reset"], ["reset", "change", "set"], ["change", "reset", "set"]
+WINDOWS = (
+    *UPDATES, [], ["reset"], ["change", "reset"], ["reset", "change"], ["set"],
+    ["reset", "change", "set", "reset"], ["reset", "change", "set", "reset", "change"],
+    ["change", "set", "reset", "reset", "change"], ["reset", "change", "set", "reset", "change", "set"],
+)  # fmt: skip
+"""Events between two steps, of up to two updates: weights change only where caches are reset, but their version may be
+forgotten, or set again although nothing has changed."""
 
 
 class Trainer:
@@ -126,7 +129,7 @@ def test_engines_with_the_same_update_share_without_a_restart(
     two.run(prompt(902, TOKENS))
     assert one.run(prompt(902, TOKENS))["cached"] == 0
     assert one.run_fresh(tokens)["cached"] == CHUNKS * 256
-    assert "version 'step-1' of the run 'run-1'" in one.logged()
+    assert "weight version 'step-1' of run 'run-1'" in one.logged()
     one.stop(), two.stop()
 
 

@@ -3,8 +3,9 @@
 Used by scheduler.py and lora.py. vLLM asks trainers for a version of new weights (`update_weight_version`,
 `finish_weight_update`), and each engine core keeps it. With `kvdepot.weights_run`, it names what the core computes, so
 engines of the same run and version share. Invariant: no KV is named by a version unless the engine's caches were reset
-and the version was set, in either order, since the last step that computed anything. So a version that was forgotten,
-is used twice, or is set while requests run, costs sharing, never a wrong byte.
+and the version was set, in either order, since the last step that computed anything; a second reset after that begins
+another update. So a version that was forgotten, is used twice, or is set while requests run, costs sharing, never a
+wrong byte.
 """
 
 from __future__ import annotations
@@ -48,25 +49,33 @@ class NamedWeights:
         self._version = version
         self._seen = self._computed = version()  # now, and as of the last step that computed
         self._is_reset = False  # since that step
+        self._is_apart = False  # until it is restarted
+        self.is_mixed = False
+        """Whether the version has changed without a reset, so that KV of both may have one name; cleared by a reset of
+        the depot's chunks."""
 
     def __repr__(self) -> str:
         return f"<NamedWeights {self.parts}>"
 
     def reset(self) -> None:
         """Note that the caches were reset: weights may have changed, or are going to."""
+        if self._is_reset and (version := self._version()) != self._computed:
+            self._computed = version  # no step has used it, and this may be the next update, which has none yet
         self._is_reset = True
         self._begin()
 
     def part(self) -> None:
-        """Name the KV as nobody else's: it differs from what others have computed."""
-        self.parts = (("epoch", secrets.token_hex(16)),)
+        """Name the KV as nobody else's from here on: it differs from what others have computed under its name."""
+        self._is_apart = True
+        self._become_private()
 
     def follow(self) -> bool:
-        """Follow the version; returns whether it has changed without a reset, so that requests may mix two."""
+        """Follow the version; returns whether it has changed, so that requests that have come have another's name."""
         if not self.run or self._version() == self._seen:
             return False
+        self.is_mixed |= not self._is_reset
         self._begin()
-        return not self._is_reset
+        return True
 
     def step(self) -> None:
         """Note that a step computes, with the weights of now."""
@@ -74,10 +83,14 @@ class NamedWeights:
 
     def _begin(self) -> None:
         self._seen = self._version()
-        if self.run and self._is_reset and self._seen != self._computed:
+        if self.run and self._is_reset and self._seen != self._computed and not self._is_apart:
             self.parts = ("weights run", self.run), ("weights version", self._seen)
-            log.info("KV is shared with engines of version %r of the run %r from here on", self._seen, self.run)
+            log.info("kvdepot: sharing KV with engines at weight version %r of run %r", self._seen, self.run)
             return
-        self.part()
+        self._become_private()
         until = "vLLM has a new weight version and its caches are reset" if self.run else "it is restarted"
-        log.info("the weights may have changed: this engine shares KV with no other engine until %s", until)
+        until = "it is restarted" if self._is_apart else until
+        log.info("kvdepot: the weights may have changed: this engine shares KV with no other engine until %s", until)
+
+    def _become_private(self) -> None:
+        self.parts = (("epoch", secrets.token_hex(16)),)
