@@ -130,15 +130,30 @@ def test_models_that_were_not_searched_are_named_with_what_differs(desk: Desk) -
     assert why(desk, "two").others == ["m has 2 chunks: 1 rank"]
 
 
-def test_models_of_other_tenants_are_not_named() -> None:
+@pytest.fixture
+def tenants() -> Desk:
+    """Two tenants; one has stored a chunk."""
     desk = Desk(settings={"keys": "/nowhere"})
     for client in (b"red", b"blue"):
         desk.hello(client, user=client.decode())
     desk.register(b"red")
     desk.ask(b"red", store(chain(1)))
+    return desk
+
+
+def test_models_of_other_tenants_are_not_named(tenants: Desk) -> None:
     for client in (b"red", b"blue"):
-        desk.ask(client, msgspec.structs.replace(lookup(chain(1)), world_size=2))
-    assert why(desk, client=b"red").others and not why(desk, client=b"blue").others
+        tenants.ask(client, msgspec.structs.replace(lookup(chain(1)), world_size=2))
+    assert why(tenants, client=b"red").others and not why(tenants, client=b"blue").others
+
+
+def test_a_quarantine_is_the_reason_in_its_own_tenant_alone(tenants: Desk) -> None:
+    for namespace in tenants.index.namespaces.all():
+        tenants.index.namespaces.quarantine(namespace)
+    for client in (b"red", b"blue"):
+        tenants.ask(client, lookup(chain(1)))
+    found = [why(tenants, client=client).lookups[-1].end for client in (b"red", b"blue")]
+    assert found == ["quarantine", "model"]
 
 
 def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> None:

@@ -347,6 +347,7 @@ def test_a_lookup_without_room_gets_what_fits_after_half_a_second() -> None:
     later(desk, STORE_S)
     assert desk.answers[late] == 6 and kept(desk) == 54
     assert desk.depot.counters["shortened_lookups"] == 1 and not desk.depot.counters["late_lookups"]
+    assert desk.ask(b"one", wire.Why("c")).lookups[-1].end == "room"
 
 
 @pytest.mark.parametrize("end", ["retrieve", "session", "death"])

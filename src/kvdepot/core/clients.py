@@ -94,6 +94,7 @@ class PendingLookup:
     tier_lookup: TierLookup | None = None
     share: PinShare | None = None  # of the pin budget; None: it waits for room, or is a lease
     given_up: bool = False  # the reply is 0 and nothing is pinned
+    is_shortened: bool = False  # the reply is what fits the pin budget
 
 
 @dataclass(slots=True, eq=False)

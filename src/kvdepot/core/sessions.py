@@ -33,14 +33,7 @@ log = logging.getLogger(__name__)
 class Sessions:
     """All pins of one depot."""
 
-    def __init__(
-        self,
-        config: Config,
-        index: Index,
-        tiering: Tiering,
-        leases: Leases,
-        recorders: Recorders,
-    ) -> None:
+    def __init__(self, config: Config, index: Index, tiering: Tiering, leases: Leases, recorders: Recorders) -> None:
         self._config = config
         self._chunk_tokens = config.chunk_tokens
         self._index = index
@@ -160,6 +153,7 @@ class Sessions:
             self._table(pending)[request.request] = pending
             return []
         self._counters["shortened_lookups"] += 1
+        pending.is_shortened = True
         most = min(pending.first, self.budget.affordable(share))
         found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes[: most * HASH_BYTES])
         reply = self._reply(pending, found)

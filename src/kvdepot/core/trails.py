@@ -69,7 +69,7 @@ class Trails:
     def looked_up(self, pending: PendingLookup, match: Match, chunk_tokens: int) -> None:
         """Record the answer to an engine's lookup."""
         client, lookup, tiers, names = pending.asker, pending.lookup, pending.tier_lookup, self._tier_names
-        end, key, gone_s = self._end(match, lookup.model, lookup.hashes, pending.first)
+        end, key, gone_s = self._end(match, pending)
         last = last_chained(match.pins[0]) if match.pins and match.namespaces[0].is_simple else None
         lookups = self._of(client, lookup.request).lookups
         lookups.append(
@@ -81,14 +81,18 @@ class Trails:
                 end, key.hex(), gone_s, None if last is None else last.children,
             )
         )  # fmt: skip
-        del lookups[:-_MOST_ENTRIES]
+        if len(lookups) > _MOST_ENTRIES:
+            del lookups[0]
 
-    def _end(self, match: Match, model: str, hashes: bytes, in_memory: int) -> tuple[str, bytes, int | None]:
+    def _end(self, match: Match, pending: PendingLookup) -> tuple[str, bytes, int | None]:
         """Why a match ended, and the key of the first chunk that is not in it, with the seconds since that one left."""
-        key = hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
-        if not match.namespaces or match.chunks < in_memory:
-            is_held = any(each.is_quarantined and each.model == model for each in self._namespaces.all())
-            return "room" if match.namespaces else "quarantine" if is_held else "model", key, None
+        lookup = pending.lookup
+        key = lookup.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
+        if not match.namespaces:
+            known = self._namespaces.known.get((pending.asker.tenant, lookup.model, lookup.world_size), ())
+            return "quarantine" if any(each.is_quarantined for each in known) else "model", key, None
+        if match.chunks < pending.first:
+            return "room" if pending.is_shortened else "leaving", key, None
         if not key:
             return "whole", b"", None
         for group in (each for first in match.namespaces for each in first.groups if not each.reach):

@@ -94,7 +94,7 @@ class Verification:
     def _accuse(self, mismatch: Mismatch, namespace: Namespace) -> None:
         """Make a mismatch known, and put the model into quarantine if a sample has shown it."""
         self._mismatches.appendleft(mismatch)
-        consequence = "that engine shares it no more"
+        consequence = "that engine no longer shares KV"
         if mismatch.is_sample:
             for each in self._namespaces.all():
                 if (each.tenant, each.model) == (namespace.tenant, namespace.model):
@@ -105,18 +105,18 @@ class Verification:
             f"(limit {mismatch.limit:.2g}) between engine {mismatch.engine}, which computed it, and the one that "
             f"stored it ({mismatch.writer}); {consequence}"
         )
-        facts = "; ".join(mismatch.facts) or "none that they have told"
+        facts = "; ".join(mismatch.facts) or "none that the engines reported"
         log.error("%s. Facts that differ: %s. Chunk %s, rank %d", text, facts, mismatch.chunk[:16], mismatch.rank)
         self._report.note("mismatch", text)
 
     def release(self, tenant: str, model: str) -> int:
-        """End the quarantine of the models whose names have this prefix; returns their number."""
-        held = [each for each in self._quarantined(tenant) if each.tenant == tenant and each.model.startswith(model)]
+        """End the quarantine of a tenant's models (empty: of all) with this prefix; returns their number."""
+        held = [each for each in self._quarantined(tenant) if each.model.startswith(model)]
         for namespace in held:
             self._namespaces.release(namespace)
         released = {each.model for each in held}
         for name in released:
-            self._report.note("release", f"{name[:SHOWN]} is in quarantine no more")
+            self._report.note("release", f"the quarantine of {name[:SHOWN]} has ended")
         return len(released)
 
     def _quarantined(self, tenant: str) -> list[Namespace]:

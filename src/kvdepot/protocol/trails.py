@@ -9,13 +9,13 @@ MOST_TRAILS = 512
 ENDS = {
     "whole": "all of it was found",
     "quarantine": "the model is in quarantine: see `kvdepot verify`",
-    "model": "this server knew no model of this name, ranks and chunk size",
-    "absent": "the next chunk is not in memory, and was not removed lately: it was never stored here, or long ago",
+    "model": "no model with this name, number of ranks and chunk size was known",
+    "absent": "the next chunk was never stored here, or was removed too long ago to be remembered",
     "evicted": "the next chunk had been evicted to make room",
-    "removed": "the next chunk had been forgotten or cleared, or was too old",
+    "removed": "the next chunk had been forgotten or cleared, or had expired",
     "storing": "the next chunk was still being stored",
     "corrupt": "the next chunk had failed its checksum",
-    "leaving": "the next chunk was being forgotten, or was too old",
+    "leaving": "the next chunk was being forgotten, or had expired",
     "boundary": "a sliding window or state of the model was not stored at a later boundary",
     "room": "requests that wait may not pin more of the memory",
 }
