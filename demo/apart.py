@@ -60,7 +60,7 @@ def measure(folder: Path, url: str, words: list[str]) -> list[Apart]:
             return Case("", [generator.randrange(3, 32000) for _ in range(TOKENS)], 0)
 
         warm_up = prompt(0)  # an engine's first calls are slower
-        prefill.run(warm_up, new_tokens=1)
+        prefill.run(warm_up, source="computing", new_tokens=1)
         decoder.run(warm_up)
         decoder.run(prompt(1))
         return [_measure(prefill, decoder, prompt(2 * each), prompt(2 * each + 1)) for each in range(1, PROMPTS + 1)]
@@ -68,7 +68,7 @@ def measure(folder: Path, url: str, words: list[str]) -> list[Apart]:
 
 def _measure(prefill: TestedEngine, decoder: TestedEngine, case: Case, other: Case) -> Apart:
     (alone,) = decoder.run(other)  # nobody has stored this one
-    (first,) = prefill.run(case, new_tokens=1)
+    (first,) = prefill.run(case, source="computing", new_tokens=1)
     (apart,) = decoder.run(case)
     (own,) = prefill.run(case, source="own cache")
     identical = (apart.tokens, apart.logprobs) == (own.tokens, own.logprobs)

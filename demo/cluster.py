@@ -170,10 +170,10 @@ def main() -> int:
         second = stack.enter_context(depot(two, folder, pool))
         print("engine on A: computes prompts, stores their KV", flush=True)
         with closing(TestedEngine(folder / "A.log", first, words, one.inside)) as engine:
-            engine.start().run(*engine.probes)
+            engine.start().run(*engine.probes, source="computing")
             cases = list(make_cases(engine, CHUNK, args.lengths))
             for case in cases:
-                case.computed += engine.run(case)
+                case.computed += engine.run(case, source="computing")
                 case.own += [*engine.run(case, source="own cache"), *engine.run(case, source="own cache")]
             found = Certificate(engine.about, CHUNK)
         saved = wait_passed_on(first)

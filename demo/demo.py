@@ -157,6 +157,8 @@ def main() -> int:
         "KVDEPOT_URL's, or this user's)",
     )  # fmt: skip
     args = parser.parse_args()
+    if args.url is not None and (args.model or args.lengths):
+        parser.error("--url runs the second half only: leave out --model and --lengths")
     use_all_cpus()
     good = True
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:

@@ -143,9 +143,11 @@ def test_an_interrupt_leaves_no_process_and_no_memory(folder: Path, certify: Cer
 
     eventually(has_engine, START_S)
     started = processes(folder)
-    mapped = {
-        line.split()[-1] for each in started for line in (each / "maps").read_text().splitlines() if "/dev/shm/" in line
-    }
+    mapped = set()
+    for each in started:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = (each / "maps").read_text().splitlines()
+            mapped |= {line.split()[-1] for line in lines if "/dev/shm/" in line}
     assert len(started) >= 4  # it, the server, vLLM's front end and engine core
     assert any("torch_" in name for name in mapped)
     process.send_signal(signal.SIGINT)
@@ -164,8 +166,8 @@ def answer(*steps: tuple[int, dict[str, float]]) -> Completion:
     [
         ([(1, {"1": -0.5}), (2, {"2": -0.25})], 0.0, ""),
         ([(1, {"1": -0.5}), (2, {"2": -0.75})], 0.5, "token 2: the logprob of 2 is -0.75 instead of -0.25"),
-        ([(1, {"1": -0.5}), (3, {"3": -0.25})], float("inf"), "token 2 is 3 instead of 2; token 2: the logprob of 2"),
-        ([(1, {"1": float("nan")}), (2, {"2": -0.25})], float("inf"), "token 1: the logprob of 1 is nan"),
+        ([(1, {"1": -0.5}), (3, {"3": -0.25})], 1e9, "token 2 is 3 instead of 2; token 2: the logprob of 2"),
+        ([(1, {"1": float("nan")}), (2, {"2": -0.25})], 1e9, "token 1: the logprob of 1 is nan"),
     ],
 )
 def test_answers_are_compared_up_to_the_first_other_token(

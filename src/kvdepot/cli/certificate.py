@@ -21,13 +21,18 @@ from kvdepot.values import plural
 if TYPE_CHECKING:
     from rich.console import Console
 
-Source: TypeAlias = Literal["nothing", "own cache", "depot"]
+Source: TypeAlias = Literal["nothing", "computing", "own cache", "depot"]
+"""Where an answer's KV comes from. Computing stores it in the depot, too; the others store nothing there, or a second
+try would find what the first one has stored."""
 _ROOM = 2.0
 """The few answers without the depot do not show the largest difference that rounding can make."""
+_MOST = 1e9
+"""The largest difference: a token that is not among the likeliest of the other answer, or no number. It fails any
+answer with the depot."""
 _BAR_CELLS = 24
 _NOT_TRIED = (
     "prefill and decode on different engines, several hosts",
-    "load: requests ran one at a time, but for one computation of the prompts together",
+    "load (requests ran one at a time)",
     "images and other inputs than text, sampling other than greedy",
 )
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><title>kvdepot certify</title>
@@ -37,7 +42,7 @@ _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><title>kvdepot c
 
 
 class Generate(msgspec.Struct, tag=True):
-    """A command to an engine: answer prompts together, with one adapter. source: what may have their KV."""
+    """A command to an engine: answer prompts together, with one adapter. source: of their KV."""
 
     prompts: list[list[int]]
     adapter: int
@@ -99,7 +104,7 @@ def difference(one: Completion, other: Completion) -> tuple[float, str]:
         for token in left:
             if token in right or token in (str(mine), str(others)):  # not those that just one has among the likeliest
                 gap = abs(left[token] - right.get(token, math.inf)) if left[token] != right.get(token) else 0.0
-                most = max(most, math.inf if math.isnan(gap) else gap)
+                most = max(most, gap if gap < _MOST else _MOST)
                 if gap != 0.0 and not where:
                     where = f"token {place}: the logprob of {token} is {right.get(token)} instead of {left[token]}"
         if mine != others:
@@ -108,7 +113,8 @@ def difference(one: Completion, other: Completion) -> tuple[float, str]:
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """One answer by one road. difference: to that of the engine's own cache. fault: what is wrong, or empty."""
+    """One answer with KV from one source, as `road` names it. difference: to that of the engine's own cache, at most
+    `_MOST`. fault: what is wrong, or empty."""
 
     road: str
     prompt: str
@@ -144,7 +150,7 @@ class Certificate(msgspec.Struct):
         own = case.own[-1]
         most, where = difference(own if answer.cached else case.computed[0], answer)
         is_exact = answer.cached == own.cached and not difference(*case.own)[1]
-        fault = where if is_exact or most > _ROOM * self.rounding else ""
+        fault = where if is_exact or most > _ROOM * self.rounding or most == _MOST else ""
         if answer.failed and not fault:
             fault = f"{plural(answer.failed, 'shard')} could not be loaded"
         if answer.loaded < case.expected and not fault:
@@ -179,14 +185,17 @@ class Certificate(msgspec.Struct):
         prompts = list(dict.fromkeys(each.prompt for each in self.results))
         for each in sorted(self.results, key=lambda each: prompts.index(each.prompt)):
             is_first = each.road == "computed"
-            said = Text("WRONG", "bold red") if each.fault else "identical" if each.identical else "differs"
+            said: str | Text = "identical" if each.identical else "differs"
+            if each.fault:
+                said = Text("NOT LOADED" if each.identical else "WRONG", "bold red")
             bar = Text("█" * max(1, round(each.ttft_s / most * _BAR_CELLS)), "cyan")
             shown = "" if is_first or each.road == "own cache" else said
             rows.append([each.prompt * is_first, each.road, duration(each.ttft_s), f"{each.loaded:,}", shown, bar])
         out.print(Listing(("prompt", "from", ">first token", ">loaded", "answer", ""), rows).table(out.width))
         out.print(
-            "\nidentical: tokens and logprobs are bit for bit those of the engine's own prefix cache, or of computing "
-            f"what was not cached. Without the depot, answers to one prompt differ by up to {self.rounding:.3g}."
+            "\nidentical: tokens and logprobs are bit for bit those of the engine's own prefix cache or, if nothing was"
+            f" cached, of the computed answer. Without the depot, answers to one prompt differ by up to "
+            f"{self.rounding:.3g}."
         )
         untried = [*(name for name, value in self.engine.tried.items() if not value), *_NOT_TRIED]
         for title, lines in (("What is wrong", self.faults), ("Not tried", untried)):

@@ -1,7 +1,7 @@
 """`kvdepot certify`: a user's model on the user's own engine, with the depot and without, on one page.
 
 It starts a server of its own and engines as child processes (integrations/vllm/certify.py), has them run the same
-prompts by every road that KV can take, and compares (certificate.py). Invariant: whatever ends it, its processes end,
+prompts with KV from every source, and compares (certificate.py). Invariant: whatever ends it, its processes end,
 and its shared memory and files are removed.
 """
 
@@ -54,7 +54,7 @@ _START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
 @click.option("--prompts", metavar="FILE|N,...", default="2048,4096,8192", help="a file with one prompt per line, as "
               "text or as a JSON array of token ids; or the lengths of generated prompts in tokens (default: "
               "2048,4096,8192)")  # fmt: skip
-@click.option("--tier", metavar="URL", help="a tier in place of a disk in a temporary folder; what it gets stays there")
+@click.option("--tier", metavar="URL", help="use this tier instead of a temporary disk; its chunks are kept")
 @click.option("--html", metavar="FILE", type=click.Path(), help="also write the page there")
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
 def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | None, as_json: bool) -> int:
@@ -63,7 +63,8 @@ def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | 
     All other arguments are vLLM's, as for `vllm serve`: --dtype, --tensor-parallel-size, --speculative-config,
     --enable-lora --lora-modules NAME=PATH and so on. Prompts are computed, then loaded from the engine's own cache, and
     from the depot: in the same engine, in a fresh one, after kill -9 of the server, and from a tier. The server is a
-    private one with the settings of the environment, such as KVDEPOT_ARENA_GIB.
+    private one with the settings of the environment, such as KVDEPOT_ARENA_GIB, but for KVDEPOT_TIERS,
+    KVDEPOT_LOOKUP_S and KVDEPOT_LOG_LEVEL.
 
     Exit code 1 if an answer differs, or too little came from the depot; 2 if the engine cannot run.
     """
@@ -78,14 +79,14 @@ def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | 
             "KVDEPOT_LOOKUP_S": "8", "KVDEPOT_LOG_LEVEL": "error", "TMPDIR": name,
         }  # fmt: skip
         found = _certify(Path(name), words, wanted, update)
-    if html:
-        Path(html).write_text(found.page(), encoding="utf-8")
     if as_json:
         print_json(found)
     else:
         from kvdepot.cli.view import console
 
         found.print(console())
+    if html:
+        Path(html).write_text(found.page(), encoding="utf-8")
     return 0 if found.passed else 1
 
 
@@ -95,7 +96,8 @@ def _read(file: str) -> Prompts:
         return list(map(int, file.split(",")))
     try:
         lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [msgspec.json.decode(line, type=list[int]) if line[0] == "[" else line for line in lines]
+        is_list = re.compile(r"\[\s*\d").match
+        found = [msgspec.json.decode(line, type=list[int]) if is_list(line) else line for line in lines]
     except (OSError, ValueError) as exc:
         raise ConfigError(f"--prompts: {file}: {exc}") from exc
     if not found:
@@ -127,7 +129,7 @@ class TestedEngine:
         return self
 
     def run(self, *cases: Case, source: Source = "depot", new_tokens: int = _NEW_TOKENS) -> list[Completion]:
-        """Run prompts with one adapter together. source: what may have KV of them; the depot stores what it lacks."""
+        """Run prompts with one adapter together. source: of their KV."""
         command = Generate([case.tokens for case in cases], cases[0].adapter, source, new_tokens)
         return msgspec.convert(self._ask(command), list[Completion])
 
@@ -150,7 +152,7 @@ class TestedEngine:
         log = [clean(line) for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]
         causes = "\n".join(([each for each in log if "Error" in each] or log)[-5:])
         said = clean(found["error"]) if line else "it has ended" if is_there else "it does not answer"
-        kind = ConfigError if line or not self.probes else Unavailable
+        kind = Unavailable if self.probes else ConfigError  # once it has started, its arguments are right
         raise kind(f"the engine failed: {said}\n{causes}")
 
     def close(self) -> None:
@@ -253,8 +255,6 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
         stack.callback(remove_left)
         server = stack.enter_context(closing(TieredServer(f"ipc://{folder}/depot.sock", f"{os.getpid()}")))
 
-        server.status()
-
         def start(name: str) -> TestedEngine:
             update(f"engine {name}: vLLM loads the model", 0, 0)
             engine = stack.enter_context(closing(TestedEngine(folder / f"{name}.log", server.url, words)))
@@ -263,6 +263,7 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
             return engine
 
         try:
+            server.status()
             return _examine(server, start, prompts, update)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -274,7 +275,7 @@ def _examine(
 ) -> Certificate:
     one = start("A")
     for probe in one.probes:
-        one.run(probe)
+        one.run(probe, source="computing")
     now = server.expect(lambda now: now.namespaces, "the engine has stored nothing")
     chunk = now.namespaces[0].chunk_tokens or now.chunk_size_tokens
     found = Certificate(one.about, chunk)
@@ -298,7 +299,7 @@ def _examine(
 
     for number, case in enumerate(cases):
         update("computing, and the engine's own cache", number, len(cases))
-        case.computed += one.run(case)
+        case.computed += one.run(case, source="computing")
         case.own += [*one.run(case, source="own cache"), *one.run(case, source="own cache")]
     for probe in one.probes:  # vLLM's CPU kernels of adapters compute a batch with and without one wrongly
         together = [case for case in cases if case.adapter == probe.adapter]
@@ -345,7 +346,8 @@ def make_cases(engine: TestedEngine, chunk: int, prompts: Prompts) -> Iterator[C
         tokens = engine.encode(each) if isinstance(each, str) else each
         found.append(tokens[: len(tokens) - max(0, (len(tokens) - 1) % chunk - block + 1)])
         if len(tokens) <= chunk:
-            raise ConfigError(f"prompt {number} has {len(tokens)} tokens: a chunk ({chunk}) and one more are needed")
+            least = f"{chunk + 1} tokens, one more than a chunk"
+            raise ConfigError(f"prompt {number} is too short: certify needs at least {least}")
     for adapter, name in enumerate(["", *engine.about.adapters]):
         for number, tokens in enumerate(found, 1):
             yield Case(f"{number}: {len(tokens):,} tokens{name and f', {name}'}", tokens, adapter)

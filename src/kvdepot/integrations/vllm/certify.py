@@ -28,11 +28,16 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvdepot.cli.certificate import Completion, Description, Encode, Generate
+from kvdepot.cli.certificate import Completion, Description, Encode, Generate, Source
 from kvdepot.errors import ConfigError, DeadlineExceeded
 
 _RESET_S = 120.0
-_UNCACHED = {"kv_transfer_params": {"kvdepot": {"load": False, "store": False}}}
+_HINTS: dict[Source, dict[str, bool]] = {
+    "nothing": {"load": False, "store": False},
+    "computing": {"load": False},
+    "own cache": {"load": False, "store": False},
+    "depot": {"store": False},
+}
 _COUNTERS = ("vllm:external_prefix_cache_hits", "vllm:kvdepot_retrieve_failed_shards")
 
 
@@ -102,7 +107,7 @@ class PromptRunner:
             time.sleep(0.01)
         params = SamplingParams(
             temperature=0, max_tokens=command.new_tokens, logprobs=5, ignore_eos=True, detokenize=False,
-            extra_args=_UNCACHED if command.source == "nothing" else None,
+            extra_args={"kv_transfer_params": {"kvdepot": _HINTS[command.source]}},
         )  # fmt: skip
         prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in command.prompts]
         before = self._counted()
