@@ -136,10 +136,13 @@ ALERTS = (
         "KVDepotMemorySmall", "info", "2h",
         "sum without (le) (increase(kvdepot_eviction_idle_seconds_bucket{le=~\"300(.0)?\"}[1h]))"
         " / increase(kvdepot_eviction_idle_seconds_count[1h]) > 0.5"
-        " and increase(kvdepot_asked_tokens_total[1h]) > 1e5",
-        "{{ $labels.instance }}: {{ $value | humanizePercentage }} of the evicted chunks had been used in the five "
-        "minutes before.",
-        "More memory or a disk tier would keep them; `bench/replay.py` predicts how much from a trace of requests.",
+        " and increase(kvdepot_reused_tokens_total[1h]) > 0.05 * increase(kvdepot_asked_tokens_total[1h])"
+        " and increase(kvdepot_asked_tokens_total[1h]) > 1e5"
+        " unless on (job, instance) kvdepot_tier_up",
+        "{{ $labels.instance }}: {{ $value | humanizePercentage }} of the evicted chunks had been stored or used less "
+        "than five minutes before.",
+        "Prompts come back, and memory forgets some within minutes: add memory or a disk tier. `bench/replay.py` in a "
+        "checkout of kvdepot predicts the gain from a trace of requests.",
     ),
     Alert(
         "KVDepotTierDown", "warning", "5m",

@@ -177,6 +177,7 @@ TROUBLE: dict[str, dict[str, str]] = {
             for name, each in (("asked", 10000), ("found", 5000), ("reused", 4000))
         },
         f'kvdepot_eviction_idle_seconds_bucket{{{LABELS}, le="300.0"}}': "0+8x300",
+        f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "_x300",
     },
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
@@ -223,6 +224,7 @@ HEALTHY: dict[str, dict[str, str]] = {
             for name, each in (("asked", 100), ("found", 50), ("reused", 40))
         },
         f'kvdepot_eviction_idle_seconds_bucket{{{LABELS}, le="300.0"}}': "0+8x300",
+        f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "_x300",
     },
     "no engine since the start": {f"kvdepot_engine_processes{{{LABELS}}}": "0x300"},
     "a quiet night": {

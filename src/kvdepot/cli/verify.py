@@ -22,8 +22,8 @@ def verify(release: str | None, server: options.Address, as_json: bool) -> int:
     """Show what comparing engines' KV with stored chunks has found: how many chunks, and which engines differ in what.
 
     An engine's first hit on other engines' chunks is computed and compared; with `kvdepot serve --verify-hits`, a share
-    of all later hits, too. If such a later hit differs, no chunk of that model is served until --release. `kvdepot
-    inspect --hashes HASH` shows where the chunk is. The exit code is 1 while a model is in quarantine.
+    of all later hits, too. If such a later hit differs, no chunk of that model is served until --release. `echo HASH |
+    kvdepot inspect --hashes -` shows where the chunk is. The exit code is 1 while a model is in quarantine.
     """
     with connect(server) as client:
         if release is not None:
@@ -42,7 +42,7 @@ def verify(release: str | None, server: options.Address, as_json: bool) -> int:
 
 
 def _lines(status: Status, compared: int, differing: int) -> list[str]:
-    lines = [f"{count(compared)} of the chunks were compared since the server started, {count(differing)} differed"]
+    lines = [f"since the server started: {plural(compared, 'shard')} compared, {count(differing)} differed"]
     lines += [f"in quarantine: {clean(model)}" for model in status.quarantined]
     for each in status.mismatches:
         lines += ["", *_describe(each)]
@@ -57,5 +57,5 @@ def _describe(each: Mismatch) -> list[str]:
         f"  stored by    {clean(each.writer)}",
         f"  difference   up to {each.worst:.2g} in {plural(each.chunks, 'chunk')}; the limit is {each.limit:.2g}",
         f"  largest in   chunk {each.chunk}, rank {each.rank}",
-        *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the two have told"]),
+        *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the engines reported"]),
     ]

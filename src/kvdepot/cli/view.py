@@ -1,4 +1,4 @@
-"""A server's status and lists as text for a terminal; for `kvdepot status`, `kvdepot top` and the lists' commands.
+"""A server's status and leases as text for a terminal; for `kvdepot status`, `kvdepot top` and `kvdepot lease`.
 
 Invariant: text that may come from a client passes through `clean`.
 """

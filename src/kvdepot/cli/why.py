@@ -22,7 +22,7 @@ from kvdepot.values import plural
 def why(request: str, server: options.Address, as_json: bool) -> int:
     """Show what was looked up, loaded and stored for a request, and why no more was found.
 
-    REQUEST_ID is the id of the request in its engine, or the beginning of it: what vLLM's API answers (cmpl-...,
+    REQUEST_ID is the id of the request in its engine, or the beginning of it: the `id` in vLLM's response (cmpl-...,
     chatcmpl-...). Without it: the last request that found nothing. The server keeps the last 512 requests.
     """
     with connect(server) as client:
@@ -35,9 +35,11 @@ def reason(lookup: TrailLookup) -> str:
     """Why the prefix of a lookup ended, in words."""
     said = ENDS.get(lookup.end, lookup.end)
     if lookup.gone_s is not None:
-        said += f" {duration(lookup.gone_s)} before"
+        said += f"; it left memory {duration(lookup.gone_s)} before this lookup"
     if lookup.end == "absent" and not lookup.found:
-        said += "; its hash names text, cache_salt, LoRA adapter and reset weights: any of them may differ"
+        said += (
+            "; its hash covers the text before it, cache_salt, LoRA adapter and changed weights: any of them may differ"
+        )
     elif lookup.end == "absent" and lookup.branches is not None:
         said += f"; {plural(lookup.branches, 'other chunk')} begin{'s' * (lookup.branches == 1)} where the hit ends"
     return said
@@ -50,7 +52,7 @@ def _lines(trail: Trail) -> Iterator[str]:
         yield f"  {age} ago, engine {each.engine}, {each.model}, {plural(each.ranks, 'rank')}:"
         asked = f"{plural(each.asked, 'chunk')} of {each.chunk_tokens} tokens{salt}"
         yield f"    looked up {asked}; found {count(each.found)}, {count(each.in_memory)} of them in memory"
-        yield from (f"    {size(number)} were to come from {tier}" for tier, number in each.tiers.items())
+        yield from (f"    {size(number)} were requested from {tier}" for tier, number in each.tiers.items())
         yield from (f"    {tier} was too slow" for tier in each.late)
         yield f"    {reason(each)}{f' (chunk {each.next})' if each.next else ''}"
     yield from (f"  not searched: {other}" for other in trail.others)

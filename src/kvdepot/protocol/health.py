@@ -72,7 +72,10 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")
     for model in status.quarantined:
         what = f"{model} is in quarantine, because a sampled hit differed: its chunks are misses."
-        yield Concern(what, "See `kvdepot verify`, then forget the chunks, or release the model.")
+        yield Concern(
+            what,
+            "Run `kvdepot verify`; then forget the model's chunks, and release it (`kvdepot verify --release MODEL`).",
+        )
     if status.settings.get("kv_events") and status.instances and not status.kv_event_topics:
         advice = "Set `kvdepot.events_topic` of each engine, or start the server without `--kv-events`."
         yield Concern("No engine names a topic for its KV events, so routers receive none.", advice)

@@ -418,7 +418,7 @@ class SetQuota(_Message, frozen=True):
 
 class EndQuarantine(_Message, frozen=True):
     """Serve the chunks again that sampled hits have put into quarantine: of models whose names have this prefix, and of
-    the client's tenant. Answer: their number."""
+    the client's tenant, if it has one. Answer: their number."""
 
     model: str = ""
 

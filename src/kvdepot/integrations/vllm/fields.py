@@ -162,7 +162,7 @@ HARMLESS: dict[str, dict[str, tuple[str, ...]]] = {
 
 NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
     "VllmConfig": {
-        "aux_output_config": ({}, "since 0.31: what is returned beside tokens; empty: none of its fields is set"),
+        "aux_output_config": ({}, "since 0.31: what is returned beside tokens; empty: none of its fields is set")
     },
     "AuxOutputConfig": {
         "enable_return_routed_experts": (False, "moved here in 0.31: nothing is returned"),
@@ -185,9 +185,7 @@ NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
         "enable_hc_sp": (False, "since 0.32: each rank computes all, as before"),
         "enable_shm_tensor_arena": (False, "since 0.32: how inputs reach workers"),
     },
-    "EPLBConfig": {
-        "enable_migration_batching": (False, "since 0.32: experts move as before"),
-    },
+    "EPLBConfig": {"enable_migration_batching": (False, "since 0.32: experts move as before")},
     "KernelConfig": {
         "enable_rocm_segmented_attn_autotune": (False, "since 0.32: kernels are chosen as before"),
         "monokernel": (False, "since 0.33: kernels of before"),
@@ -204,9 +202,7 @@ NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
         "fuse_gemm_comms": (False, "until 0.31: part of sequence parallelism"),
         "sp_min_token_num": (None, "until 0.31: part of sequence parallelism"),
     },
-    "LoRAConfig": {
-        "max_lora_cls_labels": (None, "since 0.31: classification heads are as large as before"),
-    },
+    "LoRAConfig": {"max_lora_cls_labels": (None, "since 0.31: classification heads are as large as before")},
     "SpeculativeConfig": {
         "disable_lookahead_block_hashes": (False, "since 0.33: the engine's own hashes; with connectors as before"),
         "draft_lm_head_quantization": (None, "since 0.33: not quantized, as before"),

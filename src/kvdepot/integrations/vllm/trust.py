@@ -146,8 +146,8 @@ class Trust:
                 return Verdict.UNKNOWN
             log.error(
                 "kvdepot: this engine's KV differs by %.2g from what another engine has stored under the same name "
-                "(limit: %.2g). It shares nothing with it from here on; `kvdepot verify` shows what differs between "
-                "the two", worst, self._limit,
+                "(limit: %.2g). This engine shares no KV until it is restarted; `kvdepot verify` shows how the two "
+                "engines differ", worst, self._limit,
             )  # fmt: skip
             return Verdict.DIFFERENT
         # A sample may have met chunks of this engine only. And a model's groups are proved by any of them: what one
@@ -157,9 +157,7 @@ class Trust:
             return Verdict.UNKNOWN
         self._proven.add(check.scope)
         if not all(each.chunks for each in check.found):
-            log.warning(
-                "kvdepot: this engine's KV is of a format that cannot be compared, so it is loaded without proof"
-            )
+            log.warning("kvdepot: KV of this engine's format cannot be compared, so stored KV is loaded unchecked")
             return Verdict.EQUAL
         log.info(
             "kvdepot: this engine computes what others have stored (largest difference %.2g, limit %.2g), and loads it "

@@ -36,7 +36,7 @@ release that changes such a thing gets the next number. On a CPU, paged_kv.py se
 
 _CORRECTIONS: Mapping[str, Callable[[ModelConfig], bool]] = {
     # 0.30 scales MLA's rotary embedding although the model asks for a factor of 1 (models/deepseek_v2.py and others).
-    "0.31": lambda model: model.use_mla and _rope(model).get("attention_factor") == 1.0,
+    "0.31": lambda model: model.use_mla and _rope(model).get("attention_factor") == 1.0
 }
 """Releases that correct the arithmetic of some models, and which. The KV of these models is shared only among releases
 before the correction, and among releases with it."""

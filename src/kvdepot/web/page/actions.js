@@ -55,7 +55,7 @@ const promptBody = (given) => ({ model: given.model, salt: given.salt, ...prompt
 const ACTIONS = {
   warm: {
     title: () => "Load a prompt into memory",
-    what: () => "Its chunks are loaded from the tiers, as far as those have them. Other chunks are evicted to make room. Nothing keeps them afterwards: to keep them, pin the prompt.",
+    what: "Its chunks are loaded from the tiers, as far as those have them. Other chunks are evicted to make room. Nothing keeps them afterwards: to keep them, pin the prompt.",
     verb: "Load",
     fields: ["model", "prompt", "salt"],
     path: "v1/warm",
@@ -64,7 +64,7 @@ const ACTIONS = {
   },
   pin: {
     title: () => "Pin a prompt",
-    what: () => "Its chunks are loaded from the tiers and not evicted until the pin ends. A pin of the same name is replaced. Leases can hold half of the memory at most.",
+    what: "Its chunks are loaded from the tiers and not evicted until the pin ends. A pin of the same name is replaced. Leases can hold half of the memory at most.",
     verb: "Pin",
     fields: ["name", "model", "prompt", "salt", "ttl"],
     path: "v1/lease",
@@ -73,7 +73,7 @@ const ACTIONS = {
   },
   release: {
     title: (of) => `End the lease ${of}`,
-    what: () => "Its chunks stay in memory until their turn to be evicted. The client that started the lease is not notified.",
+    what: "Its chunks stay in memory until their turn to be evicted. The client that started the lease is not notified.",
     verb: "End the lease",
     fields: [],
     path: "v1/release",
@@ -82,7 +82,7 @@ const ACTIONS = {
   },
   forget: {
     title: () => "Forget chunks",
-    what: () => "They are removed permanently from memory and from every tier. Depots that share a tier lose them, too. Engines keep running, and recompute what they need.",
+    what: "They are removed permanently from memory and from every tier. Depots that share a tier lose them, too. Engines keep running, and recompute what they need.",
     verb: "Forget",
     isHarmful: true,
     fields: ["models", "salt"],
@@ -115,7 +115,7 @@ export function open(name, of, status) {
   current = { action, of, inputs };
   askToken(!hasToken());
   say($("action-title"), action.title(of));
-  say($("action-what"), action.what(of, status));
+  say($("action-what"), action.what);
   $("action-effect").replaceChildren();
   say($("action-error"), "");
   say($("action-close"), "Cancel");

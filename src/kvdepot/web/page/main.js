@@ -13,15 +13,16 @@ import { showDetails, showEngines, showEvents, showLeases, showUsers } from "./t
 const PAUSE_MS = 1000;
 /** A longer gap between two statuses is filled from the server's history. */
 const GAP_S = 10;
-const LISTS_S = 10;
+const LEASES_S = 10;
 
 const history = new History();
 let gains = null;
 let uses = null;
 let status = null; // the latest one that could be shown
 let range_s = 900;
+let boot = null; // of the server whose history this is
 let lacksHistory = true; // points are missing
-let listed = { boot: "", at_s: 0 }; // when lists were last requested, by the status's uptime
+let listed = { boot: "", at_s: 0 }; // when the leases were last requested, by the status's uptime
 let following = new AbortController(); // of the current request
 let waiting = 0; // the timer until the next one
 
@@ -41,7 +42,8 @@ async function follow() {
 
 async function take(next, stop) {
   const gap_s = next.point.time_s - history.end_s;
-  lacksHistory ||= next.boot !== status?.boot || gap_s < 0 || gap_s > GAP_S; // some are missing, or a clock was set
+  lacksHistory ||= next.boot !== boot || gap_s < 0 || gap_s > GAP_S; // some are missing, or a clock was set
+  boot = next.boot;
   if (lacksHistory) await recall(next, stop);
   else if (gap_s) history.add(next.point);
   if (stop === following) tryTo(() => show(next));
@@ -118,11 +120,11 @@ function showCharts() {
 
 /** Request the leases, which the server lists on request, and show them, now and then while they can be seen. */
 async function listLeases() {
-  const isFresh = listed.boot === status.boot && status.uptime_s - listed.at_s < LISTS_S;
+  const isFresh = listed.boot === status.boot && status.uptime_s - listed.at_s < LEASES_S;
   if (isFresh || !$("users").open) return;
   listed = { boot: status.boot, at_s: status.uptime_s };
   // One that fails is requested again; the status shows whether the server works.
-  await Promise.allSettled([ask("v1/leases").then(showLeases)]);
+  await ask("v1/leases").then(showLeases).catch(() => {});
 }
 
 $("token").addEventListener("submit", (event) => {

@@ -8,10 +8,10 @@ import { percentile } from "./series.js";
 const { bytes, count, duration, exact, limit, none, rough, share, short } = format;
 
 /** A cell with a button for an action on this row; main.js listens. */
-const actionCell = (action, label, about, of = about) => (cell, item) => {
+const actionCell = (action, label, about) => (cell, item) => {
   const button = child(cell, () => make("button", { type: "button", class: "small-button", "data-action": action }, `${label}…`));
   set(button, "aria-label", `${label} ${about(item)}`);
-  set(button, "data-of", of(item));
+  set(button, "data-of", about(item));
 };
 
 export function showUsers(status) {
