@@ -173,6 +173,6 @@ def test_a_trace_is_replayed_from_the_command_line(tmp_path: Path, capsys: pytes
     path = written(tmp_path, MOONCAKE)
     assert main([path, "1", "4"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert "33.3%" in out[1] and [line.split()[0] for line in out[3:]] == ["1", "4"]
+    assert "33.3%" in out[0] and [line.split()[0] for line in out[2:]] == ["1", "4"]
     assert out[-1].split()[1:] == ["33.3%"] * (len(POLICIES) + 1)
     assert main([path, "0"]) == 2 and main([str(tmp_path / "none")]) == 2
