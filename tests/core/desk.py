@@ -95,7 +95,7 @@ class Desk(Harness):
         self.finished(task.token, result)
 
     def settle(self) -> None:
-        while self.tasks or self.depot.removals or self.depot.inspections:
+        while self.tasks or self.depot.removals:
             if self.tasks:
                 self.finish(self.tasks[0])
             else:

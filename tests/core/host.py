@@ -78,7 +78,7 @@ class Host(Desk):
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.tier_tasks or self.depot.removals or self.depot.inspections:
+        while self.tasks or self.tier_tasks or self.depot.removals:
             self.settle()
             while self.tier_tasks:
                 self.work()

@@ -23,7 +23,7 @@ from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
-from kvdepot.protocol.chunks import ChunkStatus
+from kvdepot.protocol.chunks import MOST_HASHES, ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import LeaseStatus
 from kvdepot.protocol.quotas import Quota
@@ -176,8 +176,11 @@ def leases(client: Client) -> list[LeaseStatus]:
 
 
 def inspect(client: Client, model: str, hashes: bytes) -> list[ChunkStatus]:
-    """Where the chunks with these hashes are, in memory; see wire.Inspect. Raises Busy if too many ask at once."""
-    return _answer(client, wire.Inspect(model, hashes), list[ChunkStatus])
+    """Where the chunks with these hashes are, in memory; see wire.Inspect."""
+    step, found = MOST_HASHES * HASH_BYTES, list[ChunkStatus]()
+    for at in range(0, len(hashes), step):
+        found += _answer(client, wire.Inspect(model, hashes[at : at + step]), list[ChunkStatus])
+    return found
 
 
 def end_quarantine(client: Client, model: str) -> int:

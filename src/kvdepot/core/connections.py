@@ -105,7 +105,7 @@ class Connections:
             if isinstance(request, KVDepotError):
                 raise request
             if isinstance(request, wire.Status | wire.Leases | wire.Inspect | wire.Why):
-                self._refuse_unless(self._rates.charge(identity, self._cost(request, client)))
+                self._refuse_unless(self._rates.charge(identity, self._cost(request)))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
@@ -120,16 +120,14 @@ class Connections:
             return [Reply(identity, number, exc)]
         return self._depot.handle(identity, number, request, now)
 
-    def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why, client: Client | None) -> int:
+    def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why) -> int:
         """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
         most = self._config.max_rate // _MOST_COST
         match request:
-            case wire.Status() | wire.Why():
+            case wire.Status() | wire.Inspect() | wire.Why():
                 return _STATUS_COST - 1
             case wire.Leases():
                 return max(_STATUS_COST, min(_STATUS_COST + len(self._depot.leases) // _LEASES, most)) - 1
-            case wire.Inspect():
-                return min(self._depot.inspections.cost(request, client.tenant if client else ""), most)
 
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:

@@ -22,7 +22,7 @@ from kvdepot.core.index.events import Listener
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
-from kvdepot.core.inspections import Inspections
+from kvdepot.core.inspections import check_inspection, inspect
 from kvdepot.core.leases import Leases
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
@@ -78,7 +78,6 @@ class Depot:
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.report)
-        self.inspections = Inspections(index, self.tiering)
         self.trails = Trails(index.namespaces, self.tiering.names)
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
         self.sessions = Sessions(config, index, self.tiering, self.leases, recorders)
@@ -210,7 +209,10 @@ class Depot:
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
             case wire.Inspect():
-                return self.inspections.begin(client, number, request, self.wall)
+                check_inspection(request)
+                visible = (each for each in self.index.namespaces.all() if client.tenant in ("", each.tenant))
+                namespaces = [each for each in visible if each.model.startswith(request.model)]
+                value = inspect(namespaces, self.tiering.names, request.hashes, self.wall)
             case wire.Why():
                 value = self.trails.find(client.tenant, request.request)
             case wire.Describe():
@@ -246,16 +248,16 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self.inspections or self._is_behind:
+        if self.removals or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals and inspections, and requests whose wait for stores or tiers has reached its deadline."""
+        """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.removals.step(now), *self.inspections.step(), *self.sessions.expire(now)]
+        actions = [*self.removals.step(now), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return self._publish(actions)
@@ -320,9 +322,8 @@ class Depot:
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer all inspections and requests that wait for stores or tiers."""
-        actions = [*self.removals.stop(), *self.inspections.stop()]
-        actions += self.sessions.stop(list(self._clients.values()))
+        """Before shutdown: finish removals, and answer all requests that wait for stores or tiers."""
+        actions = [*self.removals.stop(), *self.sessions.stop(list(self._clients.values()))]
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
         return self._publish(actions)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-MOST_CHUNKS = 16384
-"""Parts of chunks in one answer, which has about 200 bytes for each, and is encoded in one piece."""
+MOST_HASHES, MOST_CHUNKS = 64, 1024
+"""Hashes in one request, and parts of chunks in its answer: the deciding thread makes it in a millisecond or two."""
 
 
 class ChunkStatus(msgspec.Struct, frozen=True):

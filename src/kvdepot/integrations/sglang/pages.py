@@ -28,6 +28,7 @@ from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.devices.cpu import view_memory_file
 from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, KVDepotError, LayoutError, Unavailable
 from kvdepot.protocol import wire
+from kvdepot.protocol.chunks import MOST_HASHES
 from kvdepot.protocol.keys import HASH_BYTES, ROOT, engine_hash
 from kvdepot.protocol.layout import Layout, build_layout
 
@@ -255,9 +256,11 @@ class PageStore:
         pool = self._served(name, keys)
         if pool is None:
             return [False] * len(keys)
-        hashes = hash_keys(keys)
-        answer = self._client.ask(wire.Inspect(pool.spec.model, hashes), partial(check_type, expected=list), LOOKUP_S)
-        ready = {bytes.fromhex(each["hash"]) for each in answer.result(LOOKUP_S) if each["state"] == "ready"}
+        hashes, step, checked = hash_keys(keys), MOST_HASHES * HASH_BYTES, partial(check_type, expected=list)
+        asked = [wire.Inspect(pool.spec.model, hashes[at : at + step]) for at in range(0, len(hashes), step)]
+        answers = [self._client.ask(each, checked, LOOKUP_S) for each in asked]
+        found = [each for answer in answers for each in answer.result(LOOKUP_S)]
+        ready = {bytes.fromhex(each["hash"]) for each in found if each["state"] == "ready"}
         return [hashes[at : at + HASH_BYTES] in ready for at in range(0, len(hashes), HASH_BYTES)]
 
     def get(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
