@@ -69,6 +69,7 @@ def test_inspect_names_the_tiers_that_have_a_chunk_too(start_depot: StartDepot, 
     [
         ([], "give exactly one of --tokens and --hashes"),
         (["--hashes", "y", "--tokens", "x"], "give exactly one of --tokens and --hashes"),
+        (["--compare", "--tokens", "x"], "--compare needs no prompt"),
     ],
 )
 def test_what_names_no_prompt_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,10 +36,10 @@ def desk() -> Desk:
     return made
 
 
-def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float, is_sample: bool = False) -> Any:
-    """Compare a prompt's chunks, which differ by this much; returns the answer."""
+def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[float], is_sample: bool = False) -> Any:
+    """Compare a prompt's chunks, which, or whose parts, differ by this much; returns the answer."""
     asked = desk.send(client, wire.Compare(1, 1, [shards(chain)], LIMIT, is_sample))
-    differences = list(found)
+    differences = [each if isinstance(each, list) else [each] for each in found]
     for task in desk.copies():
         taken = [differences.pop(0) for _ in task.pieces]
         desk.tasks.remove(task)
@@ -77,6 +77,21 @@ def test_an_engine_is_not_compared_with_itself(desk: Desk) -> None:
     assert compare(desk, b"one", prompt("p", 4), *[0.0] * 4, is_sample=True) == wire.Comparison(4, 0.0)
 
 
+def test_what_is_compared_counts_for_the_tenant_and_the_model(desk: Desk) -> None:
+    compare(desk, b"two", prompt("p", 4), 0.0, 0.0, 0.3, float("nan"), is_sample=True)
+    status = desk.depot.status()
+    for (usage,) in (status.usage, status.model_usage):
+        assert (usage.compared_shards, usage.differing_shards) == (3, 1)
+    assert status.model_usage[0].model == "m"
+
+
+def test_a_mismatch_has_the_difference_of_each_part(desk: Desk) -> None:
+    unknown, most = float("nan"), float("inf")
+    compare(desk, b"two", prompt("p", 4), [0.0], [0.1, unknown, 0.2], [0.3, unknown, most], [0.0])
+    (mismatch,) = desk.depot.status().mismatches
+    assert mismatch.parts == [0.3, None, 1e9]
+
+
 def test_an_engine_that_differs_is_named_beside_the_other(desk: Desk) -> None:
     assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, float("inf"), 0.0) == wire.Comparison(4, float("inf"))
     status = desk.depot.status()
@@ -110,7 +125,7 @@ def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> 
     forgotten = desk.send(b"one", wire.Forget("m"))
     for task in desk.copies():
         desk.tasks.remove(task)
-        desk.finished(task.token, [1.0] * len(task.pieces))
+        desk.finished(task.token, [[1.0]] * len(task.pieces))
     assert desk.answers[asked] == wire.Comparison(), "forgotten meanwhile"
     desk.settle()
     assert forgotten in desk.answers

@@ -556,7 +556,7 @@ class Server(Checks, Harness):
         self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
         self._start_threads()
 
-    def _compare(self, running: _Running, task: Copy) -> list[float] | None:
+    def _compare(self, running: _Running, task: Copy) -> list[list[float]] | None:
         """Compare at once: what was stored equals what engines compute, unless a fault of memory has changed it."""
         mapped = task.mapped
         assert isinstance(mapped, SimMapped)
@@ -568,7 +568,7 @@ class Server(Checks, Harness):
         self.world.counters["compared" if found is not None else "comparison_voided"] += 1
         for piece, difference in zip(task.pieces, found or (), strict=False):
             assert not running.voided, "a comparison that read blocks which had been given back was not made void"
-            assert difference == 0.0 or self._is_flipped(piece.extents), "equal KV differs"
+            assert difference == [0.0] or self._is_flipped(piece.extents), "equal KV differs"
         return found
 
     def _half(self, running: _Running, task: Copy, piece: CopyPiece) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,38 @@ def change_stored(depot: Depot, change: Callable[[list[np.ndarray]], None]) -> N
         change(chunks)
         for shard, chunk in zip(shards, chunks, strict=True):
             os.pwrite(file.fileno(), chunk.tobytes(), shard.extents[0][0])
+
+
+def test_a_mismatch_is_found_once_a_killed_server_is_back(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    def again(depot: Depot) -> Depot:
+        depot.process.kill()
+        depot.process.wait()
+        started = start_depot("--verify-hits", "1", "--verify", "off", arena_mib=64, url=depot.url, name=depot.name)
+        engine.tell("meet")
+        return started
+
+    depot, tokens = start_depot("--verify-hits", "1", "--verify", "off", arena_mib=64), prompt(12, LENGTH)
+    engine = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    computed = engine.run(tokens)["tokens"]
+    depot = again(depot)
+    engine.run_fresh(tokens)
+    assert "this engine computes what others have stored" in engine.logged()
+    change_stored(depot, doubled)
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))  # a sample: its lookup has found the chunks
+    depot = again(depot)
+    (result,) = engine.tell("finish").values()
+    assert (result["cached"], result["tokens"]) == (0, computed)
+    result = engine.run_fresh(tokens)
+    assert (result["cached"], result["tokens"]) == (0, computed)
+    eventually(lambda: depot.status()["quarantined"])
+    shown = run("inspect", "--compare", "--url", depot.url)
+    assert "now in memory" in shown.stdout and re.search("^1-2 .* above the limit", shown.stdout, re.M)
+    depot = again(depot)
+    assert depot.status()["quarantined"]
+    assert engine.run_fresh(tokens)["cached"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,21 @@
-"""`kvdepot inspect`: where the chunks of one prompt are."""
+"""`kvdepot inspect`: where the chunks of one prompt are, or those that differ from what an engine computed."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
 
 from kvdepot.cli import options
 from kvdepot.cli.chunks import open_prompt
+from kvdepot.cli.connect import connect
 from kvdepot.cli.output import clean, count, duration, ranges, show, size
 from kvdepot.client import admin
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.status import Mismatch
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
@@ -20,15 +23,22 @@ if TYPE_CHECKING:
 
 @click.command(epilog=options.PROMPT)
 @options.prompt
+@click.option("--compare", "compares", is_flag=True, help="the chunks that `kvdepot verify` lists, and how much each "
+              "part of them differs from what an engine computed")  # fmt: skip
 @options.server
 @options.as_json
-def inspect(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
+def inspect(source: options.PromptSource, compares: bool, server: options.Address, as_json: bool) -> int:
     """Show where the chunks of one prompt are.
 
     It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
     has none of the chunks.
+
+    --compare needs no prompt, and lists the parts of a chunk in the order of the engine's KV tensors: which layers
+    differ? Exit code 1 if no chunk differed.
     """
+    if compares:
+        return _compare(source, server, as_json)
     with open_prompt(server, source) as (client, prompt, _):
         model, hashes = prompt.spec.model, prompt.hashes
         found = [each for each in admin.inspect(client, model, hashes) if each.model == model]
@@ -89,3 +99,40 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
             )
         )
     return Listing(("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers"), rows)
+
+
+def _compare(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
+    if source.tokens or source.hashes:
+        raise click.UsageError("--compare needs no prompt: leave out --tokens and --hashes")
+    with connect(server) as client:
+        found = [each for each in admin.status(client).mismatches if each.model.startswith(source.model)]
+        there = [admin.inspect(client, each.model, bytes.fromhex(each.chunk)) for each in found]
+    copies = [[copy for copy in chunk if copy.tenant == each.tenant] for each, chunk in zip(found, there, strict=True)]
+    if as_json or not found:
+        value = [{"mismatch": each, "in_memory": chunk} for each, chunk in zip(found, copies, strict=True)]
+        show(as_json, value, "no chunk differed from what an engine computed since the server started")
+    else:
+        from kvdepot.cli.view import print_tables
+
+        for number, (each, chunk) in enumerate(zip(found, copies, strict=True)):
+            places = [*("memory" for copy in chunk[:1]), *(clean(tier) for copy in chunk for tier in copy.tiers)]
+            where = f"now in {', '.join(dict.fromkeys(places))}" if places else "no longer in memory"
+            print(
+                "\n" * bool(number) + f"{clean(each.model)}\nchunk {each.chunk}, rank {each.rank}: {where}\n",
+                flush=True,
+            )
+            print_tables(_parts(each))
+    return 0 if found else 1
+
+
+def _parts(mismatch: Mismatch) -> Listing:
+    """A line for each run of parts that are on one side of the limit."""
+    from kvdepot.cli.view import Listing
+
+    rows = []
+    parts = [(number, part) for number, part in enumerate(mismatch.parts, 1) if part is not None]
+    for differs, run in groupby(parts, lambda each: each[1] > mismatch.limit):
+        numbers, found = zip(*run, strict=True)
+        said = f"above the limit of {mismatch.limit:.2g}" if differs else "equal within rounding"
+        rows.append((ranges(list(numbers)), f"{min(found):.2g}", f"{max(found):.2g}", said))
+    return Listing((f"part of {len(mismatch.parts)}", ">smallest difference", ">largest", ""), rows)

@@ -136,7 +136,7 @@ class CopyOperation:
     unpins: bool = False
     placement: wire.Placement | None = None  # the answer that has told its client where to copy
     comparison: wire.Compare | None = None  # the request, if it only compares
-    differences: dict[int, float] = field(default_factory=dict)  # of a comparison, by position in `chunks`
+    differences: dict[int, list[float]] = field(default_factory=dict)  # of a comparison, by position in `chunks`
 
 
 @dataclass(slots=True, eq=False)

@@ -77,7 +77,7 @@ class Depot:
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
-        self.verification = Verification(index.namespaces, self.counters, self.report)
+        self.verification = Verification(index.namespaces, self.counters, self.usages, self.report)
         self.trails = Trails(index.namespaces, self.tiering.names)
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
         self.sessions = Sessions(config, index, self.tiering, self.leases, recorders)

@@ -254,23 +254,23 @@ class Transfers:
         """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
         return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
-    def copied(self, token: CopyToken, sums: list[int] | list[float] | None, wall: int) -> list[Action]:
+    def copied(self, token: CopyToken, sums: list[int] | list[list[float]] | None, wall: int) -> list[Action]:
         """Handle the end of a copy. sums: one per piece, of a comparison the differences, or None if it failed. wall:
         seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
         for i in range(token.first, token.end):
-            if sums is None:
+            found = None if sums is None else sums[i - token.first]
+            if found is None:
                 operation.sums.pop(i, None)
-            elif operation.comparison is not None and sums[i - token.first] == CORRUPT:
+            elif found == CORRUPT:
                 self._note_corrupt(*operation.chunks[i])
-            elif operation.comparison is not None:
-                operation.differences[i] = sums[i - token.first]
+            elif isinstance(found, list):
+                operation.differences[i] = found
             elif not operation.is_store:
-                got = int(sums[i - token.first])
-                operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
+                operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], found)
             elif operation.placement is None or i in operation.sums:
-                operation.sums[i] = int(sums[i - token.first])
+                operation.sums[i] = found
         if operation.tasks:
             return []
         mapped = operation.instance.mapped

@@ -1,6 +1,6 @@
-"""Prompt tokens that engines asked for, found and reused: of all, by tenant, and by tenant and model.
+"""Prompt tokens that engines asked for, found and reused, and shards that were compared: by tenant, and by model.
 
-Called by core/depot.py and core/sessions.py on the deciding thread, once or twice per request, and by core/report.py.
+Called by core/depot.py, core/sessions.py and core/verification.py on the deciding thread, and by core/report.py.
 Invariants: no number ever falls, and the entries of each list add up to the total. So an entry is kept until the server
 ends; all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 
@@ -28,18 +28,22 @@ _MODELS = 100
 
 
 class _Sum:
-    """Tokens, and what an engine said last of its answers."""
+    """Tokens, compared shards, and what an engine said last of its answers."""
 
-    __slots__ = ("answers", "asked", "found", "reused")
+    __slots__ = ("answers", "asked", "compared", "differing", "found", "reused")
 
     def __init__(self) -> None:
-        self.asked = self.found = self.reused = 0
+        self.asked = self.found = self.reused = self.compared = self.differing = 0
         self.answers: AnswersStatus | None = None
 
     def add(self, asked: int, found: int, reused: int) -> None:
         self.asked += asked
         self.found += found
         self.reused += reused
+
+    def add_shards(self, compared: int, differing: int) -> None:
+        self.compared += compared
+        self.differing += differing
 
 
 class Usages:
@@ -95,8 +99,9 @@ class Usages:
 
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False
-    ) -> None:
-        """Add tokens of one request of a tenant and model; with 0 of all, the series of both begin at 0.
+    ) -> _Sum:
+        """Add tokens of one request of a tenant and model; with 0 of all, the series of both begin at 0. Returns the
+        entry that counts them.
 
         is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
         """
@@ -111,6 +116,11 @@ class Usages:
                 key = tenant, None
             entry = self._sums.setdefault(key, _Sum())
         entry.add(asked, found, reused)
+        return entry
+
+    def compare(self, tenant: str, model: str, compared: int, differing: int) -> None:
+        """Count shards of a model with chunks that were compared with what an engine computed."""
+        self.count(tenant, model, is_known=True).add_shards(compared, differing)
 
     def _models(self) -> int:
         """The number of models with an entry."""
@@ -139,5 +149,9 @@ def _summed(entries: list[tuple[str, str, _Sum]]) -> list[Usage]:
     for tenant, model, each in entries:
         entry = shown.setdefault((tenant, model), _Sum())
         entry.add(each.asked, each.found, each.reused)
+        entry.add_shards(each.compared, each.differing)
         entry.answers = each.answers if model else None
-    return [Usage(key[0], e.asked, e.found, e.reused, key[1], e.answers) for key, e in shown.items()]
+    return [
+        Usage(key[0], each.asked, each.found, each.reused, key[1], each.answers, each.compared, each.differing)
+        for key, each in shown.items()
+    ]

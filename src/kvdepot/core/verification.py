@@ -17,9 +17,10 @@ from kvdepot.core.clients import Client, CopyOperation
 from kvdepot.core.index.chunk import Namespace, is_forgotten
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.report import SHOWN, Report
+from kvdepot.core.usage import Usages
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
+from kvdepot.protocol.status import MOST_NAME, MOST_PARTS, Mismatch, Status
 from kvdepot.values import plural
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ _UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
 class Verification:
     """The comparisons of one depot."""
 
-    def __init__(self, namespaces: Namespaces, counters: Counters, report: Report) -> None:
-        self.counters = counters
+    def __init__(self, namespaces: Namespaces, counters: Counters, usages: Usages, report: Report) -> None:
+        self.counters, self._usages = counters, usages
         self._namespaces, self._report = namespaces, report
         self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
         self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
@@ -56,29 +57,30 @@ class Verification:
         """Handle a comparison that has ended, and return its answer."""
         request = operation.comparison
         assert request is not None
-        there = [
-            (found, *operation.chunks[i])
-            for i, found in operation.differences.items()
-            if operation.chunks[i][0].shards[operation.chunks[i][1]].sealed
-        ]
-        there = [each for each in there if not is_forgotten(each[1])]
-        unknown = sum(math.isnan(found) for found, _, _ in there)
-        there = [each for each in there if not math.isnan(each[0])]
-        self.counters["compared_chunks"] += len(there)
-        worst = max(there, key=lambda each: each[0], default=None)
-        if worst is None:
+        worst = {
+            i: max((part for part in parts if not math.isnan(part)), default=math.nan)
+            for i, parts in operation.differences.items()
+            if operation.chunks[i][0].shards[operation.chunks[i][1]].sealed and not is_forgotten(operation.chunks[i][0])
+        }
+        there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
+        unknown = len(worst) - len(there)
+        if not there:
             return wire.Comparison(unknown=unknown)
-        differing = sum(found > request.limit for found, _, _ in there)
+        (found, i), differing = max(there), sum(found > request.limit for found, _ in there)
+        chunk, rank = operation.chunks[i]
+        self.counters["compared_chunks"] += len(there)
+        self._usages.compare(chunk.namespace.tenant, chunk.namespace.model, len(there), differing)
         if differing:
             self.counters["differing_chunks"] += differing
-            found, chunk, rank = worst
             mismatch = self._describe(operation, chunk.shards[rank].writer)
             mismatch.model, mismatch.tenant = chunk.namespace.model, chunk.namespace.tenant
             mismatch.chunk, mismatch.rank = chunk.key.hex(), rank
             mismatch.chunks, mismatch.worst, mismatch.limit = differing, min(found, 1e9), request.limit
             mismatch.is_sample = request.is_sample
+            parts = operation.differences[i][:MOST_PARTS]
+            mismatch.parts = [None if math.isnan(part) else min(part, 1e9) for part in parts]
             self._accuse(mismatch, chunk.namespace)
-        return wire.Comparison(len(there), worst[0], unknown)
+        return wire.Comparison(len(there), found, unknown)
 
     def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""

@@ -34,7 +34,7 @@ Numbers: TypeAlias = npt.NDArray[np.float32]
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
-CORRUPT = -1.0
+CORRUPT = [-1.0]
 _TILE = 64
 _MOST = 2.0
 """The difference of vectors of equal length in opposite directions."""
@@ -75,9 +75,10 @@ class _Part(NamedTuple):
         return rows[:, self.at : self.at + self.taken]
 
 
-def compare(arena: Memory, task: Copy) -> list[float] | None:
-    """The difference of each piece, whose extents hold a stored chunk; NaN if its data types are not known, CORRUPT if
-    it differs and its checksum does, too.
+def compare(arena: Memory, task: Copy) -> list[list[float]] | None:
+    """The differences of each piece, whose extents hold a stored chunk: one for each of its parts, in the order of
+    their bytes; NaN if its data type is not known. [0.0] if the bytes are equal, CORRUPT if they and the checksum
+    differ.
 
     Returns None if the blocks may have been overwritten. Blocks while it copies and compares. Raises DeviceError.
     """
@@ -93,14 +94,13 @@ def compare(arena: Memory, task: Copy) -> list[float] | None:
         computed, stored = _scratch.bytes[:size], views(arena.bytes, piece.extents, 0, size)
         whole = stored[0] if len(stored) == 1 else np.concatenate(stored)
         if _are_equal(whole, computed):
-            found.append(0.0)
+            found.append([0.0])
             continue
         if piece.checksum not in (0, checksum(arena.bytes, piece.extents, size)):
             found.append(CORRUPT)
             continue
         pairs = [(part.numbers, part.of(whole, blocks), part.of(computed, blocks)) for part in _parts(layout)]
-        known = [_difference(*pair) for pair in pairs if _fits(*pair[:2])]
-        found.append(max(known, default=math.nan))
+        found.append([_difference(*pair) if _fits(*pair[:2]) else math.nan for pair in pairs])
     return found
 
 

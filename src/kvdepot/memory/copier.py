@@ -103,8 +103,8 @@ class Copy:
     pieces: list[CopyPiece]
     fence: Callable[[], int] | None = None
     ticket: int = 0
-    compare: Callable[[Memory, Copy], list[float] | None] | None = None
-    """Called in place of a store: the chunks in the arena stay, and the outcome is one difference per piece."""
+    compare: Callable[[Memory, Copy], list[list[float]] | None] | None = None
+    """Called in place of a store: the chunks in the arena stay, and the outcome are the differences of each piece."""
     whole: Callable[[], bool] | None = None
     """`mapped.whole`, or a function that caches its result for all tasks of one operation (one system call a file)."""
 
@@ -118,7 +118,7 @@ class Call:
     lane: str = ""
 
 
-Outcome: TypeAlias = list[int] | list[float] | Mapped | KVDepotError | None
+Outcome: TypeAlias = list[int] | list[list[float]] | Mapped | KVDepotError | None
 """The outcome of a Copy or Call; None: it failed, or it has nothing to return."""
 
 

@@ -37,6 +37,8 @@ OTHERS = "others"
 """The name under which `usage`, `model_usage` and `other_namespaces` have the sum of those that they do not list."""
 MOST_NAME = 256
 """Maximum length of a model name in `namespaces`; longer names are cut."""
+MOST_PARTS = 256
+"""Maximum length of `Mismatch.parts`."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ class AnswersStatus(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
+    compared_shards, differing_shards: compared with what engines computed, and those of them that differ.
     model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
     for more, and models that nothing is stored for. Who has an entry keeps it, so that no number ever falls.
     """
@@ -74,6 +77,8 @@ class Usage(msgspec.Struct, frozen=True):
     reused_tokens: int = 0
     model: str = ""
     answers: AnswersStatus | None = None
+    compared_shards: int = 0
+    differing_shards: int = 0
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -244,7 +249,9 @@ class Mismatch(msgspec.Struct):
 
     engine: that computed it. writer: the engine that had stored the chunk, or why it is not known. facts: `name: value
     of the first | value of the second`, of those in which they differ. chunk: the hash of the chunk that differs most,
-    by `worst`; `chunks` differ by more than `limit`. is_sample: whether it put the model into quarantine.
+    by `worst`; `chunks` differ by more than `limit`. parts: the difference of each part of that chunk, in the order of
+    its bytes, at most `MOST_PARTS`; None if its data type is not known. A part is what one tensor of the engine has of
+    a block, or its keys or values alone. is_sample: whether it put the model into quarantine.
     """
 
     wall_s: float
@@ -259,6 +266,7 @@ class Mismatch(msgspec.Struct):
     worst: float = 0.0
     limit: float = 0.0
     is_sample: bool = False
+    parts: list[float | None] = []
 
 
 class Status(msgspec.Struct, kw_only=True):

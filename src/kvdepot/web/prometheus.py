@@ -139,6 +139,7 @@ def families(status: Status) -> Iterator[Metric]:
     shape = "namespace", "tenant", "model", "world_size", "blocks_in_chunk"
     yield from _labelled(shape, _OF_NAMESPACE, _shapes(status))
     helps = {f"{name}_tokens": meaning for name, meaning in _TOKENS.items()}
+    helps |= {each.series: each.meaning for each in SERVER if each.series in ("compared_shards", "differing_shards")}
     yield from _labelled(("model", "tenant", "model"), helps, status.model_usage, kind=CounterMetricFamily)
     yield from _labelled(("tenant", "tenant"), helps, status.usage, kind=CounterMetricFamily)
     tenant = "tenant", "tenant", "salt"
