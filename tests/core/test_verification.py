@@ -36,9 +36,9 @@ def desk() -> Desk:
     return made
 
 
-def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[float], is_sample: bool = False) -> Any:
+def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[float], **how: bool) -> Any:
     """Compare a prompt's chunks, which, or whose parts, differ by this much; returns the answer."""
-    asked = desk.send(client, wire.Compare(1, 1, [shards(chain)], LIMIT, is_sample))
+    asked = desk.send(client, wire.Compare(1, 1, [shards(chain)], LIMIT, **how))
     differences = [each if isinstance(each, list) else [each] for each in found]
     for task in desk.copies():
         taken = [differences.pop(0) for _ in task.pieces]
@@ -77,28 +77,24 @@ def test_an_engine_is_not_compared_with_itself(desk: Desk) -> None:
     assert compare(desk, b"one", prompt("p", 4), *[0.0] * 4, is_sample=True) == wire.Comparison(4, 0.0)
 
 
-def test_what_is_compared_counts_for_the_tenant_and_the_model(desk: Desk) -> None:
-    compare(desk, b"two", prompt("p", 4), 0.0, 0.0, 0.3, float("nan"), is_sample=True)
-    status = desk.depot.status()
-    for (usage,) in (status.usage, status.model_usage):
-        assert (usage.compared_shards, usage.differing_shards) == (3, 1)
-    assert status.model_usage[0].model == "m"
-
-
-def test_a_mismatch_has_the_difference_of_each_part(desk: Desk) -> None:
-    unknown, most = float("nan"), float("inf")
-    compare(desk, b"two", prompt("p", 4), [0.0], [0.1, unknown, 0.2], [0.3, unknown, most], [0.0])
-    (mismatch,) = desk.depot.status().mismatches
-    assert mismatch.parts == [0.3, None, 1e9]
+def test_experts_are_held_to_the_limit_in_the_first_chunk_of_a_prompt(desk: Desk) -> None:
+    most = float("inf")
+    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, 0.6, 0.7, has_experts=True) == wire.Comparison(4, 0.1)
+    assert compare(desk, b"two", prompt("p", 4), 0.3, 0.7, 0.6, 0.7, has_experts=True) == wire.Comparison(4, 0.3)
+    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, most, 0.7, has_experts=True) == wire.Comparison(4, most)
+    assert [each.chunks for each in desk.depot.status().mismatches] == [1, 1]
 
 
 def test_an_engine_that_differs_is_named_beside_the_other(desk: Desk) -> None:
-    assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, float("inf"), 0.0) == wire.Comparison(4, float("inf"))
+    parts = [0.1, float("nan"), float("inf")]
+    assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, parts, 0.0) == wire.Comparison(4, float("inf"))
     status = desk.depot.status()
+    for (usage,) in (status.usage, status.model_usage):
+        assert (usage.compared_shards, usage.differing_shards) == (4, 2)
     (mismatch,) = status.mismatches
     assert (mismatch.engine, mismatch.writer, mismatch.facts) == ("second", "first", ["vllm: 0.33 | 0.32"])
     assert (mismatch.chunks, mismatch.limit, mismatch.is_sample) == (2, LIMIT, False)
-    assert mismatch.chunk == bytes(prompt("p", 4).slice(2, 3)).hex()
+    assert (mismatch.chunk, mismatch.parts) == (bytes(prompt("p", 4).slice(2, 3)).hex(), [0.1, None, 1e9])
     assert status.counters["differing_chunks"] == 2
     assert any(event.kind == "mismatch" for event in status.events)
     assert status.quarantined == [], "the engine that has just started draws the consequences"

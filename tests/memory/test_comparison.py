@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kvdepot.devices import share
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
-from kvdepot.memory.comparison import compare
+from kvdepot.memory.comparison import compare, compare_with_experts
 from kvdepot.memory.copier import Copy, CopyPiece, copy
 from kvdepot.protocol.layout import Layout, TensorView, build_layout
 from tests.devices.conformance import arena_of
@@ -63,6 +64,10 @@ def other_values(worker: Worker) -> None:
     worker.values(3)[..., 1, :] *= 1.5
 
 
+def all_values(worker: Worker) -> None:
+    worker.layers[3].mul_(1.5)
+
+
 def other_keys(worker: Worker) -> None:
     worker.values(3)[..., 0, :] = worker.values(3)[..., 0, :].roll(1, -1)
 
@@ -93,7 +98,7 @@ def compared() -> Iterator[Callable[..., float]]:
     """Store the chunk of a worker, change its blocks, and compare them."""
     opened: list[HostTensors] = []
 
-    def run(dtype: torch.dtype, change: Callable[[Worker], None]) -> float:
+    def run(dtype: torch.dtype, change: Callable[[Worker], None], compare: Callable[..., Any] = compare) -> float:
         worker = Worker(dtype)
         mapped = HostTensors.open(worker.layout)
         opened.append(mapped)
@@ -129,6 +134,16 @@ def test_honest_differences_are_within_the_limit(
 )
 def test_faults_are_beyond_the_limit(compared: Callable[..., float], change: Callable[[Worker], None]) -> None:
     assert compared(torch.bfloat16, change) > LIMIT
+
+
+def test_with_experts_what_has_nothing_in_common_differs_and_a_few_tokens_do_not(
+    compared: Callable[..., float],
+) -> None:
+    for change in (rounded, other_experts):
+        assert compared(torch.bfloat16, change, compare_with_experts) < LIMIT
+    assert 0.3 < compared(torch.bfloat16, all_values, compare_with_experts) < 0.4
+    for change in (another_layer, another_prompt, one_block, exponent, no_number):
+        assert compared(torch.bfloat16, change, compare_with_experts) == math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

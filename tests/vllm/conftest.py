@@ -32,6 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "gqa": engines.write_model(base / "gqa", engines.LLAMA),
         "mla": engines.write_model(base / "mla", engines.MLA),
+        "experts": engines.write_model(base / "experts", engines.EXPERTS),
         "windows": engines.write_model(base / "windows", engines.WINDOWS),
         "mistral": engines.write_model(base / "mistral", engines.MISTRAL),
         "states": engines.write_model(base / "states", engines.STATES),

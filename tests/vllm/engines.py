@@ -83,6 +83,12 @@ STATES: dict[str, Any] = LLAMA | {
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True,
 }  # fmt: skip
 """States (gated delta net) beside full attention; vLLM runs it on processors in bfloat16 only."""
+EXPERTS: dict[str, Any] = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8,
+    "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}  # fmt: skip
+"""A mixture of experts: rounding decides between experts that are about as good."""
 
 
 _OLDER_S = 3.0
@@ -115,6 +121,9 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
             _add_qwen3_next(config, layer, name, shapes, norms)
             continue
         attention = f"{name}.self_attn"
+        if config["model_type"] == "qwen3_moe":
+            norms |= {f"{attention}.{part}_norm": config["head_dim"] for part in "qk"}
+            _add_experts(config, name, shapes)
         if config["model_type"].startswith("deepseek"):
             latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
             plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -174,13 +183,19 @@ def _add_qwen3_next(
         shapes |= {f"{attention}.q_proj": (2 * heads * width, hidden), f"{attention}.o_proj": (hidden, heads * width)}
         norms |= {f"{attention}.{part}_norm": width for part in "qk"}
     if layer not in config["mlp_only_layers"]:
-        for part in ("gate", "up", "down"):
-            del shapes[f"{name}.mlp.{part}_proj"]
-        inner = config["moe_intermediate_size"]
-        for expert in ("shared_expert", *(f"experts.{i}" for i in range(config["num_experts"]))):
-            shapes |= {f"{name}.mlp.{expert}.{part}_proj": (inner, hidden) for part in ("gate", "up")}
-            shapes[f"{name}.mlp.{expert}.down_proj"] = (hidden, inner)
-        shapes |= {f"{name}.mlp.gate": (config["num_experts"], hidden), f"{name}.mlp.shared_expert_gate": (1, hidden)}
+        _add_experts(config, name, shapes, "shared_expert")
+        shapes[f"{name}.mlp.shared_expert_gate"] = (1, hidden)
+
+
+def _add_experts(config: dict[str, Any], name: str, shapes: dict[str, Any], *shared: str) -> None:
+    """Experts in place of one layer's MLP."""
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    for part in ("gate", "up", "down"):
+        del shapes[f"{name}.mlp.{part}_proj"]
+    for expert in (*shared, *(f"experts.{i}" for i in range(config["num_experts"]))):
+        shapes |= {f"{name}.mlp.{expert}.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        shapes[f"{name}.mlp.{expert}.down_proj"] = (hidden, inner)
+    shapes[f"{name}.mlp.gate"] = (config["num_experts"], hidden)
 
 
 def write_lora(folder: Path, seed: int) -> Path:

@@ -27,14 +27,17 @@ from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.memory.shm import SHM
 from tests.cli.command import run
 from tests.conftest import Depot, StartDepot, eventually
+from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import LLAMA, Engine, prompt, write_lora
+from tests.vllm.engines import LLAMA, Engine, prompt, write_lora, write_model
 from tests.vllm.test_requests import item, request
 
 WHOLE = 4 * 256
 LENGTH = WHOLE + 17
 STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
 EARNED = {"kvdepot.trust": "earned"}
+STATES_OF_EXPERTS = engines.STATES | {"mlp_only_layers": []}
+"""Rounding depends on the batch, and decides between experts."""
 OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": {"tensor_parallel_size": 2}}
 
 
@@ -129,11 +132,11 @@ def scaled_values(weights: dict[str, torch.Tensor]) -> None:
 def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable[..., None] | str], None]:
     """Change what an engine computes without changing anything that it is known by."""
 
-    def run(engine: Engine, change: Callable[..., None] | str) -> None:
+    def run(engine: Engine, change: Callable[..., None] | str, kind: str = "gqa") -> None:
         if isinstance(change, str):
             engine.tell(change)
             return
-        weights = load_file(models["gqa"] / "model.safetensors")
+        weights = load_file(models[kind] / "model.safetensors")
         change(weights)
         save_file({name: each.contiguous() for name, each in weights.items()}, tmp_path / "model.safetensors")
         engine.tell("reload", folder=str(tmp_path))
@@ -141,21 +144,28 @@ def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable
     return run
 
 
-@pytest.mark.parametrize("change", [other_weights, one_norm, one_layer, scaled_values, "stretch positions"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(("gqa", each) for each in (other_weights, one_norm, one_layer, scaled_values, "stretch positions")),
+        *(("experts", each) for each in (one_norm, "stretch positions")),
+    ],
+)
 def test_an_engine_that_computes_other_kv_shares_nothing(
     start_depot: StartDepot,
     models: dict[str, Path],
     start_engine: StartEngine,
     spoil: Callable[..., None],
+    kind: str,
     change: Callable[..., None] | str,
 ) -> None:
     depot = start_depot(arena_mib=64)
     shared, own = prompt(1, LENGTH), prompt(2, LENGTH)
-    first = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    first = start_engine(models[kind], depot.url, extra=EARNED).wait_started()
     first.run(shared)
     known = names(depot)
-    other = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
-    spoil(other, change)
+    other = start_engine(models[kind], depot.url, extra=EARNED).wait_started()
+    spoil(other, change, kind)
     other.run(own)
     assert depot.status()["chunks"] == 8, "under the shared name, until the KV tells"
     computed = other.run(shared)
@@ -172,7 +182,7 @@ def test_an_engine_that_computes_other_kv_shares_nothing(
     assert again["cached"] == WHOLE, "its own again"
     assert again["tokens"] == computed["tokens"]
 
-    third = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
+    third = start_engine(models[kind], depot.url, extra=EARNED).wait_started()
     assert third.run(own)["cached"] == 0, "what the other had stored is gone"
     assert third.run(shared)["cached"] == 0
     assert third.run_fresh(shared)["cached"] == WHOLE
@@ -353,27 +363,24 @@ def test_samples_of_its_own_chunks_prove_nothing(
     for _ in range(3):
         other.run_fresh(own)  # its second and third hit are samples
     other.run_fresh(foreign)
-    assert (
-        "loads it from here on"
-        not in "".join(line for line in other.logged().splitlines() if "trust.py" in line).partition(
-            "computes what others"
-        )[0]
-    )
-    assert "this engine computes what others have stored" in other.logged()
+    said = [line for line in other.logged().splitlines() if "trust.py" in line]
+    assert "this engine computes what others have stored" in said[0]
 
 
-def test_engines_with_other_batches_agree(sampled: tuple[Depot, Engine], models: dict[str, Path]) -> None:
-    depot, engine = sampled
-    forget_all(depot)
-    other = Engine(models["gqa"], depot.url, extra=EARNED, max_num_batched_tokens=384, max_num_seqs=3)
-    before = compared(depot)
-    try:
-        prompts = [prompt(seed, 300 + 60 * seed) for seed in range(20)]
-        for each in (engine, other.wait_started(), engine):
-            each.tell("reset")
-            each.tell("run", requests=[each.request(tokens) for tokens in prompts])
-    finally:
-        other.close()
-    assert compared(depot)[0] - before[0] >= 2 * sum(len(tokens) // 256 for tokens in prompts) - 40
-    assert compared(depot)[1] == before[1]
+@pytest.mark.parametrize("config", [LLAMA, STATES_OF_EXPERTS], ids=["dense", "experts"])
+def test_engines_with_other_batches_agree(
+    start_depot: StartDepot, start_engine: StartEngine, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    model = write_model(tmp_path / "model", config)
+    depot = start_depot("--verify-hits", "1", arena_mib=256)
+    options: dict[str, Any] = {"extra": EARNED, **(STATES if config is STATES_OF_EXPERTS else {})}
+    engine = start_engine(model, depot.url, **options)
+    other = start_engine(model, depot.url, max_num_batched_tokens=384, max_num_seqs=3, **options)
+    engine.wait_started(), other.wait_started()
+    prompts = [prompt(seed, 300 + 60 * seed) for seed in range(20)]
+    for each in (engine, other, engine):
+        each.tell("reset")
+        each.tell("run", requests=[each.request(tokens) for tokens in prompts])
+    assert compared(depot)[0] >= 2 * sum(len(tokens) // 256 for tokens in prompts) - 40
+    assert compared(depot)[1] == 0
     assert depot.status()["quarantined"] == []

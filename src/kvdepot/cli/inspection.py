@@ -13,6 +13,7 @@ from kvdepot.cli.chunks import open_prompt
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import clean, count, duration, ranges, show, size
 from kvdepot.client import admin
+from kvdepot.client.socket import Client
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import Mismatch
@@ -105,24 +106,25 @@ def _compare(source: options.PromptSource, server: options.Address, as_json: boo
     if source.tokens or source.hashes:
         raise click.UsageError("--compare needs no prompt: leave out --tokens and --hashes")
     with connect(server) as client:
-        found = [each for each in admin.status(client).mismatches if each.model.startswith(source.model)]
-        there = [admin.inspect(client, each.model, bytes.fromhex(each.chunk)) for each in found]
-    copies = [[copy for copy in chunk if copy.tenant == each.tenant] for each, chunk in zip(found, there, strict=True)]
+        listed = [each for each in admin.status(client).mismatches if each.model.startswith(source.model)]
+        found = [(each, _places(client, each)) for each in listed]
     if as_json or not found:
-        value = [{"mismatch": each, "in_memory": chunk} for each, chunk in zip(found, copies, strict=True)]
+        value = [{"mismatch": each, "places": places} for each, places in found]
         show(as_json, value, "no chunk differed from what an engine computed since the server started")
-    else:
-        from kvdepot.cli.view import print_tables
+        return 0 if found else 1
+    from kvdepot.cli.view import print_tables
 
-        for number, (each, chunk) in enumerate(zip(found, copies, strict=True)):
-            places = [*("memory" for copy in chunk[:1]), *(clean(tier) for copy in chunk for tier in copy.tiers)]
-            where = f"now in {', '.join(dict.fromkeys(places))}" if places else "no longer in memory"
-            print(
-                "\n" * bool(number) + f"{clean(each.model)}\nchunk {each.chunk}, rank {each.rank}: {where}\n",
-                flush=True,
-            )
-            print_tables(_parts(each))
-    return 0 if found else 1
+    for each, places in found:
+        where = f"now in {', '.join(places)}" if places else "no longer in memory"
+        print(f"{clean(each.model)}\nchunk {each.chunk}, rank {each.rank}: {where}\n", flush=True)
+        print_tables(_parts(each))
+    return 0
+
+
+def _places(client: Client, mismatch: Mismatch) -> list[str]:
+    found = admin.inspect(client, mismatch.model, bytes.fromhex(mismatch.chunk))
+    chunks = [each for each in found if each.tenant == mismatch.tenant]
+    return [*("memory" for _ in chunks[:1]), *dict.fromkeys(clean(tier) for each in chunks for tier in each.tiers)]
 
 
 def _parts(mismatch: Mismatch) -> Listing:

@@ -56,10 +56,8 @@ REMOVED = {
 }
 """Commands of the release before this one, and what to use instead. The next release forgets them."""
 _REMOVED_OPTIONS = {
-    "top --json": "use `kvdepot status --watch --json`, which prints one line per update",
-    "top -j": "use `kvdepot status --watch --json`, which prints one line per update",
-    "inspect --long": "use --json, which has each chunk with its whole hash",
-    "inspect -l": "use --json, which has each chunk with its whole hash",
+    **dict.fromkeys(("top --json", "top -j"), "use `kvdepot status --watch --json`, which prints one line per update"),
+    **dict.fromkeys(("inspect --long", "inspect -l"), "use --json, which has each chunk with its whole hash"),
     "doctor --fix": "use `kvdepot check --remove-left`, which removes KV that ended engines have left",
     "check --fix": "start a server with this arena, which drops damaged records",
     **dict.fromkeys(("check --yes", "check -y"), "leave it out: --remove-left does not ask"),

@@ -95,6 +95,7 @@ class CompareTerms(NamedTuple):
 
     limit: float
     is_sample: bool = False
+    has_experts: bool = False
 
 
 class Ended(NamedTuple):

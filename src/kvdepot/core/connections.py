@@ -123,11 +123,8 @@ class Connections:
     def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why) -> int:
         """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
         most = self._config.max_rate // _MOST_COST
-        match request:
-            case wire.Status() | wire.Inspect() | wire.Why():
-                return _STATUS_COST - 1
-            case wire.Leases():
-                return max(_STATUS_COST, min(_STATUS_COST + len(self._depot.leases) // _LEASES, most)) - 1
+        leases = len(self._depot.leases) if isinstance(request, wire.Leases) else 0
+        return max(_STATUS_COST, min(_STATUS_COST + leases // _LEASES, most)) - 1
 
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:

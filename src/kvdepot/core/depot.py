@@ -22,7 +22,7 @@ from kvdepot.core.index.events import Listener
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
-from kvdepot.core.inspections import check_inspection, inspect
+from kvdepot.core.inspections import inspect
 from kvdepot.core.leases import Leases
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations, Remapping
@@ -209,10 +209,7 @@ class Depot:
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
             case wire.Inspect():
-                check_inspection(request)
-                visible = (each for each in self.index.namespaces.all() if client.tenant in ("", each.tenant))
-                namespaces = [each for each in visible if each.model.startswith(request.model)]
-                value = inspect(namespaces, self.tiering.names, request.hashes, self.wall)
+                value = inspect(request, client.tenant, self.index.namespaces.all(), self.tiering.names, self.wall)
             case wire.Why():
                 value = self.trails.find(client.tenant, request.request)
             case wire.Describe():

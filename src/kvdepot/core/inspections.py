@@ -17,21 +17,18 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import MOST_NAME
 
 
-def check_inspection(request: wire.Inspect) -> None:
-    """Raise BadRequest unless a request is within bounds."""
+def inspect(
+    request: wire.Inspect, tenant: str, namespaces: Sequence[Namespace], tiers: Sequence[str], wall: int
+) -> list[ChunkStatus]:
+    """The chunks in these namespaces that a tenant's client (empty: any) asks for. tiers: names of all. wall: seconds
+    since 1970. Raises BadRequest if the request is out of range, or for more than `MOST_CHUNKS`."""
     check_names("", request.model)
     check_hashes(request.hashes)
     if len(request.hashes) > MOST_HASHES * HASH_BYTES:
         raise BadRequest(f"{len(request.hashes) // HASH_BYTES} hashes; ask for at most {MOST_HASHES} at a time")
-
-
-def inspect(namespaces: Sequence[Namespace], tiers: Sequence[str], hashes: bytes, wall: int) -> list[ChunkStatus]:
-    """The chunks in these namespaces with these hashes. tiers: names of all. wall: seconds since 1970.
-
-    Raises BadRequest if they are more than `MOST_CHUNKS`.
-    """
-    keys = dict.fromkeys(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
-    found = [each.chunks[key] for each in namespaces for key in keys if key in each.chunks]
+    keys = dict.fromkeys(request.hashes[at : at + HASH_BYTES] for at in range(0, len(request.hashes), HASH_BYTES))
+    visible = (each for each in namespaces if tenant in ("", each.tenant) and each.model.startswith(request.model))
+    found = [each.chunks[key] for each in visible for key in keys if key in each.chunks]
     if len(found) > MOST_CHUNKS:
         raise BadRequest(f"the answer would list more than {MOST_CHUNKS} chunks: give a model or fewer hashes")
     return [_describe(chunk, tiers, wall) for chunk in found]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
@@ -28,7 +29,7 @@ from kvdepot.core.sessions import Sessions
 from kvdepot.core.trails import Recorders
 from kvdepot.devices.by_client import CopiedByClient
 from kvdepot.errors import BadRequest, Busy, UnknownInstance, UnknownRequest
-from kvdepot.memory.comparison import CORRUPT, compare
+from kvdepot.memory.comparison import CORRUPT, compare, compare_with_experts
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
@@ -81,9 +82,8 @@ class Transfers:
         """
         if repeated := self._repeated(client, number):
             return self._answer_again(repeated)
-        instance = self._admit(client, request.instance)
+        instance = self._admit(client, request)
         for part in request.shards:
-            check_shards(part, instance.layout)
             check_source(part)
         operation = CopyOperation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
@@ -91,10 +91,8 @@ class Transfers:
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
         first = 0
         for part, namespace in zip(request.shards, namespaces, strict=True):
-            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
-            count = len(part.hashes) // HASH_BYTES
-            blocks = len(ids) // count
-            size = instance.layout.block_bytes * blocks
+            ids, blocks, size = _blocks(instance, part)
+            count = len(ids) // blocks
             salt = tenant_salt(client.tenant, part.salt)
             operation.requests.append((part.request, part.model, count))
             run = Run(part.hashes, size, part.parent, part.depth + 1, salt, part.continues)
@@ -137,18 +135,13 @@ class Transfers:
         """
         if repeated := self._repeated(client, number):
             return self._answer_again(repeated)
-        instance = self._admit(client, request.instance)
-        for part in request.shards:
-            check_shards(part, instance.layout)
+        instance = self._admit(client, request)
         check_targets(request.shards)
         operation = CopyOperation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
         pieces = []
         for part in request.shards:
-            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
-            count = len(part.hashes) // HASH_BYTES
-            blocks = len(ids) // count
-            namespace = self._namespace(instance, part)
-            size = instance.layout.block_bytes * blocks
+            ids, blocks, size = _blocks(instance, part)
+            count, namespace = len(ids) // blocks, self._namespace(instance, part)
             for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
                 shard = chunk.shards[part.rank] if chunk is not None and not namespace.is_quarantined else None
@@ -176,9 +169,8 @@ class Transfers:
         An engine that earns trust is not compared with itself. Raises BadRequest, UnknownInstance or Busy, and then
         changes nothing.
         """
-        instance = self._admit(client, request.instance)
+        instance = self._admit(client, request)
         for part in request.shards:
-            check_shards(part, instance.layout)
             check_source(part)
         if not request.limit > 0.0:
             raise BadRequest(f"a limit of {request.limit} for the difference of equal KV")
@@ -186,9 +178,8 @@ class Transfers:
         own = "" if request.is_sample else instance.writer
         can_compare = bool(instance.layout.numbers) and not isinstance(instance.mapped, CopiedByClient)
         for part in request.shards if can_compare else ():
-            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
-            blocks = len(ids) // (len(part.hashes) // HASH_BYTES)
-            size, namespace = instance.layout.block_bytes * blocks, self._namespace(instance, part)
+            ids, blocks, size = _blocks(instance, part)
+            namespace = self._namespace(instance, part)
             for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
                 if chunk is None or (shard := chunk.shards[part.rank]).size != size or (own and shard.writer == own):
                     continue
@@ -206,16 +197,18 @@ class Transfers:
         known = instance.namespaces.get((part.model, part.world_size, part.rank, blocks))
         return known or self._registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
 
-    def _admit(self, client: Client, number: int) -> Instance:
-        instance = client.instances.get(number)
+    def _admit(self, client: Client, request: wire.Store | wire.Retrieve | wire.Compare) -> Instance:
+        instance = client.instances.get(request.instance)
         if instance is None or instance.mapped is None or instance.closing:
-            raise UnknownInstance(f"no KV tensors are registered under instance {number}")
+            raise UnknownInstance(f"no KV tensors are registered under instance {request.instance}")
         if client.queued >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
             self._counters["operations_refused"] += 1
             raise Busy(
                 f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight; the limits are "
                 f"{self._config.max_queued} (max_queued) and {_QUEUED_CHUNKS} chunks"
             )
+        for part in request.shards:
+            check_shards(part, instance.layout)
         return instance
 
     def _start(
@@ -239,7 +232,8 @@ class Transfers:
         step = max(1, -(-instance.mapped.task_bytes // size))
         tasks: list[Copy] = []
         whole = cache(instance.mapped.whole)
-        compares = compare if operation.comparison is not None else None
+        asked = operation.comparison
+        compares = None if asked is None else compare_with_experts if asked.has_experts else compare
         for first in range(0, len(pieces), step):
             token = CopyToken(operation, first, min(first + step, len(pieces)))
             is_store = operation.is_store or compares is not None  # the direction in which it moves bytes
@@ -400,6 +394,12 @@ class Transfers:
             if operation.unpins:
                 self._sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
             first += keys
+
+
+def _blocks(instance: Instance, part: wire.Shards) -> tuple[npt.NDArray[np.intp], int, int]:
+    """The block ids of a checked part; how many blocks, and bytes, each of its chunks has."""
+    blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
+    return np.frombuffer(part.block_ids, np.uint32).astype(np.intp), blocks, instance.layout.block_bytes * blocks
 
 
 def _is_placed_as(operation: CopyOperation, request: wire.Complete) -> bool:

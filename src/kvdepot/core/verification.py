@@ -20,7 +20,7 @@ from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.usage import Usages
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.status import MOST_NAME, MOST_PARTS, Mismatch, Status
+from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
 from kvdepot.values import plural
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,13 @@ class Verification:
         """Handle a comparison that has ended, and return its answer."""
         request = operation.comparison
         assert request is not None
-        worst = {
-            i: max((part for part in parts if not math.isnan(part)), default=math.nan)
-            for i, parts in operation.differences.items()
-            if operation.chunks[i][0].shards[operation.chunks[i][1]].sealed and not is_forgotten(operation.chunks[i][0])
-        }
+        worst: dict[int, float] = {}
+        for i, parts in operation.differences.items():
+            chunk, rank = operation.chunks[i]
+            if chunk.shards[rank].sealed and not is_forgotten(chunk):
+                found = max((part for part in parts if not math.isnan(part)), default=math.nan)
+                # Experts are chosen by rounding: behind a prompt's first chunk, only what has nothing in common counts.
+                worst[i] = 0.0 if request.has_experts and chunk.position != 1 and found < math.inf else found
         there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
         unknown = len(worst) - len(there)
         if not there:
@@ -77,7 +79,7 @@ class Verification:
             mismatch.chunk, mismatch.rank = chunk.key.hex(), rank
             mismatch.chunks, mismatch.worst, mismatch.limit = differing, min(found, 1e9), request.limit
             mismatch.is_sample = request.is_sample
-            parts = operation.differences[i][:MOST_PARTS]
+            parts = operation.differences[i][:256]
             mismatch.parts = [None if math.isnan(part) else min(part, 1e9) for part in parts]
             self._accuse(mismatch, chunk.namespace)
         return wire.Comparison(len(there), found, unknown)

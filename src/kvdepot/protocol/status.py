@@ -37,8 +37,6 @@ OTHERS = "others"
 """The name under which `usage`, `model_usage` and `other_namespaces` have the sum of those that they do not list."""
 MOST_NAME = 256
 """Maximum length of a model name in `namespaces`; longer names are cut."""
-MOST_PARTS = 256
-"""Maximum length of `Mismatch.parts`."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -250,7 +248,7 @@ class Mismatch(msgspec.Struct):
     engine: that computed it. writer: the engine that had stored the chunk, or why it is not known. facts: `name: value
     of the first | value of the second`, of those in which they differ. chunk: the hash of the chunk that differs most,
     by `worst`; `chunks` differ by more than `limit`. parts: the difference of each part of that chunk, in the order of
-    its bytes, at most `MOST_PARTS`; None if its data type is not known. A part is what one tensor of the engine has of
+    its bytes, at most 256; None if its data type is not known. A part is what one tensor of the engine has of
     a block, or its keys or values alone. is_sample: whether it put the model into quarantine.
     """
 

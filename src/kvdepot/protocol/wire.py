@@ -225,7 +225,8 @@ class Compare(_Message, frozen=True):
     `Comparison`. Nothing is stored.
 
     ticket: as in Store. limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into
-    quarantine; otherwise, the client's engine draws the consequences.
+    quarantine; otherwise, the client's engine draws the consequences. has_experts: whether the model is a mixture of
+    experts; then the limit is for the first chunk of a prompt, and others differ if they have nothing in common.
     """
 
     instance: int
@@ -233,6 +234,7 @@ class Compare(_Message, frozen=True):
     shards: list[Shards]
     limit: float
     is_sample: bool = False
+    has_experts: bool = False
 
 
 class Complete(_Message, frozen=True):

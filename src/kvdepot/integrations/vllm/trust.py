@@ -49,6 +49,8 @@ _MOST_EPSILONS, _LEAST_EPSILON = 4.0, 2.0**-10
 number of layers, because differences add up (docs/internals/integrations.md has what was measured)."""
 _ROUNDED = 0.1
 """KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
+_CHOSEN = 0.2
+"""A mixture of experts adds this: rounding chooses other experts."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
 _VARIABLES = "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_KV_CACHE_LAYOUT", "VLLM_USE_V2_MODEL_RUNNER"
 """Variables that people can compare; others may have secrets."""
@@ -80,6 +82,8 @@ class Trust:
         self.name, self._weights = writer, weights
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._limit = _largest_difference(vllm_config)
+        experts = vllm_config.model_config.get_num_experts() > 0
+        self._proof, self._sample = (CompareTerms(self._limit, is_sample, experts) for is_sample in (False, True))
         self._proven: set[Scope] = set()
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
@@ -101,12 +105,12 @@ class Trust:
         if tokens and not found.is_own and self.writer(tracked.request, tokens):
             return self.terms(tracked.request, tokens)
         is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
-        return Terms(self._scope(tracked.request, tokens), CompareTerms(self._limit, True)) if is_sample else None
+        return Terms(self._scope(tracked.request, tokens), self._sample) if is_sample else None
 
     def terms(self, request: Request, tokens: int) -> Terms:
         """The terms on which the first `tokens` of a request prove what it computes."""
         item = _first_item(request)
-        return Terms(self._scope(request, tokens), CompareTerms(self._limit), item if item < tokens else 0)
+        return Terms(self._scope(request, tokens), self._proof, item if item < tokens else 0)
 
     def order(self, waiting: Iterable[WaitingStore]) -> dict[int, Check]:
         """The comparisons that go with stores that are ready, by number."""
@@ -180,6 +184,7 @@ def _largest_difference(vllm_config: VllmConfig) -> float:
     model = vllm_config.model_config
     epsilon = max(torch.finfo(model.dtype).eps, _LEAST_EPSILON)
     limit: float = _MOST_EPSILONS * epsilon * math.sqrt(max(1, model.get_total_num_hidden_layers()))
+    limit += _CHOSEN if model.get_num_experts() > 0 else 0.0
     return limit + _ROUNDED if vllm_config.cache_config.cache_dtype.startswith(("fp8", "int8")) else limit
 
 
