@@ -53,7 +53,7 @@ class Trainer:
 
 def test_a_version_names_the_weights_that_it_was_set_for_and_no_others() -> None:
     for has_arrivals in (False, True):
-        for windows in itertools.product(WINDOWS, repeat=4):
+        for windows in itertools.product(WINDOWS, repeat=3):
             trainer = Trainer(has_arrivals)
             seen: dict[str, int] = {}  # the weights under each private name
             for window in windows:
