@@ -29,6 +29,8 @@ ARGUMENTS = (
 LIAR = """
 import sys
 
+if "kvdepot.integrations.vllm.certify" in sys.orig_argv:
+    print("plugins may print when they are imported")
 if "serve" in sys.argv:
     from kvdepot.tiers import Blob, disk, format
 
@@ -40,7 +42,8 @@ if "serve" in sys.argv:
 
     disk.Disk.read, format.Header.names = swapped, lambda *_: True
 """
-"""A server's tier that answers with the object that it was asked for first, and whose headers all seem right."""
+"""A plugin that prints, and a server's tier that answers with the object that it was asked for first; all headers seem
+right."""
 
 
 @pytest.fixture

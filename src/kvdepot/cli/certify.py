@@ -15,6 +15,7 @@ import random
 import re
 import select
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -115,11 +116,11 @@ class TestedEngine:
     def __init__(self, log: Path, url: str, words: Sequence[str], inside: Sequence[str] = ()) -> None:
         """log: gets what vLLM says. words: vLLM's arguments. inside: a prefix of the command."""
         self._log = log
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [*inside, *module_command("kvdepot.integrations.vllm.certify", url, *words)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
-            )  # fmt: skip
+        self._channel, theirs = socket.socketpair()  # what is imported there may write to standard output
+        self._lines = self._channel.makefile("rw")
+        command = [*inside, *module_command("kvdepot.integrations.vllm.certify", url, *words)]
+        with theirs, log.open("wb") as out:
+            self._process = subprocess.Popen(command, 0, None, theirs.fileno(), out, out, start_new_session=True)
 
     def start(self) -> TestedEngine:
         """Wait until its model is loaded. Raises ConfigError, as all below for what the engine refuses."""
@@ -137,15 +138,15 @@ class TestedEngine:
         return msgspec.convert(self._ask(Encode(text)), list[int])
 
     def _ask(self, command: Generate | Encode) -> object:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer
-            print(msgspec.json.encode(command).decode(), file=self._process.stdin, flush=True)
+        with contextlib.suppress(ConnectionError):  # then there is no answer
+            print(msgspec.json.encode(command).decode(), file=self._lines, flush=True)
         return self._answer(_RUN_S)
 
     def _answer(self, timeout_s: float) -> object:
-        assert self._process.stdout is not None
-        is_there = bool(select.select([self._process.stdout], [], [], timeout_s)[0])
-        if line := self._process.stdout.readline() if is_there else "":
+        is_there, line = bool(select.select([self._channel], [], [], timeout_s)[0]), ""
+        with contextlib.suppress(ConnectionError):
+            line = self._lines.readline() if is_there else ""
+        if line:
             found = json.loads(line)
             if not isinstance(found, dict) or "error" not in found:
                 return found
@@ -157,10 +158,9 @@ class TestedEngine:
 
     def close(self) -> None:
         """End its processes, by force those that do not end in time, whose shared memory is then removed."""
-        assert self._process.stdin is not None
         deadline = time.monotonic() + _END_S
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        with self._channel, contextlib.suppress(OSError):
+            self._lines.close()
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
                 self._process.poll()

@@ -2,9 +2,8 @@
 
     python -m kvdepot.integrations.vllm.certify URL [vLLM's own arguments]
 
-A line on standard input is a command of cli/certificate.py. A line on standard output is its answer, or `{"error":
-...}`; the first one describes the engine. vLLM's messages go to standard error. The engine ends when its input does,
-also while it starts.
+Standard input is a socket. A line that arrives is a command of cli/certificate.py; a line that is sent is its answer,
+or `{"error": ...}`; the first one describes the engine. The engine ends when its input does, also while it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import msgspec
 import vllm
@@ -130,22 +129,22 @@ class PromptRunner:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _listen(commands: queue.Queue[str]) -> None:
-    for line in sys.stdin:
+def _listen(lines: TextIO, commands: queue.Queue[str]) -> None:
+    for line in lines:
         commands.put(line)
     os.kill(os.getpid(), signal.SIGINT)  # whatever the main thread does, it ends
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's messages, also those of its other processes
+    lines, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of its other processes, or the socket would outlive this one
 
     def answer(value: object) -> None:
         print(json.dumps(msgspec.to_builtins(value)), file=answers, flush=True)  # msgspec's own JSON has no inf
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     commands: queue.Queue[str] = queue.Queue(1)
-    threading.Thread(target=_listen, args=(commands,), daemon=True).start()
+    threading.Thread(target=_listen, args=(lines, commands), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         try:
             with contextlib.closing(PromptRunner(sys.argv[1], sys.argv[2:])) as runner:
