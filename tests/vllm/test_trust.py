@@ -38,7 +38,8 @@ STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_overrid
 EARNED = {"kvdepot.trust": "earned"}
 STATES_OF_EXPERTS = engines.STATES | {"mlp_only_layers": []}
 """Rounding depends on the batch, and decides between experts."""
-OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": {"tensor_parallel_size": 2}}
+FP8, RANKS = {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}
+OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": RANKS, "fp8": FP8}
 
 
 def forget_all(depot: Depot) -> None:
@@ -56,18 +57,18 @@ def compared(depot: Depot) -> tuple[int, int]:
     return counters["compared_chunks"], counters["differing_chunks"]
 
 
-@pytest.mark.parametrize("kind", ["gqa", "windows", "states", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", "windows", "states", "mla", "fp8"])
 def test_the_first_hit_is_computed_and_later_ones_are_loaded(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, kind: str
 ) -> None:
-    tokens, options = prompt(1, LENGTH + 512), OPTIONS.get(kind, {})
-    first = start_engine(models[kind], vllm_depot.url, extra=EARNED, **options).wait_started()
+    tokens, options, model = prompt(1, LENGTH + 512), OPTIONS.get(kind, {}), models.get(kind, models["gqa"])
+    first = start_engine(model, vllm_depot.url, extra=EARNED, **options).wait_started()
     first.run(tokens)
     found = first.run_fresh(tokens)["cached"]
     assert found >= WHOLE, "its own chunks need no proof"
     before = compared(vllm_depot)
     first.stop()
-    second = start_engine(models[kind], vllm_depot.url, extra=EARNED, **options).wait_started()
+    second = start_engine(model, vllm_depot.url, extra=EARNED, **options).wait_started()
     assert second.run(tokens)["cached"] == 0
     assert second.run_fresh(tokens)["cached"] == found
     now = compared(vllm_depot)
