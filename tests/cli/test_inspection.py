@@ -64,14 +64,8 @@ def test_inspect_names_the_tiers_that_have_a_chunk_too(start_depot: StartDepot, 
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "give exactly one of --tokens and --hashes"),
-        (["--hashes", "y", "--tokens", "x"], "give exactly one of --tokens and --hashes"),
-        (["--compare", "--tokens", "x"], "--compare needs no prompt"),
-    ],
-)
-def test_what_names_no_prompt_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", *words]) == 2
-    assert said in capsys.readouterr().err
+@pytest.mark.parametrize("words", ["", "--hashes y --tokens x", "--compare --tokens x"])
+def test_what_names_no_prompt_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", *words.split()]) == 2
+    wanted = "--compare needs no prompt" if "compare" in words else "give exactly one of --tokens and --hashes"
+    assert wanted in capsys.readouterr().err

@@ -28,7 +28,7 @@ from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_are_contents
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
-from tests.conftest import Depot
+from tests.conftest import Depot, StartDepot
 from tests.vllm.conftest import StartSteps
 
 SIZE = 256
@@ -236,6 +236,15 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
     connector.request_finished(one, [1, 2, 3, 4])
     connector.on_new_request(one)
     assert connector._scheduler._tracked["r"].prompt.chain.root != before
+
+
+def test_a_reset_that_failed_forgets_the_next_time(start_depot: StartDepot, start_steps: StartSteps) -> None:
+    depot = start_depot()
+    connector = start_steps(depot.url).connector
+    weights = connector._scheduler._weights
+    weights.run, weights.is_mixed = "run", True  # its version has changed without a reset
+    depot.process.kill(), depot.process.wait()
+    assert connector.reset_cache() is False and weights.is_mixed
 
 
 def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot, start_steps: StartSteps) -> None:

@@ -229,8 +229,7 @@ def test_a_restarted_server_and_lost_chunks_leave_the_next_hit_the_first(
     depot, tokens = start_depot(arena_mib=64), prompt(7, LENGTH)
     engine = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
     engine.run(tokens)
-    depot.process.kill()
-    depot.process.wait()
+    depot.process.kill(), depot.process.wait()
     depot = start_depot(arena_mib=64, url=depot.url, name=depot.name)
     engine.tell("meet")
     # What was stored before a restart may be anybody's.
@@ -286,8 +285,7 @@ def test_a_mismatch_is_found_once_a_killed_server_is_back(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     def again(depot: Depot) -> Depot:
-        depot.process.kill()
-        depot.process.wait()
+        depot.process.kill(), depot.process.wait()
         started = start_depot("--verify-hits", "1", "--verify", "off", arena_mib=64, url=depot.url, name=depot.name)
         engine.tell("meet")
         return started

@@ -108,10 +108,11 @@ def _read(file: str) -> Prompts:
 
 class TestedEngine:
     """One engine, as a group of child processes. about: its description, once it has started. probes: a prompt for the
-    model and each adapter that is not measured."""
+    model and each adapter that is not measured. is_able: whether its arguments are right."""
 
     about: Description
     probes: Sequence[Case] = ()
+    is_able = False
 
     def __init__(self, log: Path, url: str, words: Sequence[str], inside: Sequence[str] = ()) -> None:
         """log: gets what vLLM says. words: vLLM's arguments. inside: a prefix of the command."""
@@ -153,7 +154,7 @@ class TestedEngine:
         log = [clean(line) for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]
         causes = "\n".join(([each for each in log if "Error" in each] or log)[-5:])
         said = clean(found["error"]) if line else "it has ended" if is_there else "it does not answer"
-        kind = Unavailable if self.probes else ConfigError  # once it has started, its arguments are right
+        kind = Unavailable if self.is_able else ConfigError
         raise kind(f"the engine failed: {said}\n{causes}")
 
     def close(self) -> None:
@@ -259,7 +260,8 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
             update(f"engine {name}: vLLM loads the model", 0, 0)
             engine = stack.enter_context(closing(TestedEngine(folder / f"{name}.log", server.url, words)))
             for probe in engine.start().probes:
-                engine.run(probe, source="nothing")  # an engine's first calls are slower
+                engine.run(probe, source="nothing")  # an engine's first calls are slower, and load an adapter
+            engine.is_able = True
             return engine
 
         try:
@@ -337,7 +339,7 @@ def _generate(engine: TestedEngine, length: int, seed: int) -> list[int]:
 def make_cases(engine: TestedEngine, chunk: int, prompts: Prompts) -> Iterator[Case]:
     """The prompts, cut so that less than a block follows whole chunks, for the model and then for each adapter.
 
-    Raises ConfigError for a prompt that is shorter than a chunk.
+    Raises ConfigError for a prompt that is too short, or too long.
     """
     block, found = engine.about.block_tokens, []
     for number, each in enumerate(prompts, 1):
@@ -345,9 +347,9 @@ def make_cases(engine: TestedEngine, chunk: int, prompts: Prompts) -> Iterator[C
             each = _generate(engine, each // chunk * chunk + min(_OVER, block - 1), number)
         tokens = engine.encode(each) if isinstance(each, str) else each
         found.append(tokens[: len(tokens) - max(0, (len(tokens) - 1) % chunk - block + 1)])
-        if len(tokens) <= chunk:
-            least = f"{chunk + 1} tokens, one more than a chunk"
-            raise ConfigError(f"prompt {number} is too short: certify needs at least {least}")
+        if not chunk < len(tokens) <= (most := engine.about.longest - _NEW_TOKENS):
+            least = f"one more than a chunk, and at most {most}, which leaves room for an answer"
+            raise ConfigError(f"prompt {number} has {len(tokens)} tokens; give at least {chunk + 1}, {least}")
     for adapter, name in enumerate(["", *engine.about.adapters]):
         for number, tokens in enumerate(found, 1):
             yield Case(f"{number}: {len(tokens):,} tokens{name and f', {name}'}", tokens, adapter)

@@ -16,7 +16,7 @@ from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.status import Mismatch
+from kvdepot.protocol.status import MOST_NAME, Mismatch
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
@@ -36,7 +36,7 @@ def inspect(source: options.PromptSource, compares: bool, server: options.Addres
     has none of the chunks.
 
     --compare needs no prompt, and lists the parts of a chunk in the order of the engine's KV tensors: which layers
-    differ? Exit code 1 if no chunk differed.
+    differ? (Tensors that are adjacent in memory are one part.) Exit code 1 if no chunk differed.
     """
     if compares:
         return _compare(source, server, as_json)
@@ -103,8 +103,8 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
 
 
 def _compare(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
-    if source.tokens or source.hashes:
-        raise click.UsageError("--compare needs no prompt: leave out --tokens and --hashes")
+    if source.tokens or source.hashes or source.salt:
+        raise click.UsageError("--compare needs no prompt: leave out --tokens, --hashes and --salt")
     with connect(server) as client:
         listed = [each for each in admin.status(client).mismatches if each.model.startswith(source.model)]
         found = [(each, _places(client, each)) for each in listed]
@@ -123,7 +123,7 @@ def _compare(source: options.PromptSource, server: options.Address, as_json: boo
 
 def _places(client: Client, mismatch: Mismatch) -> list[str]:
     found = admin.inspect(client, mismatch.model, bytes.fromhex(mismatch.chunk))
-    chunks = [each for each in found if each.tenant == mismatch.tenant]
+    chunks = [each for each in found if (each.tenant, each.model) == (mismatch.tenant, mismatch.model[:MOST_NAME])]
     return [*("memory" for _ in chunks[:1]), *dict.fromkeys(clean(tier) for each in chunks for tier in each.tiers)]
 
 

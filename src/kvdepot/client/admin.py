@@ -176,7 +176,7 @@ def leases(client: Client) -> list[LeaseStatus]:
 
 
 def inspect(client: Client, model: str, hashes: bytes) -> list[ChunkStatus]:
-    """Where the chunks with these hashes are, in memory; see wire.Inspect."""
+    """Where the chunks with these hashes are, in memory; see wire.Inspect. Raises Busy beyond `max_rate`."""
     step, found = MOST_HASHES * HASH_BYTES, list[ChunkStatus]()
     for at in range(0, len(hashes), step):
         found += _answer(client, wire.Inspect(model, hashes[at : at + step]), list[ChunkStatus])

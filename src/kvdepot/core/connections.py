@@ -123,8 +123,11 @@ class Connections:
     def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why) -> int:
         """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
         most = self._config.max_rate // _MOST_COST
-        leases = len(self._depot.leases) if isinstance(request, wire.Leases) else 0
-        return max(_STATUS_COST, min(_STATUS_COST + leases // _LEASES, most)) - 1
+        more = len(self._depot.leases) // _LEASES if isinstance(request, wire.Leases) else 0
+        if isinstance(request, wire.Inspect):
+            models = [each.model for each in self._depot.index.namespaces.all() if each.model.startswith(request.model)]
+            more = len(models) * len(request.hashes) // 256  # one per eight hashes of 32 bytes
+        return max(_STATUS_COST, min(_STATUS_COST + more, most)) - 1
 
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:

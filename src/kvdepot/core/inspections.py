@@ -1,7 +1,7 @@
 """Answers of `Inspect`: where chunks of one prompt are, made on request.
 
-Called by core/depot.py on the deciding thread, which it occupies for about a millisecond at most: clients ask for long
-prompts in pieces. Changes nothing.
+Called by core/depot.py on the deciding thread. Clients ask for long prompts in pieces, each of which takes less than a
+millisecond unless hundreds of models match. Changes nothing.
 """
 
 from __future__ import annotations

@@ -41,10 +41,6 @@ class _Sum:
         self.found += found
         self.reused += reused
 
-    def add_shards(self, compared: int, differing: int) -> None:
-        self.compared += compared
-        self.differing += differing
-
 
 class Usages:
     """The tokens of one depot."""
@@ -100,8 +96,7 @@ class Usages:
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False
     ) -> _Sum:
-        """Add tokens of one request of a tenant and model; with 0 of all, the series of both begin at 0. Returns the
-        entry that counts them.
+        """Add tokens of one request of a tenant and model, and return their entry; with 0 of all, its series begin.
 
         is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
         """
@@ -120,7 +115,8 @@ class Usages:
 
     def compare(self, tenant: str, model: str, compared: int, differing: int) -> None:
         """Count shards of a model with chunks that were compared with what an engine computed."""
-        self.count(tenant, model, is_known=True).add_shards(compared, differing)
+        entry = self.count(tenant, model, is_known=True)
+        entry.compared, entry.differing = entry.compared + compared, entry.differing + differing
 
     def _models(self) -> int:
         """The number of models with an entry."""
@@ -149,7 +145,7 @@ def _summed(entries: list[tuple[str, str, _Sum]]) -> list[Usage]:
     for tenant, model, each in entries:
         entry = shown.setdefault((tenant, model), _Sum())
         entry.add(each.asked, each.found, each.reused)
-        entry.add_shards(each.compared, each.differing)
+        entry.compared, entry.differing = entry.compared + each.compared, entry.differing + each.differing
         entry.answers = each.answers if model else None
     return [
         Usage(key[0], each.asked, each.found, each.reused, key[1], each.answers, each.compared, each.differing)

@@ -76,11 +76,10 @@ class Verification:
             self.counters["differing_chunks"] += differing
             mismatch = self._describe(operation, chunk.shards[rank].writer)
             mismatch.model, mismatch.tenant = chunk.namespace.model, chunk.namespace.tenant
-            mismatch.chunk, mismatch.rank = chunk.key.hex(), rank
-            mismatch.chunks, mismatch.worst, mismatch.limit = differing, min(found, 1e9), request.limit
-            mismatch.is_sample = request.is_sample
-            parts = operation.differences[i][:256]
-            mismatch.parts = [None if math.isnan(part) else min(part, 1e9) for part in parts]
+            mismatch.chunk, mismatch.rank, mismatch.is_sample = chunk.key.hex(), rank, request.is_sample
+            mismatch.chunks, mismatch.worst = differing, min(found, 1e9)
+            mismatch.limit = 1e8 if request.has_experts and chunk.position != 1 else request.limit
+            mismatch.parts = [None if math.isnan(each) else min(each, 1e9) for each in operation.differences[i][:1024]]
             self._accuse(mismatch, chunk.namespace)
         return wire.Comparison(len(there), found, unknown)
 

@@ -48,7 +48,7 @@ _BLOCK_SHARE = 4
 _EVERY = 5
 """The step between compared tiles of a long row; no divisor of what keys, values and heads alternate by."""
 _MANY = 512
-_RUN, _UNRELATED = 64, 0.75
+_RUN, _UNRELATED = 32, 0.75
 """Neighbouring tiles, and the number that three in four of them exceed if they have nothing in common."""
 _FLOOR = 1e-3
 """Tiles smaller than this, relative to the mean tile of their part, count as if they had this size."""
@@ -89,10 +89,11 @@ def _mean(tiles: Numbers) -> float:
 
 def _least(tiles: Numbers) -> float:
     """The same for models with experts."""
-    size = min(_RUN, tiles.shape[1])
-    runs = tiles[:, : tiles.shape[1] // size * size].reshape(-1, size)
-    if np.quantile(runs, 0.25, axis=1).max() > _UNRELATED:
-        return math.inf
+    if tiles.size >= _RUN:
+        every = np.lib.stride_tricks.sliding_window_view(tiles.reshape(-1), _RUN)
+        runs = np.concatenate([every[:: _RUN // 4], every[-1:]])
+        if np.quantile(runs, 0.25, axis=1).max() > _UNRELATED:
+            return math.inf
     return float(np.quantile(tiles, 0.1))
 
 

@@ -248,8 +248,8 @@ class Mismatch(msgspec.Struct):
     engine: that computed it. writer: the engine that had stored the chunk, or why it is not known. facts: `name: value
     of the first | value of the second`, of those in which they differ. chunk: the hash of the chunk that differs most,
     by `worst`; `chunks` differ by more than `limit`. parts: the difference of each part of that chunk, in the order of
-    its bytes, at most 256; None if its data type is not known. A part is what one tensor of the engine has of
-    a block, or its keys or values alone. is_sample: whether it put the model into quarantine.
+    its bytes, at most 1,024; None if its data type is not known. A part: what a tensor, its keys or values alone, or
+    tensors that are adjacent in memory have of a block. is_sample: whether it put the model into quarantine.
     """
 
     wall_s: float

@@ -374,8 +374,8 @@ class Inspect(_Message, frozen=True):
     """Ask where the chunks with these hashes are.
 
     Answer: a list of chunks.ChunkStatus of the chunks in memory, of models whose names have this prefix and of the
-    client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest for more than 64 hashes,
-    or chunks beyond 1,024.
+    client's tenant, if it has one; by namespace, each in the order of the prompt. BadRequest for more than 16 hashes,
+    or chunks beyond 2,048.
     """
 
     model: str = ""

@@ -137,7 +137,7 @@ def _listen(lines: TextIO, commands: queue.Queue[str]) -> None:
 
 def main() -> None:
     lines, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of its other processes, or the socket would outlive this one
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of processes that it spawns
 
     def answer(value: object) -> None:
         print(json.dumps(msgspec.to_builtins(value)), file=answers, flush=True)  # msgspec's own JSON has no inf

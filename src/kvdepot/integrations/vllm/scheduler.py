@@ -557,8 +557,8 @@ class SchedulerHalf:
         # Requests may have stored what new weights computed, under the name of the old ones. If there are none, the
         # namespace stays: other engines of the run may have stored KV of the next version.
         keeps = bool(self._weights.run) and not self._tracked and not self._weights.is_mixed
-        self._weights.is_mixed = False
         is_forgotten = keeps or admin.reset(self._depot.client, self._model)
+        self._weights.is_mixed &= not is_forgotten
         self._void_stores(None if keeps else wire.Forget(self._model))
         return is_forgotten
 
