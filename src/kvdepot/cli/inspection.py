@@ -35,8 +35,8 @@ def inspect(source: options.PromptSource, compares: bool, server: options.Addres
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
     has none of the chunks.
 
-    --compare needs no prompt, and lists the parts of a chunk in the order of the engine's KV tensors: which layers
-    differ? (Tensors that are adjacent in memory are one part.) Exit code 1 if no chunk differed.
+    --compare needs no prompt. It shows where these chunks are, and which of their parts differ, in the order of the
+    engine's KV tensors (tensors that are adjacent in memory are one part). Exit code 1 if no chunk differed.
     """
     if compares:
         return _compare(source, server, as_json)
@@ -135,6 +135,6 @@ def _parts(mismatch: Mismatch) -> Listing:
     parts = [(number, part) for number, part in enumerate(mismatch.parts, 1) if part is not None]
     for differs, run in groupby(parts, lambda each: each[1] > mismatch.limit):
         numbers, found = zip(*run, strict=True)
-        said = f"above the limit of {mismatch.limit:.2g}" if differs else "equal within rounding"
+        said = f"above the limit of {mismatch.limit:.2g}" if differs else "within the limit"
         rows.append((ranges(list(numbers)), f"{min(found):.2g}", f"{max(found):.2g}", said))
     return Listing((f"part of {len(mismatch.parts)}", ">smallest difference", ">largest", ""), rows)
