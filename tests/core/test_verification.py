@@ -86,7 +86,7 @@ def test_experts_are_held_to_the_limit_in_the_first_chunk_of_a_prompt(desk: Desk
 
 
 def test_an_engine_that_differs_is_named_beside_the_other(desk: Desk) -> None:
-    parts = [0.1, float("nan"), float("inf")]
+    parts = [float("inf"), 0.1, float("nan"), float("inf")]  # the largest, then those of the parts
     assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, parts, 0.0) == wire.Comparison(4, float("inf"))
     status = desk.depot.status()
     for (usage,) in (status.usage, status.model_usage):

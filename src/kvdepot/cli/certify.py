@@ -97,7 +97,7 @@ def _read(file: str) -> Prompts:
         return list(map(int, file.split(",")))
     try:
         lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        is_list = re.compile(r"\[\s*\d").match
+        is_list = re.compile(r"\[\s*[-\d\]]").match
         found = [msgspec.json.decode(line, type=list[int]) if is_list(line) else line for line in lines]
     except (OSError, ValueError) as exc:
         raise ConfigError(f"--prompts: {file}: {exc}") from exc

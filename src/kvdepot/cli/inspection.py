@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @click.command(epilog=options.PROMPT)
 @options.prompt
-@click.option("--compare", "compares", is_flag=True, help="the chunks that `kvdepot verify` lists, and how much each "
-              "part of them differs from what an engine computed")  # fmt: skip
+@click.option("--compare", "compares", is_flag=True, help="where the chunks are that `kvdepot verify` lists, and how "
+              "much each part of them differs from what an engine computed")  # fmt: skip
 @options.server
 @options.as_json
 def inspect(source: options.PromptSource, compares: bool, server: options.Address, as_json: bool) -> int:
@@ -35,8 +35,8 @@ def inspect(source: options.PromptSource, compares: bool, server: options.Addres
     have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
     has none of the chunks.
 
-    --compare needs no prompt. It shows where these chunks are, and which of their parts differ, in the order of the
-    engine's KV tensors (tensors that are adjacent in memory are one part). Exit code 1 if no chunk differed.
+    --compare needs no prompt. Parts are in the order of the engine's KV tensors; tensors that are adjacent in memory
+    are one part. Exit code 1 if no chunk differed.
     """
     if compares:
         return _compare(source, server, as_json)

@@ -58,10 +58,9 @@ class Verification:
         request = operation.comparison
         assert request is not None
         worst: dict[int, float] = {}
-        for i, parts in operation.differences.items():
+        for i, (found, *_) in operation.differences.items():
             chunk, rank = operation.chunks[i]
             if chunk.shards[rank].sealed and not is_forgotten(chunk):
-                found = max((part for part in parts if not math.isnan(part)), default=math.nan)
                 # Experts are chosen by rounding: behind a prompt's first chunk, only what has nothing in common counts.
                 worst[i] = 0.0 if request.has_experts and chunk.position != 1 and found < math.inf else found
         there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
@@ -79,7 +78,7 @@ class Verification:
             mismatch.chunk, mismatch.rank, mismatch.is_sample = chunk.key.hex(), rank, request.is_sample
             mismatch.chunks, mismatch.worst = differing, min(found, 1e9)
             mismatch.limit = 1e8 if request.has_experts and chunk.position != 1 else request.limit
-            mismatch.parts = [None if math.isnan(each) else min(each, 1e9) for each in operation.differences[i][:1024]]
+            mismatch.parts = [None if math.isnan(x) else min(x, 1e9) for x in operation.differences[i][1:1025]]
             self._accuse(mismatch, chunk.namespace)
         return wire.Comparison(len(there), found, unknown)
 

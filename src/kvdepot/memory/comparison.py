@@ -98,9 +98,9 @@ def _least(tiles: Numbers) -> float:
 
 
 def compare(arena: Memory, task: Copy, judge: Callable[[Numbers], float] = _mean) -> list[list[float]] | None:
-    """The differences of each piece, whose extents hold a stored chunk: one for each of its parts, in the order of
-    their bytes; NaN if its data type is not known. [0.0] if the bytes are equal, CORRUPT if they and the checksum
-    differ.
+    """The differences of each piece, whose extents hold a stored chunk: the largest, then one for each of its parts, in
+    the order of their bytes; NaN if no data type, or its, is known. [0.0] if the bytes are equal, CORRUPT if they and
+    the checksum differ.
 
     Returns None if the blocks may have been overwritten. Blocks while it copies and compares. Raises DeviceError.
     """
@@ -123,7 +123,8 @@ def compare(arena: Memory, task: Copy, judge: Callable[[Numbers], float] = _mean
             continue
         pairs = [(part.numbers, part.of(whole, blocks), part.of(computed, blocks)) for part in _parts(layout)]
         tiles = [_differences(*pair) if _fits(*pair[:2]) else None for pair in pairs]
-        found.append([math.nan if each is None else judge(each) if each.size else math.inf for each in tiles])
+        parts = [math.nan if each is None else judge(each) if each.size else math.inf for each in tiles]
+        found.append([max((part for part in parts if not math.isnan(part)), default=math.nan), *parts])
     return found
 
 
