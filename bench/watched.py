@@ -10,11 +10,12 @@ import gc
 import os
 import subprocess
 import time
+import urllib.request
 from typing import Any
 
 import numpy as np
 import zmq
-from common import Echo, Peer, Scale, Serve, free_port, listening_at, say
+from common import READY_S, Echo, Peer, Scale, Serve, free_port, say
 from lookups import BLOCK_TOKENS, MODEL, fill
 from report import Figure, at_most, below
 
@@ -47,7 +48,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         prompts = fill(context, server.url, chunks, np.random.default_rng(17))
         status = _status(context, server.url, echo, scale.watched_runs)
         command = _command(server.url, scale.watched_runs)
-        listening_at(port)
+        _wait_for_status(port)
         readers = Peer("readers", str(port), str(_PAGES))
         if readers.hear() != "ready":
             raise RuntimeError("the readers do not begin")
@@ -74,6 +75,19 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         below("status with 1M chunks, asked by a client", "ms", *status, 100),
         below("status with 1M chunks, kvdepot status --json", "ms", *command, 100),
     ]
+
+
+def _wait_for_status(port: int) -> None:
+    """Wait until the web process, which has listened before it has asked the server, serves a status."""
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=READY_S).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _rounds(

@@ -158,20 +158,20 @@ class TestedEngine:
         raise kind(f"the engine failed: {said}\n{causes}")
 
     def close(self) -> None:
-        """End its processes, by force those that do not end in time, whose shared memory is then removed."""
-        deadline = time.monotonic() + _END_S
+        """End its processes, by force those that do not end in time, and remove the shared memory that they leave."""
+        deadline, left = time.monotonic() + _END_S, set[Path]()
         with self._channel, contextlib.suppress(OSError):
             self._lines.close()
         with contextlib.suppress(ProcessLookupError):
             while time.monotonic() < deadline:
                 self._process.poll()
                 os.killpg(self._process.pid, 0)
+                left |= _shared_memory(self._process.pid)
                 time.sleep(0.05)
-            left = _shared_memory(self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
-            for file in left:
-                file.unlink(missing_ok=True)
         self._process.wait(_END_S)
+        for file in left:  # vLLM also kills its processes itself
+            file.unlink(missing_ok=True)
 
 
 def _shared_memory(group: int) -> set[Path]:
