@@ -75,6 +75,7 @@ class Connection:
         watches the server of an arena and incarnation, or raises a KVDepotError."""
         self.phase = Phase.APART
         self.incarnation = b""  # of the server that last welcomed us
+        self.arena = "", b""  # its name, and that incarnation
         self.welcome = wire.Welcome(wire.VERSION, 0)  # the last one; a chunk size of 0 before the first
         self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self._until = 0.0  # the phase's deadline
@@ -268,6 +269,7 @@ class Connection:
             log.info("reconnected to %s; registering again", self._url)
         server = self._handshake.finish()
         self.incarnation = server.incarnation
+        self.arena = server.arena, server.incarnation
         # What follows is sent before the parked requests: what is unanswered when it is answered never will be.
         pending, held = self.requests.pending, self._servers.held_copies()
         self._unanswered = [number for number in pending if number not in self.requests.parked]

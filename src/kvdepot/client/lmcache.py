@@ -30,7 +30,6 @@ from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
-from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
 
@@ -206,15 +205,13 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
-    def end_session(
-        self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
-    ) -> None:
+    def end_session(self, request_id: str, *report: Any) -> None:
         """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
-        saved_tokens, saved_s, asked: see wire.EndSession.
+        report: see SchedulerClient.end_session.
         """
         self.mq_client.chains.drop(request_id)
-        super().end_session(request_id, saved_tokens, saved_s, asked)
+        super().end_session(request_id, *report)
 
     def shutdown(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""

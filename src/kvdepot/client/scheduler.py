@@ -34,11 +34,14 @@ class Pending(msgspec.Struct, frozen=True):
 
 class Cached(msgspec.Struct, frozen=True):
     """The server has the first `tokens` of the prompt, in whole chunks, and those up to tail number `tail` of the
-    lookup; 0 is a miss. is_own: whether the client's `writer` has stored all of that."""
+    lookup; 0 is a miss. is_own: whether the client's `writer` has stored all of that. held: where the last of these
+    chunks are in the arena of the server's run `incarnation`, as long as the request has its session."""
 
     tokens: int
     tail: int | None = None
     is_own: bool = False
+    held: wire.Held | None = None
+    incarnation: bytes = b""
 
 
 class Unanswered(msgspec.Struct, frozen=True):
@@ -62,6 +65,7 @@ class SubmittedLookup:
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
     is_own: bool = False  # as in Cached
+    held: wire.Held | None = None  # as in Cached
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was held back
 
@@ -75,7 +79,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
-        self.writer = ""  # as in wire.Lookup, for `submit`
+        self.writer, self.places = "", 0  # as in wire.Lookup, for `submit`
         self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
@@ -96,7 +100,12 @@ class SchedulerClient:
         if request_id not in self._lookups:
             message = prompt.lookup(request_id, readers or self.spec.world_size)
             message = msgspec.structs.replace(
-                message, reports=self._reports, speed=self.speed, queued=self._reports, writer=self.writer
+                message,
+                reports=self._reports,
+                speed=self.speed,
+                queued=self._reports,
+                writer=self.writer,
+                places=self.places,
             )
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
@@ -109,9 +118,13 @@ class SchedulerClient:
 
         def take(value: object) -> int:
             lookup.incarnation = client.incarnation
-            pair: list[object] = value if isinstance(value, list) else [value]
-            lookup.is_own = pair[1:] == [True]
-            return check_type(pair[0] if pair else None, int)
+            parts: list[object] = value if isinstance(value, list) else [value]
+            lookup.is_own = parts[1:2] == [True]
+            try:
+                lookup.held = msgspec.convert(parts[2], wire.Held | None) if len(parts) > 2 else None
+            except msgspec.ValidationError as exc:
+                raise ProtocolError(f"the server's places of chunks are malformed: {exc}") from exc
+            return check_type(parts[0] if parts else None, int)
 
         lookup.future = client.ask(lookup.message, take, deadline_s=None if lookup.message.queued else LOOKUP_S)
 
@@ -132,7 +145,9 @@ class SchedulerClient:
                 if tail >= len(lookup.message.tails):
                     raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
                 found = lookup.message.tails[tail].chunks
-            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.is_own)
+            lookup.outcome = Cached(
+                found * self.spec.chunk_tokens, tail, lookup.is_own, lookup.held, lookup.incarnation
+            )
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc
@@ -196,12 +211,17 @@ class SchedulerClient:
         self._lookups.pop(request_id, None)
 
     def end_session(
-        self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0, asked: wire.Asked = wire.NOTHING_ASKED
+        self,
+        request_id: str,
+        saved_tokens: int = 0,
+        saved_s: float = 0.0,
+        asked: wire.Asked = wire.NOTHING_ASKED,
+        copied: tuple[int, int] = (0, 0),
     ) -> None:
-        """End the request's session, which releases the pins that it still holds. Never blocks. Arguments: see
-        wire.EndSession."""
+        """End the request's session, which releases the pins that it still holds. Never blocks. copied: shards, and
+        their bytes. Other arguments: see wire.EndSession."""
         # No deadline: a live server must get it, however late.
-        report = wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked, self.answers)
+        report = wire.EndSession(request_id, saved_tokens, saved_s, self.spec.model, asked, self.answers, *copied)
         self.client.ask(report, deadline_s=None)
         self.client.pump()
 

@@ -44,6 +44,7 @@ class ServerRun:
     """A run of a server that has proved itself to us."""
 
     incarnation: bytes
+    arena: str
     watch: LifeWatch
     gone_at: float | None = None  # when its process was first seen to be gone
     copies: list[int] = field(default_factory=list)  # sent to it, and unanswered when its successor welcomed us
@@ -72,7 +73,7 @@ class Handshake:
         self.close()
         try:
             proof = msgspec.convert(answer, wire.Proof)
-            self.proved = ServerRun(incarnation, self._open_watch(proof.arena, incarnation))
+            self.proved = ServerRun(incarnation, proof.arena, self._open_watch(proof.arena, incarnation))
             return self._offer.accept(proof, incarnation, self.proved.watch.secret)
         except (Unavailable, msgspec.ValidationError) as exc:
             self.close()

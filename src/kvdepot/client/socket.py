@@ -231,6 +231,11 @@ class Client:
         return self._connection.incarnation
 
     @property
+    def arena(self) -> tuple[str, bytes]:
+        """The name of the arena of the server that last welcomed this client, and that run; empty before."""
+        return self._connection.arena
+
+    @property
     def heard(self) -> int:
         """Replies received and connections made so far."""
         return self._connection.heard

@@ -130,7 +130,7 @@ class WorkerClient:
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
         self.origin = origin or Origin()
-        self._block_bytes: list[int] = []  # by KV cache group
+        self.layouts: Sequence[Layout] = ()  # of the registered tensors, by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._warned: set[type[KVDepotError]] = set()  # errors of stores that were logged
@@ -147,7 +147,7 @@ class WorkerClient:
         once it is there.
         """
         messages = self.spec.register(self.instance_id, layouts, self.origin)
-        self._block_bytes = [layout.block_bytes for layout in layouts]
+        self.layouts = list(layouts)
         if kv_caches is not None:
             self.kv_caches = kv_caches
         for answer in [self.client.ask(message) for message in messages]:
@@ -155,7 +155,7 @@ class WorkerClient:
 
     def cancel_registration(self) -> None:
         """Have no server map the tensors, after a registration that has failed. Never blocks."""
-        for group in range(len(self._block_bytes)):
+        for group in range(len(self.layouts)):
             self.client.ask(wire.Unregister(self.instance_id + group))
 
     def unregister(self, timeout_s: float) -> None:
@@ -174,7 +174,7 @@ class WorkerClient:
         self._withdraw(instance, timeout_s)
 
     def _withdraw(self, instance: int, timeout_s: float) -> None:
-        groups = range(max(1, len(self._block_bytes)))
+        groups = range(max(1, len(self.layouts)))
         answers = [self.client.ask(wire.Unregister(instance + group), deadline_s=timeout_s) for group in groups]
         self.client.wait(lambda: all(answer.query() for answer in answers), timeout_s)
         for answer in answers:
@@ -338,7 +338,7 @@ class WorkerClient:
 
     def _bytes_of(self, transfer: Transfer) -> int:
         """Bytes of one block of the transfer's KV cache group."""
-        return self._block_bytes[transfer.group] if self._block_bytes else 0
+        return self.layouts[transfer.group].block_bytes if self.layouts else 0
 
     def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int) -> None:
         """Report an operation. done: chunks that were copied."""

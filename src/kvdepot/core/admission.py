@@ -13,7 +13,7 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
-_MOST_SAVED = 1 << 32
+_MOST_SAVED, _MOST_COPIED = 1 << 32, 1 << 50
 """The most tokens, or seconds, that one request may report."""
 _MOST_MODE = 16
 """The most characters of an engine's `save_decode`."""
@@ -45,6 +45,8 @@ def check_lookup(request: wire.Lookup) -> None:
         raise BadRequest(f"{request.speed} tokens per second")
     if not 0 <= request.own <= len(request.hashes) // HASH_BYTES:
         raise BadRequest(f"{request.own} chunks of the engine's own among {len(request.hashes) // HASH_BYTES}")
+    if not 0 <= request.places <= wire.MAX_PLACES:
+        raise BadRequest(f"places of {request.places} chunks are not between 0 and {wire.MAX_PLACES}")
     if not request.tails:
         return
     if len(request.tails) > wire.MAX_TAILS:
@@ -73,6 +75,8 @@ def check_report(request: wire.EndSession) -> None:
     check_names("", request.model)
     if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
         raise BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
+    if not (0 <= request.copied <= _MOST_SAVED and 0 <= request.copied_bytes <= _MOST_COPIED):
+        raise BadRequest(f"{request.copied} shards of {request.copied_bytes} bytes are out of range")
     asked = request.asked
     if not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
         raise BadRequest(f"{asked} is out of range")

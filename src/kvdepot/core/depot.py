@@ -347,6 +347,8 @@ class Depot:
             self.counters["errors"] += 1
             return exc
         self.usages.report(client, request)
+        self.counters["retrieved_chunks"] += request.copied
+        self.transfers.retrieved_bytes += request.copied_bytes
         self.trails.ended(client, request)
         return None
 

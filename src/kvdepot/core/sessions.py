@@ -260,8 +260,9 @@ class Sessions:
         try:
             value = self._answer(pending, match)
             found = matched
-            if lookup.writer and pending.lease is None:
-                value = [value, is_stored_by(match, lookup.writer)]
+            if (lookup.writer or lookup.places) and pending.lease is None:
+                places = [self._places(match, lookup)] if lookup.places else []
+                value = [value, bool(lookup.writer) and is_stored_by(match, lookup.writer), *places]
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 self._trails.looked_up(pending, match, self._tokens(lookup))
@@ -313,6 +314,19 @@ class Sessions:
             return self._leases.begin(pending.lease, match.pins, match.chunks)
         self._pin(pending, match)
         return match.answer
+
+    def _places(self, match: Match, lookup: wire.Lookup) -> wire.Held | None:
+        """Where the last chunks of a match are, if an engine may copy them itself: all of them, and without a check."""
+        is_plain = len(match.namespaces) == 1 and match.namespaces[0].is_simple and match.tail is None
+        if not (is_plain and match.chunks and lookup.pins) or self._config.verify == "always":
+            return None
+        first, namespace = max(0, match.chunks - lookup.places), match.namespaces[0]
+        hashes = lookup.hashes[first * HASH_BYTES : match.chunks * HASH_BYTES]
+        chunks = [namespace.chunks[hashes[at : at + HASH_BYTES]] for at in range(0, len(hashes), HASH_BYTES)]
+        of_ranks = [[chunk.shards[rank] for chunk in chunks] for rank in range(namespace.world_size)]
+        sizes = {shard.size for shards in of_ranks for shard in shards}
+        ranks = [[(shard.extents, shard.checksum) for shard in shards] for shards in of_ranks]
+        return wire.Held(first, sizes.pop(), ranks) if len(sizes) == 1 else None
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:
         """Pin the matched chunks, if the lookup wants that. Raises Busy if max_pins would be exceeded."""

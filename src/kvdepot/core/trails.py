@@ -115,6 +115,7 @@ class Trails:
         asked, trail = request.asked, self._trails.get((client.tenant, request.request))
         if trail is not None:
             _add(trail.engine, {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found})
+            _add(trail.shards, {"loaded": request.copied})
 
     def failed(self, client: Client, request: wire.Request, error: KVDepotError) -> None:
         """Record the error that answers a lookup, store, retrieve or end of requests."""

@@ -7,6 +7,7 @@ The client calls `share`, with torch tensors, which it may have made under `zero
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import itertools
@@ -272,6 +273,19 @@ class HostTensors(Mapped):
         entering = _Entering([(view.ctypes.data, len(view)) for view in views], keep=None)
         rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return cls(layout, stacks=_stacks(rows), _files=files, _entering=entering)
+
+    @classmethod
+    def of_process(cls, layout: Layout, tensors: Iterable[torch.Tensor]) -> HostTensors:
+        """Tensors that this process has shared, in the mappings that it uses itself, whose pages are entered."""
+        ends = {}
+        for storage in {each.data_ptr(): each for each in (tensor.untyped_storage() for tensor in tensors)}.values():
+            _, file, size = storage._share_filename_cpu_()
+            ends[file.decode().lstrip("/")] = storage.data_ptr() + size
+        views = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * each.size).from_address(ends[each.name] - each.size))
+            for each in layout.mappings
+        ]
+        return cls(layout, stacks=_stacks([_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]))
 
     def whole(self) -> bool:
         """Whether no file was truncated by its client: touching the missing pages would kill this process."""

@@ -67,20 +67,24 @@ class ArenaView:
             os.close(self._fd)
             self._fd = -1
 
-    def _begin_use(self) -> None:
+    def ensure(self, offset: int, size: int) -> bool:
+        """As copier.Memory: a server places nothing where its file has no memory."""
+        return True
+
+    def _begin_use(self, timeout_s: float) -> None:
         try:
-            if not locks.use(self._fd, _USE_S):
+            if not locks.use(self._fd, timeout_s):
                 raise Unavailable("the arena is being taken over by another server, which hangs")
         except OSError as exc:
             raise Unavailable(f"this kernel has no locks of open files (F_OFD_SETLK): {exc.strerror}") from exc
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy within: the arena's bytes. Blocks for moments. Raises Unavailable if the server has been replaced, or
-        where the kernel has no locks of open files."""
+    def use(self, timeout_s: float = _USE_S) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copy within: the arena's bytes. Blocks for `timeout_s` while another server takes the arena over. Raises
+        Unavailable if the server has been replaced, or where the kernel has no locks of open files."""
         with self._lock:
             if not self._users:
-                self._begin_use()
+                self._begin_use(timeout_s)
             self._users += 1
         try:
             header = ArenaHeader.read(self._fd, self.key[0])

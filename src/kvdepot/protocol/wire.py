@@ -33,6 +33,8 @@ MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
+MAX_PLACES = 64
+"""Chunks of which the answer to a lookup says where they are."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_GROUPS = 64
@@ -154,7 +156,8 @@ class Lookup(_Message, frozen=True):
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
     leading chunks that the engine's own cache has, which are not counted as asked for. writer: if it is not
-    empty, the answer is a pair, with whether this writer has stored all that was found.
+    empty, the answer is a list, with whether this writer has stored all that was found. places: if it is not 0, the
+    answer is a list of three: the third is `Held` for at most this many of the last chunks found, or None.
     """
 
     model: str
@@ -174,6 +177,7 @@ class Lookup(_Message, frozen=True):
     pins: bool = True
     own: int = 0
     writer: str = ""
+    places: int = 0
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -271,7 +275,7 @@ class EndSession(_Message, frozen=True):
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
     client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
-    it does not say.
+    it does not say. copied, copied_bytes: shards that its workers have copied themselves (`Held`), and their bytes.
     """
 
     request: str
@@ -280,6 +284,8 @@ class EndSession(_Message, frozen=True):
     model: str = ""
     asked: Asked = NOTHING_ASKED
     answers: AnswersStatus | None = None
+    copied: int = 0
+    copied_bytes: int = 0
 
 
 class ChunkSize(_Message, frozen=True):
@@ -499,6 +505,19 @@ class Placement(msgspec.Struct, array_like=True, frozen=True):
     arena: str
     boot: bytes
     places: list[Place]
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True):
+    """Where chunks of a lookup's answer are in the server's arena, for engines that copy them themselves. They stay
+    there while the request has its session, also if they are forgotten.
+
+    first: number of the first of these chunks. size: bytes of a shard. ranks: of each rank, the extents of its shards,
+    each with its checksum; 0: it has none.
+    """
+
+    first: int
+    size: int
+    ranks: list[list[tuple[tuple[tuple[int, int], ...], int]]]
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):

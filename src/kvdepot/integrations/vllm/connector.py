@@ -296,6 +296,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if kv_connector_metadata.model != self._process.model and self._worker.is_connected:
             self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
+        self._worker.map_arena()
         self._worker.store(kv_connector_metadata)
         if kv_connector_metadata.loads_early:  # so that most end within this step
             self._worker.start_loads(kv_connector_metadata)
@@ -313,6 +314,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Copy what the step needs: vLLM calls it before the step computes then, and otherwise at any time."""
+        self._worker.copy_loads(self._orders)
         if not self._orders.loads_early:
             self._worker.start_loads(self._orders)
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import CompareTerms
+from kvdepot.integrations.vllm.in_step import StepLoad
 
 Scope: TypeAlias = tuple[object, int, bool]
 """The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
@@ -54,6 +55,8 @@ class Orders(KVConnectorMetadata):
     """One transfer per KV cache group that needs any, by request."""
     own_loads: set[str] = field(default_factory=set)
     """Requests that may load only what this engine has stored."""
+    step_loads: list[StepLoad] = field(default_factory=list)
+    """Chunks that workers copy before the step computes."""
     stores: list[Transfer] = field(default_factory=list)
     checks: dict[int, Check] = field(default_factory=dict)
     """Comparisons to begin before the stores, by number (trust.py)."""
@@ -81,6 +84,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     compared: dict[int, list[Compared]] = field(default_factory=dict)
     """The findings of ranks, by number of the check."""
     step: int = 0
+    mapped: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    """By rank, the arena that it has mapped since the last report, and that server's run (in_step.py)."""
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 
@@ -92,5 +97,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for number, found in other.compared.items():
             self.compared.setdefault(number, []).extend(found)
         self.step = max(self.step, other.step)
+        self.mapped |= other.mapped
         self.shares_none |= other.shares_none
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
@@ -90,6 +90,10 @@ class PromptEnd(NamedTuple):
     key: bytes
 
 
+Report: TypeAlias = tuple[int, float, wire.Asked, tuple[int, int]]
+"""What is reported about a request; the arguments of `SchedulerClient.end_session`."""
+
+
 @dataclass
 class RequestLoad:
     """Chunks of a request that workers will load or are loading."""
@@ -130,6 +134,8 @@ class Tracked:
     draw: float = field(default_factory=random)
     """Decides whether its hit is sampled, however often vLLM asks."""
     may_load: bool = True
+    was_asked: bool = False
+    """Whether vLLM has asked for the answer to its lookup."""
     waits_since: float = 0.0
     """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet; infinity:
     the lookup was hurried."""
@@ -144,6 +150,12 @@ class Tracked:
     """The latest answer about its tokens, until vLLM schedules it."""
     asked: wire.Asked = wire.NOTHING_ASKED
     """Tokens that it asked for each time it was scheduled, not reported yet."""
+    held: wire.Held | None = None
+    """Where the chunks are that it is to load within the step that is being scheduled."""
+    copied_in: int = 0
+    """The last step within which it loads."""
+    copied: tuple[int, int] = (0, 0)
+    """Shards that it has loaded so, not reported yet, and their bytes."""
     stores_open: bool = False
     """Whether a worker stores its blocks, or may yet."""
 
@@ -162,10 +174,10 @@ class Tracked:
             self.asked = wire.Asked(before.tokens + new.tokens, before.found + new.found, before.own + new.own)
             self.offered = None
 
-    def take_report(self) -> tuple[int, float, wire.Asked]:
-        """The tokens and seconds saved, and what was asked, since the last call."""
-        report = self.saved_tokens, self.saved_s, self.asked
-        self.saved_tokens, self.saved_s, self.asked = 0, 0.0, wire.NOTHING_ASKED
+    def take_report(self) -> Report:
+        """The tokens and seconds saved, what was asked, and what was copied within steps, since the last call."""
+        report = self.saved_tokens, self.saved_s, self.asked, self.copied
+        self.saved_tokens, self.saved_s, self.asked, self.copied = 0, 0.0, wire.NOTHING_ASKED, (0, 0)
         return report
 
     def unsaved_chunks(self, end: int) -> range:

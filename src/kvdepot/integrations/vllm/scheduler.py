@@ -21,13 +21,15 @@ from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.transfer import PromptChunks, Transfer
 from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
+from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.plan import GroupPlan, StateBlock
+from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
 from kvdepot.integrations.vllm.requests import (
     ChunkRules,
     PromptEnd,
+    Report,
     RequestChunks,
     RequestLoad,
     Tracked,
@@ -56,9 +58,10 @@ log = init_logger(__name__)
 _HELD_S = 0.5
 """A request that has a seat waits for its lookup this long, or for the deadline of the server's tiers if that is later;
 then the lookup is hurried."""
-_ANSWER_S = 0.0005
-"""A step waits this long for pending lookups, all requests together: the server may take its time (docs/decisions.md,
-"Lookups wait for stores in progress"), and the requests that run must not."""
+_ANSWER_S, _FIRST_ANSWER_S = 0.0005, 0.002
+"""A step waits this long for pending lookups, and for those that it asks for the first time, all requests together: the
+server may take its time (docs/decisions.md, "Lookups wait for stores in progress"), and the requests that run must
+not."""
 
 
 class ConnectedParts(NamedTuple):
@@ -105,6 +108,8 @@ class SchedulerHalf:
         self._waited_s = 0.0  # for lookups, since the last step was built
         self._held, self._has_hurried = 0, False  # requests held back since then, and whether one was hurried
         self._seats = 1  # requests that vLLM may add to those of the last step
+        self._in_step = StepLoads(self._ranks)
+        self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
         self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
         self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
@@ -192,8 +197,9 @@ class SchedulerHalf:
         request = tracked.request
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
-        self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
+        self._depot.speed, tracked.waits_since, tracked.was_asked = self._prefill.speed, 0.0, False
         self._depot.writer = self._trust.writer(request, request.num_tokens)
+        self._depot.places = wire.MAX_PLACES if self._in_step.is_able else 0
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -220,6 +226,8 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
+        if tracked.copied_in > self._ended_step:
+            return None, False  # preempted, and its last load may not have been copied: its session goes on
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
             tracked.may_load = True
@@ -235,7 +243,8 @@ class SchedulerHalf:
         if not tracked.may_load or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
-        outcome = self._depot.wait_lookup(request.request_id, max(0.0, _ANSWER_S - self._waited_s))
+        limit_s, tracked.was_asked = _ANSWER_S if tracked.was_asked else _FIRST_ANSWER_S, True
+        outcome = self._depot.wait_lookup(request.request_id, max(0.0, limit_s - self._waited_s))
         self._waited_s += time.monotonic() - begun
         if isinstance(outcome, Pending):
             self._limit_wait(tracked, missing, begun)
@@ -258,7 +267,14 @@ class SchedulerHalf:
         tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
         found = cached, num_computed_tokens, request.num_tokens
         log.debug("request %s: %d tokens in the depot, %d in vLLM's own cache, of %d", request.request_id, *found)
-        return (new_tokens, True) if new_tokens > 0 else (0, False)
+        tracked.held = None
+        if new_tokens <= 0:
+            return 0, False
+        first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
+        if not isinstance(outcome, Cached) or not self._in_step.promise(outcome, first, end):
+            return new_tokens, True
+        tracked.held = outcome.held
+        return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
 
     def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
         """Wait for tiers, stores and room no longer than computing the missing tokens takes, or than tiers may take.
@@ -293,8 +309,15 @@ class SchedulerHalf:
         tokens, tail = tracked.local_tokens + num_external_tokens, tracked.tail
         is_tail = tail is not None and tail.tokens == tokens
         end, key = tokens // self._chunk_tokens + is_tail, tail.key if tail is not None and is_tail else b""
+        if tracked.held is not None:
+            end = -(-tokens // self._chunk_tokens)
         pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
+        if tracked.held is not None:
+            tracked.may_load = False
+            self._waiting.overwritten(targets)
+            self._load_in_step(tracked, pieces, num_external_tokens)
+            return
         transfers = [tracked.transfer(piece, key) for piece in pieces]
         tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens, tokens)
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
@@ -302,6 +325,25 @@ class SchedulerHalf:
         self._next.loads[request.request_id] = transfers
         if self._trust.writer(request, tokens):
             self._next.own_loads.add(request.request_id)
+
+    def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], tokens: int) -> None:
+        """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
+        held, tracked.held = tracked.held, None
+        assert held is not None
+        for piece in pieces:
+            span = slice(piece.first - held.first, piece.end - held.first)
+            ranks = [[extents for extents, _ in shards[span]] for shards in held.ranks]
+            load = StepLoad(tracked.request.request_id, self._in_step.run, piece.blocks, piece.skip, ranks, held.size)
+            self._next.step_loads.append(load)
+            shards = len(ranks) * (piece.end - piece.first)
+            tracked.copied = tracked.copied[0] + shards, tracked.copied[1] + shards * held.size
+        tracked.copied_in = self._step + 1
+        self._count_saved(tracked, tokens)
+
+    def _count_saved(self, tracked: Tracked, tokens: int) -> None:
+        """A request does not compute these tokens."""
+        tracked.saved_tokens += tokens
+        tracked.saved_s += tokens / self._prefill.speed if self._prefill.speed else 0.0
 
     def _load_ended(self, tracked: Tracked, load: RequestLoad) -> None:
         """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
@@ -311,8 +353,7 @@ class SchedulerHalf:
         """
         tracked.load = None
         if not load.has_failed:
-            tracked.saved_tokens += load.tokens
-            tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
+            self._count_saved(tracked, load.tokens)
             return
         request_id = tracked.request.request_id
         if self._trust.writer(tracked.request, load.end):  # it may have met another writer's chunk
@@ -348,6 +389,7 @@ class SchedulerHalf:
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
         orders.model = self._model
+        self._in_step.built(self._step, bool(orders.step_loads))
         ready = self._waiting.take(self._step)
         orders.checks = self._trust.order(ready)
         orders.stores = [store for each in ready if each.is_kept for store in each.stores]
@@ -369,7 +411,7 @@ class SchedulerHalf:
                     self._prepare_store(state, tracked, new_tokens)
                 except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                     self._stop_caching(request_id, exc)
-            if tracked.has_pins and request_id not in going:
+            if tracked.has_pins and request_id not in going and tracked.copied_in <= self._ended_step:
                 self._end_pins(tracked)
         return orders
 
@@ -458,6 +500,7 @@ class SchedulerHalf:
         self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
         self._shares_none |= report.shares_none
+        self._in_step.mapped(report.mapped)
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()
         self._step_ended(report.step, failed)
@@ -472,6 +515,10 @@ class SchedulerHalf:
         """A step's output is back: store what it completed, unless a failed load or a changed adapter may have made it
         wrong."""
         waiting, self._ended_step = self._waiting, max(step, self._ended_step)
+        self._in_step.ended(step)
+        ready, self._ending_later = self._ending_later, []
+        for copied_in, request_id, report in ready:
+            self._end_session(request_id, copied_in, report)
         # Only their own request has blocks of our loads, and it computes them again before anyone reads them.
         others = failed.difference(*(load.blocks for _, load in self._loads(self._tracked))) if failed else failed
         if others:
@@ -508,7 +555,7 @@ class SchedulerHalf:
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
         self._depot.answers = self._answers.status
-        self._depot.end_session(request_id, *tracked.take_report())
+        self._end_session(request_id, tracked.copied_in, tracked.take_report())
         self._leases.request_ended(tracked)
         tail = self._end_in_tail(tracked, tables)
         if self._answers.learns:
@@ -519,6 +566,13 @@ class SchedulerHalf:
         self._closing.add(request_id)
         (self._ending if self._waiting.waits(request_id) else self._next.ended).add(request_id)
         return True
+
+    def _end_session(self, request_id: str, copied_in: int, report: Report) -> None:
+        """End a request's session, once no worker copies its chunks any more. Another request may have its id then."""
+        if copied_in > self._ended_step:
+            self._ending_later.append((copied_in, request_id, report))
+        elif request_id not in self._tracked:
+            self._depot.end_session(request_id, *report)
 
     def _end_in_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> PromptEnd | None:
         """Store the end of a request that a later prompt may continue. Returns the tail, stored or not, if it has one.
@@ -583,4 +637,5 @@ class SchedulerHalf:
                 self._forget_again = self._step + 1, forget
 
     def shutdown(self) -> None:
+        self._in_step.close()
         self._depot.close()

@@ -13,7 +13,9 @@ import torch
 from vllm.logger import init_logger
 
 from kvdepot.client.worker import Submitted, WorkerClient
+from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
+from kvdepot.integrations.vllm.in_step import StepCopies
 from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
@@ -54,6 +56,8 @@ class WorkerHalf:
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
         self._unknown: list[int] = []  # checks that were ordered without a connection
         self._gpu: torch.device | None = None  # that holds the KV, if one does
+        self._copies: StepCopies | None = None
+        self._reported = "", b""  # the arena that it has mapped, as far as the scheduler knows
 
     def __repr__(self) -> str:
         return f"<WorkerHalf of rank {self._rank}{'' if self.is_connected else ', not connected'}>"
@@ -81,6 +85,7 @@ class WorkerHalf:
         If the server does not confirm it, the memory behind the KV stays allocated until the server releases it or
         ends: vLLM frees addresses, and memory only once no process maps it.
         """
+        self._copies = None
         try:
             self._depot.unregister(_SLEEP_S)
         except KVDepotError as exc:
@@ -99,6 +104,22 @@ class WorkerHalf:
             self._depot.give_up_stores({*self._depot.stores, *self._depot.comparisons}, _PREEMPTION_S)
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
+
+    def map_arena(self) -> None:
+        """Map the server's arena, if `copy_loads` can use it; once for each server."""
+        if not self.is_connected:
+            return
+        client, layouts = self._depot.client, self._depot.layouts
+        if self._copies is None and self._gpu is None and len(layouts) == 1 and not self._depot.spec.groups:
+            self._copies = StepCopies(HostTensors.of_process(layouts[0], self._depot.kv_caches.values()))
+        if self._copies is not None:
+            self._copies.follow(client.arena)
+
+    def copy_loads(self, orders: Orders) -> None:
+        """Copy what this step loads within it (in_step.py). Blocks until it is there, whatever the server does."""
+        for load in orders.step_loads:
+            assert self._copies is not None, "this rank has mapped no arena"
+            self.stats.count(self._copies.copy(load, self._depot.spec.rank))
 
     def start_loads(self, orders: Orders) -> None:
         """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
@@ -179,6 +200,8 @@ class WorkerHalf:
     def take_report(self, orders: Orders) -> WorkerReport:
         """The stores that have ended since the last step, and the number of this step."""
         report = WorkerReport(step=orders.step, shares_none=self.shares_none)
+        if self._copies is not None and self._copies.arena != self._reported:
+            self._reported = report.mapped[self._rank] = self._copies.arena
         if orders.holds and not self.is_connected:
             report.ended[orders.step] = {self._rank}
         for step in [step for step, stores in self._storing.items() if all(each.done() for each in stores)]:

@@ -1,0 +1,154 @@
+"""Small loads within the step that computes the rest of the prompt: workers copy the chunks from the arena themselves.
+
+Used by scheduler.py and worker.py. A load by the server costs a request one step, because vLLM schedules the request
+once the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So
+such a load must not fail. Invariant: what the scheduler promises needs no server any more. All workers have mapped the
+arena, the request's session keeps its chunks there, and the scheduler uses the arena (memory/arena_view.py) until the
+step's output is back: no other server can give the memory to others before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+from vllm.logger import init_logger
+
+from kvdepot.client.scheduler import Cached
+from kvdepot.client.transfer import Operation
+from kvdepot.devices.cpu import HostTensors
+from kvdepot.errors import KVDepotError
+from kvdepot.memory import shm
+from kvdepot.memory.allocator import Extents
+from kvdepot.memory.arena_view import ArenaView
+from kvdepot.memory.copier import CopyPiece, checksum
+
+log = init_logger(__name__)
+
+_STEP_BYTES = 32 << 20
+"""A step copies at most this many bytes on each rank: the other requests of the step wait some 5 ms for them."""
+
+
+class StepLoad(NamedTuple):
+    """Chunks that workers are to copy before the step computes. blocks: of all of them; the first `skip` are not
+    written. run: the server's, in whose arena they are. ranks: of each rank, the extents of its shards. size: bytes of
+    a shard."""
+
+    request_id: str
+    run: bytes
+    blocks: list[int]
+    skip: int
+    ranks: list[list[Extents]]
+    size: int
+
+
+class StepLoads:
+    """The scheduler's part: it decides which loads happen within a step."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: workers that load."""
+        self._ranks = ranks
+        self._mapped: dict[int, tuple[str, bytes]] = {}  # the arena that a rank has mapped, and its server's run
+        self._view: ArenaView | None = None
+        self._use = ExitStack()
+        self._is_used = False
+        self._left = _STEP_BYTES  # of the step that is being scheduled
+        self._last = self._ended = 0  # the last step with such loads, and the last whose output is back
+
+    @property
+    def is_able(self) -> bool:
+        """Whether all ranks can copy from one arena."""
+        return len(self._mapped) == self._ranks and len({*self._mapped.values()}) == 1
+
+    def mapped(self, ranks: dict[int, tuple[str, bytes]]) -> None:
+        """Ranks have mapped an arena."""
+        self._mapped |= ranks
+
+    @property
+    def run(self) -> bytes:
+        """The run of a server whose arena all ranks have mapped; empty: none."""
+        return next(iter(self._mapped.values()))[1] if self.is_able else b""
+
+    def promise(self, found: Cached, first: int, end: int) -> bool:
+        """Whether chunks `[first, end)` of what was found are loaded within the step that is being scheduled."""
+        held, run = found.held, self.run
+        if held is None or not run or run != found.incarnation or first < held.first:
+            return False
+        arena, size = next(iter(self._mapped.values())), (end - first) * held.size
+        if size > self._left:
+            return False
+        try:
+            if self._view is None or self._view.key != arena:
+                self._view = ArenaView(*arena)
+            if not self._is_used:
+                self._use.enter_context(self._view.use(0.0))
+                self._is_used = True
+        except (KVDepotError, OSError, ValueError):  # another server takes the arena over, or has
+            return False
+        for shards in held.ranks:
+            for extents, known in shards[first - held.first : end - held.first]:
+                if known and checksum(self._view.bytes, extents, held.size) != known:
+                    return False  # the server finds that, too, and marks the chunk
+        self._left -= size
+        return True
+
+    def built(self, step: int, has_loads: bool) -> None:
+        """A step is scheduled, with such loads or without."""
+        self._left = _STEP_BYTES
+        if has_loads:
+            self._last = step
+        self._release()
+
+    def ended(self, step: int) -> None:
+        """The output of a step is back."""
+        self._ended = max(step, self._ended)
+        self._release()
+
+    def _release(self) -> None:
+        if self._is_used and self._last <= self._ended:
+            self._use.close()
+            self._is_used = False
+
+    def close(self) -> None:
+        self._use.close()
+
+
+class StepCopies:
+    """A worker's part: it has mapped the arena."""
+
+    def __init__(self, tensors: HostTensors) -> None:
+        """tensors: the paged KV of this process."""
+        self.arena = "", b""
+        """The arena that is mapped, and its server's run; empty: none."""
+        self._tensors = tensors
+        self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
+        self._tried = "", b""
+
+    def follow(self, arena: tuple[str, bytes]) -> None:
+        """Map the arena of the server that has welcomed this worker, unless that was tried before."""
+        if arena == self._tried:
+            return
+        self._tried = arena
+        try:
+            self._views = [*self._views[-1:], ArenaView(*arena)]
+            self.arena = arena
+        except (KVDepotError, OSError, ValueError) as exc:  # such as no address space
+            log.info("kvdepot: small loads take a step of their own: %s", exc)
+
+    def copy(self, load: StepLoad, rank: int) -> Operation:
+        """Copy the rank's shards into its blocks. Blocks until all bytes are there."""
+        began, places = time.monotonic(), load.ranks[rank]
+        view = next(view for view in self._views if view.key[1] == load.run)
+        base = view.bytes.ctypes.data
+        ids = np.array(load.blocks, np.intp).reshape(len(places), -1)
+        skips = [load.skip, *[0] * (len(places) - 1)]
+        pieces = [CopyPiece(*each) for each in zip(places, ids, skips, strict=True)]
+        for offset, length in (extent for extents in places for extent in extents):
+            page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            shm.enter_pages(base + page, offset - page + length)  # one by one, faults take ten times as long
+        self._tensors.move(view, pieces, False)
+        size = len(places) * load.size - load.skip * self._tensors.layout.block_bytes
+        return Operation("retrieve", [load.request_id], time.monotonic() - began, len(places), len(places), size)
