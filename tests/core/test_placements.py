@@ -65,6 +65,8 @@ class PlacementMachine(RuleBasedStateMachine):
         self.desk = Desk(PAGES, {"verify": verify}, lambda layout: CopiedByClient(layout, OWNER))
         self.bytes = np.zeros(PAGES * PAGE, np.uint8)
         self.asked: list[Asked] = []
+        self.held: dict[tuple[bytes, str], list[tuple[bytes, int]]] = {}  # keys and places, by client and request
+        self.verify = verify
         self.ask(b"one", prompt("a", 5), 5, True, True)
         self.hear()
         self._write(self.asked[0], PAGE)
@@ -121,7 +123,10 @@ class PlacementMachine(RuleBasedStateMachine):
         placed = [each for each in self.asked if each.placement is not None]
         writes = [start for each in placed if isinstance(each.request, wire.Store) for _, start in each.places()]
         reads = {start for each in placed if isinstance(each.request, wire.Retrieve) for _, start in each.places()}
+        held = [place for places in self.held.values() for place in places]
+        reads |= {start for _, start in held}
         assert len(set(writes)) == len(writes) and not reads & set(writes)
+        assert all(self.bytes[start : start + PAGE].tobytes() == truth(key) for key, start in held)
         self.desk.index.validate()
 
     @rule(data=st.data(), size=st.sampled_from([100, PAGE, PAGE]))
@@ -162,6 +167,30 @@ class PlacementMachine(RuleBasedStateMachine):
             assert isinstance(answer, bool) and (each.written == PAGE or not answer or not each.places())
         return answer
 
+    @rule(client=CLIENTS, chain=CHAINS, most=st.integers(1, wire.MAX_PLACES), request=st.sampled_from("xy"))
+    def hold(self, client: bytes, chain: Any, most: int, request: str) -> None:
+        """What a lookup finds stays where the answer says, until the session ends."""
+        self._connect(client)
+        hashes = bytes(chain.hashes)
+        lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, places=most)
+        count, _, held = self.desk.ask(client, lookup)
+        self.held.pop((client, request), None)
+        assert (held is None) == (not count or self.verify == "always")
+        if held is not None:
+            assert (held.first, held.size, len(held.ranks)) == (max(0, count - most), PAGE, 1)
+            keys = [
+                hashes[at : at + HASH_BYTES] for at in range(held.first * HASH_BYTES, count * HASH_BYTES, HASH_BYTES)
+            ]
+            starts = [start for ((start, _),), _ in held.ranks[0]]
+            self.held[client, request] = list(zip(keys, starts, strict=True))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end_session(self, data: st.DataObject) -> None:
+        client, request = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[client, request]
+        self.desk.ask(client, wire.EndSession(request))
+
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
@@ -174,6 +203,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS)
     def die(self, client: bytes) -> None:
         self.asked = [each for each in self.asked if each.client != client]
+        self.held = {key: places for key, places in self.held.items() if key[0] != client}
         self.desk.die(client)
 
     @rule(client=CLIENTS)

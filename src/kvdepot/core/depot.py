@@ -349,6 +349,9 @@ class Depot:
         self.usages.report(client, request)
         self.counters["retrieved_chunks"] += request.copied
         self.transfers.retrieved_bytes += request.copied_bytes
+        if request.copied:
+            asked = {"client": client.called, "request": request.request}
+            log.debug("the engine retrieved %d chunks itself", request.copied, extra=asked)
         self.trails.ended(client, request)
         return None
 

@@ -1,0 +1,200 @@
+"""Small loads within the step that computes the rest of the prompt.
+
+Below vLLM's scheduler and runner (by_hand.py), whose worker checks each byte that it reads, and in a real engine of two
+worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.memory.arena_header import ArenaHeader
+from kvdepot.memory.records import Records, ShardRecord
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, prompt
+from tests.vllm.conftest import StartByHand, StartEngine
+from tests.vllm.engines import nothing_is_held, output
+
+TOKENS = 3 * CHUNK + 9
+in_turn = pytest.mark.parametrize("steps", [1, 2])
+"""Whether steps are built ahead."""
+
+
+@pytest.fixture
+def depot(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=64, chunk_size=CHUNK)
+
+
+@pytest.fixture
+def start(start_by_hand: StartByHand) -> Callable[..., Engine]:
+    """Start an engine whose worker has mapped the arena, as it does in its first step."""
+
+    def begin(*stored: list[int], **options: Any) -> Engine:
+        """stored: prompts that an engine before it computes."""
+        if stored:
+            before = start_by_hand()
+            for number, tokens in enumerate(stored):
+                before.run(f"stored {number}", tokens)
+        engine = start_by_hand(**options)
+        engine.run("first", prompt(999, 20))
+        return engine
+
+    return begin
+
+
+def loads(engine: Engine) -> list[Any]:
+    """What the engine's worker is told to copy from now on."""
+    copied, copies = list[Any](), engine.worker.connector._worker._copies
+    copy = copies.copy
+    copies.copy = lambda load, rank: copied.append(load) or copy(load, rank)
+    return copied
+
+
+def add(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
+    """A request whose lookup is answered."""
+    half, made = engine.scheduler.connector._scheduler, engine.add(name, tokens, **options)
+    eventually(lambda: half._depot.client.pump() or half._depot._lookups[name].future.query())
+    return made
+
+
+def spoil_what_is_summed(depot: Depot) -> None:
+    """Change a byte of each chunk that has a checksum, in the server's memory."""
+    with (SHM / depot.name).open("r+b") as file:
+        header = ArenaHeader.read(file.fileno(), file.name)
+        assert header is not None
+        records = [record for _, record in Records(memoryview(header.read_table(file.fileno()))).read().records]
+        places = [each.extents[0][0] for each in records if isinstance(each, ShardRecord) and each.checksum]
+        assert places
+        for place in places:
+            (value,) = os.pread(file.fileno(), 1, place)
+            os.pwrite(file.fileno(), bytes([value ^ 1]), place)
+
+
+@in_turn
+def test_a_small_hit_costs_a_busy_engine_no_step(
+    steps: int, depot: Depot, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(11, TOKENS)
+    engine = start(tokens, steps=steps)
+    copied = loads(engine)
+    add(engine, "decoding", prompt(12, 40), says=60)
+    while "decoding" not in engine.worker.begun:
+        engine.step()
+    taken = dict.fromkeys(("loaded", "its own"), 0)
+    for name in taken:
+        made = add(engine, name, tokens, says=2)
+        while name not in engine.worker.begun:
+            engine.step()
+            taken[name] += 1
+        while made.request_id in engine.scheduler.requests:
+            engine.step()
+        check(made)
+        assert engine.worker.begun[name] == [3 * CHUNK]
+    assert taken == {"loaded": 1, "its own": 1}
+    assert [(load.request_id, load.skip) for load in copied] == [("loaded", 0)]
+    engine.finish()
+    found = depot.status()
+    assert found["counters"]["retrieved_chunks"] == 3
+    assert found["retrieved_bytes"] == 3 * copied[0].size
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@in_turn
+def test_a_hit_of_the_whole_prompt_computes_its_last_token(steps: int, start: Callable[..., Engine]) -> None:
+    tokens = prompt(13, 3 * CHUNK)
+    engine = start(tokens, steps=steps)
+    copied = loads(engine)
+    assert engine.run("whole", tokens) == 3 * CHUNK - 1
+    assert len(copied) == 1
+
+
+def test_blocks_of_the_engines_own_cache_are_not_written(start: Callable[..., Engine]) -> None:
+    tokens = prompt(14, 4 * CHUNK + 9)
+    engine = start(tokens)
+    engine.run("a part of it", tokens[: CHUNK + CHUNK // 2])  # a block and a half of the second chunk
+    copied = loads(engine)
+    assert engine.run("all of it", tokens) == 4 * CHUNK
+    (load,) = copied
+    assert (len(load.ranks[0]), load.skip) == (3, 1)
+
+
+def test_what_a_step_copies_is_bounded(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(20 + number, TOKENS) for number in range(3)]
+    engine = start(*prompts)
+    copied = loads(engine)
+    monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)
+    assert engine.run("counted from the next step on", prompt(30, 20)) == 0
+    for number, tokens in enumerate(prompts):
+        add(engine, f"r{number}", tokens)
+    engine.finish()
+    assert not copied
+    assert [engine.worker.begun[f"r{number}"] for number in range(3)] == [[3 * CHUNK]] * 3
+
+
+@in_turn
+def test_a_server_that_is_killed_and_replaced_fails_no_promised_load(
+    steps: int, depot: Depot, start_depot: StartDepot, start: Callable[..., Engine]
+) -> None:
+    """Its successor takes another file, because the scheduler uses the arena until the step's output is back."""
+    tokens = prompt(15, TOKENS)
+    engine = start(tokens, steps=steps)
+    made = add(engine, "promised", tokens)
+    planned = engine.scheduler.schedule()
+    depot.process.kill()
+    depot.process.wait(HANG_S)
+    again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
+    assert again.status()["chunks"] == 0
+    engine.scheduler.update_from_output(planned, engine.worker.step(planned))
+    engine.finish()
+    check(made)
+    assert engine.worker.begun["promised"] == [3 * CHUNK]
+
+
+def test_chunks_of_an_aborted_request_stay_until_its_step_is_over(depot: Depot, start: Callable[..., Engine]) -> None:
+    from vllm.v1.request import RequestStatus
+
+    tokens = prompt(16, TOKENS)
+    engine = start(tokens, steps=2)
+    add(engine, "aborted", tokens)
+    planned = engine.scheduler.schedule()
+    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    assert engine.scheduler.connector._scheduler._ending_later
+    assert depot.status()["holds"] > 0
+    engine.scheduler.update_from_output(planned, engine.worker.step(planned))
+    engine.finish()
+    assert engine.run("again", tokens) == 3 * CHUNK
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+def test_a_chunk_without_its_checksum_is_found_and_computed(depot: Depot, start: Callable[..., Engine]) -> None:
+    tokens = prompt(17, 24 * CHUNK + 9)  # one chunk in 16 has a checksum
+    engine = start(tokens)
+    copied = loads(engine)
+    spoil_what_is_summed(depot)
+    made = add(engine, "spoilt", tokens)
+    engine.finish()
+    check(made)
+    assert not copied
+    assert depot.status()["counters"]["corrupt_chunks"] > 0
+
+
+def test_in_a_real_engine_of_two_processes_a_small_hit_changes_no_token(
+    depot: Depot, target: Path, start_engine: StartEngine
+) -> None:
+    options = {"tensor_parallel_size": 2, "dtype": "float32", "block_size": 32, "max_num_batched_tokens": BATCH}
+    tokens = prompt(18, TOKENS)
+    engine = start_engine(target, depot.url, **options).wait_started()
+    computed = engine.run(tokens)
+    engine.run(prompt(19, TOKENS))
+    before = depot.status()
+    loaded = engine.run_fresh(tokens)
+    assert (computed["cached"], loaded["cached"]) == (0, 3 * CHUNK)
+    assert output(loaded) == output(computed)
+    eventually(lambda: depot.status()["counters"]["retrieved_chunks"] == before["counters"]["retrieved_chunks"] + 6)
+    engine.stop()
+    eventually(lambda: nothing_is_held(depot.status()))
