@@ -36,7 +36,7 @@ demo: $(VENV)/vllm
 demo-cluster: $(EVERYTHING)
 	$(BIN)/python demo/cluster.py
 
-test: $(EVERYTHING) $(VENV)/promtool
+test: $(EVERYTHING) $(VENV)/promtool $(VENV)/peft
 	$(BIN)/python scripts/run_tests.py
 
 test-fast: $(EVERYTHING)
@@ -150,6 +150,11 @@ $(VENV)/dev: $(VENV)/base pyproject.toml
 	  library libcurl.so.4 libcurl4; program redis-server redis-server; program chromium chromium; \
 	  program systemd-analyze systemd; program ip iproute2)
 	$(PIP) --editable ".[dev]"
+	@touch $@
+
+# Adapters of transformers. Without dependencies, all of which are vLLM's: pip would bring PyPI's torch.
+$(VENV)/peft: $(VENV)/vllm
+	$(PIP) --no-deps peft accelerate
 	@touch $@
 
 # promtool without Debian's prometheus around it, which would start a service.

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
@@ -25,6 +26,10 @@ from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.copier import CopyPiece, checksum
+from kvdepot.protocol.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 log = init_logger(__name__)
 
@@ -82,6 +87,8 @@ class StepLoads:
             return False
         try:
             if self._view is None or self._view.key != arena:
+                if self._is_used:  # for a step that loads from the arena of the server before
+                    return False
                 self._view = ArenaView(*arena)
             if not self._is_used:
                 self._use.enter_context(self._view.use(0.0))
@@ -119,11 +126,12 @@ class StepLoads:
 class StepCopies:
     """A worker's part: it has mapped the arena."""
 
-    def __init__(self, tensors: HostTensors) -> None:
-        """tensors: the paged KV of this process."""
+    def __init__(self, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
+        """tensors: the paged KV of this process, which it has shared as `layout` says."""
         self.arena = "", b""
         """The arena that is mapped, and its server's run; empty: none."""
-        self._tensors = tensors
+        self._layout, self._shared = layout, tensors
+        self._tensors: HostTensors | None = None
         self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
         self._tried = "", b""
 
@@ -133,15 +141,17 @@ class StepCopies:
             return
         self._tried = arena
         try:
+            self._tensors = self._tensors or HostTensors.of_process(self._layout, self._shared)
             self._views = [*self._views[-1:], ArenaView(*arena)]
             self.arena = arena
-        except (KVDepotError, OSError, ValueError) as exc:  # such as no address space
+        except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space
             log.info("kvdepot: small loads take a step of their own: %s", exc)
 
     def copy(self, load: StepLoad, rank: int) -> Operation:
         """Copy the rank's shards into its blocks. Blocks until all bytes are there."""
         began, places = time.monotonic(), load.ranks[rank]
         view = next(view for view in self._views if view.key[1] == load.run)
+        assert self._tensors is not None
         base = view.bytes.ctypes.data
         ids = np.array(load.blocks, np.intp).reshape(len(places), -1)
         skips = [load.skip, *[0] * (len(places) - 1)]
@@ -150,5 +160,5 @@ class StepCopies:
             page = offset // mmap.PAGESIZE * mmap.PAGESIZE
             shm.enter_pages(base + page, offset - page + length)  # one by one, faults take ten times as long
         self._tensors.move(view, pieces, False)
-        size = len(places) * load.size - load.skip * self._tensors.layout.block_bytes
+        size = len(places) * load.size - load.skip * self._layout.block_bytes
         return Operation("retrieve", [load.request_id], time.monotonic() - began, len(places), len(places), size)

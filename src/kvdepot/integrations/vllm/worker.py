@@ -13,7 +13,6 @@ import torch
 from vllm.logger import init_logger
 
 from kvdepot.client.worker import Submitted, WorkerClient
-from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.in_step import StepCopies
 from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
@@ -111,7 +110,7 @@ class WorkerHalf:
             return
         client, layouts = self._depot.client, self._depot.layouts
         if self._copies is None and self._gpu is None and len(layouts) == 1 and not self._depot.spec.groups:
-            self._copies = StepCopies(HostTensors.of_process(layouts[0], self._depot.kv_caches.values()))
+            self._copies = StepCopies(layouts[0], self._depot.kv_caches.values())
         if self._copies is not None:
             self._copies.follow(client.arena)
 
