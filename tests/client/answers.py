@@ -23,7 +23,7 @@ class Answering:
     """Stands in for client.socket.Client. The test answers the oldest open request."""
 
     def __init__(self) -> None:
-        self.incarnation = b"one"
+        self.incarnation, self.welcomes = b"one", 1
         self.heard = 0
         self.is_welcomed = True
         self.wants_tokens = False

@@ -167,20 +167,23 @@ class PlacementMachine(RuleBasedStateMachine):
             assert isinstance(answer, bool) and (each.written == PAGE or not answer or not each.places())
         return answer
 
-    @rule(client=CLIENTS, chain=CHAINS, most=st.integers(1, wire.MAX_PLACES), request=st.sampled_from("xy"))
-    def hold(self, client: bytes, chain: Any, most: int, request: str) -> None:
+    @rule(client=CLIENTS, chain=CHAINS, request=st.sampled_from("xy"), kind=st.sampled_from(["", "", "layout", "keys"]))
+    def hold(self, client: bytes, chain: Any, request: str, kind: str) -> None:
         """What a lookup finds stays where the answer says, until the session ends."""
         self._connect(client)
-        hashes = bytes(chain.hashes)
-        lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, places=most)
+        hashes, layout = bytes(chain.hashes), copied_by_client(PAGE, "chunks", BLOCKS).fingerprint
+        if kind == "layout":
+            layout = b"another"
+        if kind == "keys":  # a prefix is recognised by its last hash
+            hashes = b"\0" * HASH_BYTES + hashes[HASH_BYTES:]
+        lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, layout=layout)
         count, _, held = self.desk.ask(client, lookup)
         self.held.pop((client, request), None)
-        assert (held is None) == (not count or self.verify == "always")
+        assert (held is None) == (not count or self.verify == "always" or kind != "")
         if held is not None:
-            assert (held.first, held.size, len(held.ranks)) == (max(0, count - most), PAGE, 1)
-            keys = [
-                hashes[at : at + HASH_BYTES] for at in range(held.first * HASH_BYTES, count * HASH_BYTES, HASH_BYTES)
-            ]
+            assert (held.first, held.size, len(held.ranks)) == (0, PAGE, 1)
+            assert held.withdrawals == self.desk.index.namespaces.withdrawals
+            keys = [hashes[at : at + HASH_BYTES] for at in range(0, count * HASH_BYTES, HASH_BYTES)]
             starts = [start for ((start, _),), _ in held.ranks[0]]
             self.held[client, request] = list(zip(keys, starts, strict=True))
 

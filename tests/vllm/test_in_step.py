@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvdepot.client import admin
+from kvdepot.errors import Unavailable
 from kvdepot.memory.arena_header import ArenaHeader
+from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.records import Records, ShardRecord
+from kvdepot.protocol import wire
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
@@ -76,9 +80,7 @@ def spoil_what_is_summed(depot: Depot) -> None:
 
 
 @in_turn
-def test_a_small_hit_costs_a_busy_engine_no_step(
-    steps: int, depot: Depot, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_hit_costs_a_busy_engine_no_step(steps: int, depot: Depot, start: Callable[..., Engine]) -> None:
     tokens = prompt(11, TOKENS)
     engine = start(tokens, steps=steps)
     copied = loads(engine)
@@ -147,8 +149,8 @@ def test_a_server_that_is_killed_and_replaced_fails_no_promised_load(
     planned = engine.scheduler.schedule()
     depot.process.kill()
     depot.process.wait(HANG_S)
-    again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
-    assert again.status()["chunks"] == 0
+    again = start_depot(url=depot.url, name=depot.name, arena_mib=64, chunk_size=CHUNK)
+    assert again.status()["chunks"] == 0 and "starting with an empty arena" in again.logged()
     engine.scheduler.update_from_output(planned, engine.worker.step(planned))
     engine.finish()
     check(made)
@@ -160,15 +162,42 @@ def test_chunks_of_an_aborted_request_stay_until_its_step_is_over(depot: Depot, 
 
     tokens = prompt(16, TOKENS)
     engine = start(tokens, steps=2)
-    add(engine, "aborted", tokens)
+    aborted = add(engine, "aborted", tokens)
     planned = engine.scheduler.schedule()
     engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
-    assert engine.scheduler.connector._scheduler._ending_later
+    half = engine.scheduler.connector._scheduler
+    assert half._ending_later
+    half.on_new_request(aborted)  # another one with its id, whose lookup would end the session
+    assert not half._tracked
+    half._uncached.clear()
     assert depot.status()["holds"] > 0
     engine.scheduler.update_from_output(planned, engine.worker.step(planned))
     engine.finish()
-    assert engine.run("again", tokens) == 3 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
+    assert engine.run("again", tokens) == 3 * CHUNK
+
+
+def test_what_is_forgotten_after_it_was_found_is_not_copied(depot: Depot, start: Callable[..., Engine]) -> None:
+    tokens = prompt(162, TOKENS)
+    engine = start(tokens)
+    copied = loads(engine)
+    made = add(engine, "found", tokens)
+    with admin.connect(depot.url) as client:
+        client.ask(wire.Forget()).result(HANG_S)
+    engine.finish()
+    check(made)
+    assert not copied and engine.worker.begun["found"] == [0]
+
+
+def test_engines_do_not_keep_the_memory_of_an_arena_that_is_gone(depot: Depot, start: Callable[..., Engine]) -> None:
+    engine = start(prompt(163, TOKENS))
+    view = ArenaView(depot.name, engine.worker.connector._worker._depot.client.arena[1])
+    assert os.fstat(view._fd).st_blocks > 0
+    depot.process.terminate()
+    depot.process.wait(HANG_S)
+    assert os.fstat(view._fd).st_blocks == 0
+    with pytest.raises(Unavailable), view.use():
+        pass
 
 
 def test_a_chunk_without_its_checksum_is_found_and_computed(depot: Depot, start: Callable[..., Engine]) -> None:

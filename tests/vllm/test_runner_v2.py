@@ -52,7 +52,7 @@ def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
 def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
     steps: int, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.integrations.vllm.in_step.StepLoads.is_able", False)
+    monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)
     tokens = prompt(11, 3 * CHUNK + 9)
     start_by_hand(steps=steps).run("first", tokens)
     engine = start_by_hand(steps=steps)
@@ -135,7 +135,7 @@ def test_preempted_requests_store_no_wrong_byte_and_end_once(
 def test_a_load_that_fails_is_reported_once_and_computed(
     steps: int, depot: Depot, start_depot: StartDepot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.integrations.vllm.in_step.StepLoads.is_able", False)  # such loads do not fail
+    monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)  # such loads do not fail
     tokens = prompt(2, 3 * CHUNK + 9)
     start_by_hand(steps=steps).run("first", tokens)
     engine = start_by_hand(steps=steps)

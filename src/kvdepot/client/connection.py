@@ -76,6 +76,7 @@ class Connection:
         self.phase = Phase.APART
         self.incarnation = b""  # of the server that last welcomed us
         self.arena = "", b""  # its name, and that incarnation
+        self.welcomes = 0
         self.welcome = wire.Welcome(wire.VERSION, 0)  # the last one; a chunk size of 0 before the first
         self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self._until = 0.0  # the phase's deadline
@@ -270,6 +271,7 @@ class Connection:
         server = self._handshake.finish()
         self.incarnation = server.incarnation
         self.arena = server.arena, server.incarnation
+        self.welcomes += 1
         # What follows is sent before the parked requests: what is unanswered when it is answered never will be.
         pending, held = self.requests.pending, self._servers.held_copies()
         self._unanswered = [number for number in pending if number not in self.requests.parked]

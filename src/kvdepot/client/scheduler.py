@@ -79,7 +79,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
-        self.writer, self.places = "", 0  # as in wire.Lookup, for `submit`
+        self.writer, self.layout = "", b""  # as in wire.Lookup, for `submit`
         self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
@@ -105,7 +105,7 @@ class SchedulerClient:
                 speed=self.speed,
                 queued=self._reports,
                 writer=self.writer,
-                places=self.places,
+                layout=self.layout,
             )
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
@@ -116,12 +116,16 @@ class SchedulerClient:
             lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
             return
 
+        welcomes = client.welcomes
+
         def take(value: object) -> int:
             lookup.incarnation = client.incarnation
             parts: list[object] = value if isinstance(value, list) else [value]
             lookup.is_own = parts[1:2] == [True]
             try:
-                lookup.held = msgspec.convert(parts[2], wire.Held | None) if len(parts) > 2 else None
+                # Where the connection was lost meanwhile, the lookup was sent twice, and the second ends this session.
+                is_only = welcomes == client.welcomes and len(parts) > 2
+                lookup.held = msgspec.convert(parts[2], wire.Held | None) if is_only else None
             except msgspec.ValidationError as exc:
                 raise ProtocolError(f"the server's places of chunks are malformed: {exc}") from exc
             return check_type(parts[0] if parts else None, int)
@@ -145,9 +149,8 @@ class SchedulerClient:
                 if tail >= len(lookup.message.tails):
                     raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
                 found = lookup.message.tails[tail].chunks
-            lookup.outcome = Cached(
-                found * self.spec.chunk_tokens, tail, lookup.is_own, lookup.held, lookup.incarnation
-            )
+            run = lookup.incarnation if lookup.held is not None else b""
+            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.is_own, lookup.held, run)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc

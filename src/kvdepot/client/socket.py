@@ -236,6 +236,11 @@ class Client:
         return self._connection.arena
 
     @property
+    def welcomes(self) -> int:
+        """How often a server has welcomed this client."""
+        return self._connection.welcomes
+
+    @property
     def heard(self) -> int:
         """Replies received and connections made so far."""
         return self._connection.heard

@@ -14,9 +14,16 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
 _MOST_SAVED, _MOST_COPIED = 1 << 32, 1 << 50
-"""The most tokens, or seconds, that one request may report."""
+"""The most tokens, seconds or shards, and the most bytes, that one request may report."""
+_SAMPLED = 16
+"""With `verify = "sampled"`, one chunk in this many is checksummed."""
 _MOST_MODE = 16
 """The most characters of an engine's `save_decode`."""
+
+
+def summed_below(verify: str) -> int:
+    """Chunks are checksummed whose key begins with a byte below this, so that store and retrieve agree."""
+    return {"always": 256, "sampled": 256 // _SAMPLED}.get(verify, 0)
 
 
 def chunks_named(request: wire.Request) -> int:
@@ -45,8 +52,6 @@ def check_lookup(request: wire.Lookup) -> None:
         raise BadRequest(f"{request.speed} tokens per second")
     if not 0 <= request.own <= len(request.hashes) // HASH_BYTES:
         raise BadRequest(f"{request.own} chunks of the engine's own among {len(request.hashes) // HASH_BYTES}")
-    if not 0 <= request.places <= wire.MAX_PLACES:
-        raise BadRequest(f"places of {request.places} chunks are not between 0 and {wire.MAX_PLACES}")
     if not request.tails:
         return
     if len(request.tails) > wire.MAX_TAILS:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_lookup
+from kvdepot.core.admission import check_lookup, summed_below
 from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, coming_tail, is_stored_by, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, coming_tail, find, is_stored_by, match_prompt
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -35,6 +35,7 @@ class Sessions:
 
     def __init__(self, config: Config, index: Index, tiering: Tiering, leases: Leases, recorders: Recorders) -> None:
         self._config = config
+        self._summed_below = summed_below(config.verify)
         self._chunk_tokens = config.chunk_tokens
         self._index = index
         self._tiering = tiering
@@ -260,8 +261,8 @@ class Sessions:
         try:
             value = self._answer(pending, match)
             found = matched
-            if (lookup.writer or lookup.places) and pending.lease is None:
-                places = [self._places(match, lookup)] if lookup.places else []
+            if (lookup.writer or lookup.layout) and pending.lease is None:
+                places = [self._places(match, lookup)] if lookup.layout else []
                 value = [value, bool(lookup.writer) and is_stored_by(match, lookup.writer), *places]
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
@@ -316,17 +317,24 @@ class Sessions:
         return match.answer
 
     def _places(self, match: Match, lookup: wire.Lookup) -> wire.Held | None:
-        """Where the last chunks of a match are, if an engine may copy them itself: all of them, and without a check."""
+        """Where the last chunks of a match are, if an engine may copy them itself; the same as `Transfers.retrieve`
+        allows."""
         is_plain = len(match.namespaces) == 1 and match.namespaces[0].is_simple and match.tail is None
         if not (is_plain and match.chunks and lookup.pins) or self._config.verify == "always":
             return None
-        first, namespace = max(0, match.chunks - lookup.places), match.namespaces[0]
+        first, namespace = max(0, match.chunks - wire.MAX_PLACES), match.namespaces[0]
         hashes = lookup.hashes[first * HASH_BYTES : match.chunks * HASH_BYTES]
-        chunks = [namespace.chunks[hashes[at : at + HASH_BYTES]] for at in range(0, len(hashes), HASH_BYTES)]
-        of_ranks = [[chunk.shards[rank] for chunk in chunks] for rank in range(namespace.world_size)]
-        sizes = {shard.size for shards in of_ranks for shard in shards}
-        ranks = [[(shard.extents, shard.checksum) for shard in shards] for shards in of_ranks]
-        return wire.Held(first, sizes.pop(), ranks) if len(sizes) == 1 else None
+        ranks, sizes = [], set()
+        for rank in range(namespace.world_size):
+            chunks = find(namespace, rank, hashes)
+            shards = [chunk.shards[rank] for chunk in chunks if chunk is not None]
+            is_own = all(lookup.writer in ("", shard.writer) for shard in shards)
+            if len(shards) < len(chunks) or namespace.layouts.get(rank) != lookup.layout or not is_own:
+                return None
+            sizes |= {shard.size for shard in shards}
+            sums = (hashes[at] < self._summed_below for at in range(0, len(hashes), HASH_BYTES))
+            ranks.append([(each.extents, each.checksum * summed) for each, summed in zip(shards, sums, strict=True)])
+        return wire.Held(self._index.namespaces.withdrawals, first, sizes.pop(), ranks) if len(sizes) == 1 else None
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:
         """Pin the matched chunks, if the lookup wants that. Raises Busy if max_pins would be exceeded."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_shards, check_source, check_targets
+from kvdepot.core.admission import check_shards, check_source, check_targets, summed_below
 from kvdepot.core.clients import Client, CopyOperation, Instance
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 _QUEUED_CHUNKS = 1 << 18
 """While a client has this many chunks in flight, its operations are refused."""
-_SAMPLED = 16
-"""With `verify = "sampled"`, one chunk in this many is checksummed."""
 _REFUSED = {
     Refusal.NO_ROOM: "dropped_chunks",
     Refusal.OVER_CAP: "capped_chunks",
@@ -67,6 +65,7 @@ class Transfers:
         self._numbers = itertools.count(1)
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
+        self._summed_below = summed_below(config.verify)
         self._index = index
         self._registrations = registrations
         self._sessions = sessions
@@ -104,7 +103,7 @@ class Transfers:
                 is_own = before is None or before.writer == writer
                 is_own = is_own and all(each.writer == writer for each in chunk.shards.values())
                 chunk.writer = writer if is_own else ""
-                pieces.append(CopyPiece(shard.extents, block_ids, 0, self._sums(chunk.key)))
+                pieces.append(CopyPiece(shard.extents, block_ids, 0, chunk.key[0] < self._summed_below))
             operation.places += [first + place for place in made.places]
             first += count
             self._counters["known_chunks"] += made.known
@@ -152,7 +151,7 @@ class Transfers:
                 operation.places.append(len(operation.results) - 1)
                 operation.chunks.append((chunk, part.rank))
                 skip = part.skip_blocks if i == 0 else 0
-                summed = shard.checksum != 0 and self._sums(chunk.key)
+                summed = shard.checksum != 0 and chunk.key[0] < self._summed_below
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
             self._sessions.retrieving(client.tenant, part.request, part.model)
@@ -243,10 +242,6 @@ class Transfers:
         operation.tasks = len(tasks)
         tasks.sort(key=lambda task: not any(piece.summed for piece in task.pieces))  # summing takes longer than copying
         return [*tasks]
-
-    def _sums(self, key: bytes) -> bool:
-        """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
-        return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
     def copied(self, token: CopyToken, sums: list[int] | list[list[float]] | None, wall: int) -> list[Action]:
         """Handle the end of a copy. sums: one per piece, of a comparison the differences, or None if it failed. wall:

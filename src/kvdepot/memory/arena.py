@@ -20,7 +20,7 @@ from kvdepot import locks
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
-from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, ArenaHeader
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, WITHDRAWALS_OFFSET, ArenaHeader
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
@@ -30,9 +30,9 @@ sparing_log = Sparing(log)
 
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
-_USE_WAIT_S = 2.0
-"""A client's copies of some milliseconds may outlive the server that placed them, and must end before its successor
-gives their memory to others."""
+_USE_WAIT_S = 10.0
+"""A client's copies, or the step of an engine that loads within it, may outlive the server that placed them, and must
+end before its successor gives their memory to others."""
 
 
 def smallest_arena() -> int:
@@ -153,6 +153,7 @@ class Arena:
     def _write_header(self, header: ArenaHeader) -> ArenaHeader:
         try:
             os.pwrite(self._fd, self.secret, SECRET_OFFSET)
+            self.note_withdrawals(0)
             os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: if memory is full, that raises SIGBUS
         except OSError as exc:
             raise ArenaError(f"arena {self.path} cannot be written: {exc.strerror}") from exc
@@ -211,8 +212,14 @@ class Arena:
             self._thread.join()
         if remove:
             self.remove()
+            if locks.refuse_use(self._fd, 0.0):  # engines that have mapped it would keep its memory
+                shm.free(self._fd, self.size)
         os.close(self._fd)
         self._fd = -1
+
+    def note_withdrawals(self, number: int) -> None:
+        """Tell engines that copy by themselves that chunks which they have found may not be used any more."""
+        os.pwrite(self._fd, number.to_bytes(8, "little"), WITHDRAWALS_OFFSET)
 
     def remove(self) -> None:
         """Remove the file, unless another one has taken its name. It stays locked until `close` or our end."""

@@ -14,6 +14,7 @@ Used by memory/arena.py, cli/check.py and the client, so it imports little. Noth
             offset 24, uint64     table_bytes
             offset 32, 8 bytes    boot id of the server that owns it now
             offset 64, 32 bytes   secret of that server, new with each boot id; not covered by the CRC (handshake.py)
+            offset 96, uint64     how often that server has hidden chunks from those who had found them; as the secret
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ for a dependency of the preceding store); with equal offsets both directions are
 MAGIC = shm.ARENA_MAGIC
 VERSION = 3
 _HEADER = struct.Struct("<8sIIQQ8s")
-SECRET_OFFSET = 64
+SECRET_OFFSET, WITHDRAWALS_OFFSET = 64, 96
 
 
 class ArenaHeader(NamedTuple):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvdepot import locks
 from kvdepot.errors import Unavailable
 from kvdepot.memory import shm
-from kvdepot.memory.arena_header import ArenaHeader
+from kvdepot.memory.arena_header import WITHDRAWALS_OFFSET, ArenaHeader
 
 _USE_S = 5.0
 
@@ -70,6 +70,10 @@ class ArenaView:
     def ensure(self, offset: int, size: int) -> bool:
         """As copier.Memory: a server places nothing where its file has no memory."""
         return True
+
+    def withdrawals(self) -> int:
+        """How often the server has hidden chunks from those who had found them."""
+        return int.from_bytes(self.bytes[WITHDRAWALS_OFFSET : WITHDRAWALS_OFFSET + 8].tobytes(), "little")
 
     def _begin_use(self, timeout_s: float) -> None:
         try:

@@ -34,7 +34,7 @@ MAX_REQUEST_ID = 4096
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
 MAX_PLACES = 64
-"""Chunks of which the answer to a lookup says where they are."""
+"""The answer to a lookup says where at most this many of the last chunks are."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_GROUPS = 64
@@ -156,8 +156,8 @@ class Lookup(_Message, frozen=True):
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
     leading chunks that the engine's own cache has, which are not counted as asked for. writer: if it is not
-    empty, the answer is a list, with whether this writer has stored all that was found. places: if it is not 0, the
-    answer is a list of three: the third is `Held` for at most this many of the last chunks found, or None.
+    empty, the answer is a list, with whether this writer has stored all that was found. layout: the
+    fingerprint of all ranks' tensors, if they copy by themselves; then the answer is a list of three, the third `Held`.
     """
 
     model: str
@@ -177,7 +177,7 @@ class Lookup(_Message, frozen=True):
     pins: bool = True
     own: int = 0
     writer: str = ""
-    places: int = 0
+    layout: bytes = b""
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -508,13 +508,15 @@ class Placement(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Held(msgspec.Struct, array_like=True, frozen=True):
-    """Where chunks of a lookup's answer are in the server's arena, for engines that copy them themselves. They stay
-    there while the request has its session, also if they are forgotten.
+    """Where the last chunks of a lookup's answer are in the server's arena, for engines that copy them themselves. They
+    stay there while the request has its session. None: these chunks are loaded by `Retrieve`.
 
-    first: number of the first of these chunks. size: bytes of a shard. ranks: of each rank, the extents of its shards,
-    each with its checksum; 0: it has none.
+    withdrawals: as the arena's header says; later, the chunks may be forgotten, corrupt or in quarantine. first: number
+    of the first of these chunks. size: bytes of a shard. ranks: of each rank, the extents of its shards, each with the
+    checksum that it must have; 0: it need not be summed.
     """
 
+    withdrawals: int
     first: int
     size: int
     ranks: list[list[tuple[tuple[tuple[int, int], ...], int]]]

@@ -69,6 +69,7 @@ class Server:
         gc.disable()
         self._config = config
         self.boot = os.urandom(wire.BOOT_BYTES)
+        self._withdrawals = 0  # that the arena's header says
         self.hangs = False
         """After `close`: a thread is still in a driver or tier call, and may yet touch the arena or KV blocks."""
         self._serves = False
@@ -230,6 +231,9 @@ class Server:
                 return
 
     def _act(self, actions: list[Action]) -> None:
+        if self._withdrawals != (number := self.depot.index.namespaces.withdrawals):
+            self._withdrawals = number
+            self.arena.note_withdrawals(number)  # before anyone hears of it
         for action in actions:
             match action:
                 case Reply():

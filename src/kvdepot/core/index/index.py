@@ -359,6 +359,7 @@ class Index:
         chunk.sealed -= 1
         self.records.erase(shard.slot)
         shard.slot = None
+        self.namespaces.withdrawals += 1
         self.events.append(Hidden(chunk))
 
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
@@ -369,6 +370,7 @@ class Index:
             return
         self.chains.unchain(chunk, Event.HIDE)
         if chunk.sealed:
+            self.namespaces.withdrawals += 1
             self.events.append(Hidden(chunk))
         for rank, shard in chunk.shards.items() if at_once else ():
             if shard.state is _SEALED:

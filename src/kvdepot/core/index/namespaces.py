@@ -20,6 +20,7 @@ class Namespaces:
     def __init__(self, records: Records, chunk_tokens: int = 0) -> None:
         """chunk_tokens: of namespaces that do not say."""
         self.generation = 0  # removals that have begun
+        self.withdrawals = 0  # how often something was hidden from those who had found it
         self._records = records
         self._chunk_tokens = chunk_tokens
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
@@ -98,6 +99,7 @@ class Namespaces:
     def quarantine(self, namespace: Namespace) -> None:
         """Let no lookup find a namespace's chunks any more; this survives the server, as they do."""
         namespace.is_quarantined = True
+        self.withdrawals += 1
         self._record_again(namespace)
 
     def release(self, namespace: Namespace) -> None:
@@ -116,6 +118,7 @@ class Namespaces:
         """Begin to remove the existing chunks of these namespaces, this salt (None: any) and this writer (empty: any).
         hides: hide them now."""
         self.generation += 1
+        self.withdrawals += 1
         scope = Scope(self.generation, dict.fromkeys(namespaces), salt, hides, writer)
         for namespace in scope.namespaces if hides else ():
             namespace.hiding.append(scope)

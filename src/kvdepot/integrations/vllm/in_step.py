@@ -2,9 +2,9 @@
 
 Used by scheduler.py and worker.py. A load by the server costs a request one step, because vLLM schedules the request
 once the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So
-such a load must not fail. Invariant: what the scheduler promises needs no server any more. All workers have mapped the
-arena, the request's session keeps its chunks there, and the scheduler uses the arena (memory/arena_view.py) until the
-step's output is back: no other server can give the memory to others before.
+such a load must not fail. Invariant: once it is promised, nothing is asked of the server. A live one keeps the chunks
+for the request's session; and the scheduler uses the arena (memory/arena_view.py) until the step's output is back, so
+that the successor of a dead one gives the memory to nobody before.
 """
 
 from __future__ import annotations
@@ -50,13 +50,22 @@ class StepLoad(NamedTuple):
     size: int
 
 
+class MappedArena(NamedTuple):
+    """The arena that a worker has mapped (empty: none), the run of its server, and the fingerprint of the worker's
+    layout."""
+
+    name: str = ""
+    run: bytes = b""
+    layout: bytes = b""
+
+
 class StepLoads:
     """The scheduler's part: it decides which loads happen within a step."""
 
     def __init__(self, ranks: int) -> None:
         """ranks: workers that load."""
         self._ranks = ranks
-        self._mapped: dict[int, tuple[str, bytes]] = {}  # the arena that a rank has mapped, and its server's run
+        self._mapped: dict[int, MappedArena] = {}
         self._view: ArenaView | None = None
         self._use = ExitStack()
         self._is_used = False
@@ -64,32 +73,31 @@ class StepLoads:
         self._last = self._ended = 0  # the last step with such loads, and the last whose output is back
 
     @property
-    def is_able(self) -> bool:
-        """Whether all ranks can copy from one arena."""
-        return len(self._mapped) == self._ranks and len({*self._mapped.values()}) == 1
+    def arena(self) -> MappedArena:
+        """What all ranks have mapped; empty if they have not."""
+        found = {*self._mapped.values()}
+        return found.pop() if len(self._mapped) == self._ranks and len(found) == 1 else MappedArena()
 
-    def mapped(self, ranks: dict[int, tuple[str, bytes]]) -> None:
+    def mapped(self, ranks: dict[int, MappedArena]) -> None:
         """Ranks have mapped an arena."""
         self._mapped |= ranks
 
-    @property
-    def run(self) -> bytes:
-        """The run of a server whose arena all ranks have mapped; empty: none."""
-        return next(iter(self._mapped.values()))[1] if self.is_able else b""
-
     def promise(self, found: Cached, first: int, end: int) -> bool:
-        """Whether chunks `[first, end)` of what was found are loaded within the step that is being scheduled."""
-        held, run = found.held, self.run
-        if held is None or not run or run != found.incarnation or first < held.first:
+        """Whether chunks `[first, end)` of what was found are loaded within the step that is being scheduled.
+
+        Ask it while a server is there: a successor waits until no step uses the arena.
+        """
+        held, arena = found.held, self.arena
+        if held is None or not arena.run or arena.run != found.incarnation or first < held.first:
             return False
-        arena, size = next(iter(self._mapped.values())), (end - first) * held.size
+        size = (end - first) * held.size
         if size > self._left:
             return False
         try:
-            if self._view is None or self._view.key != arena:
+            if self._view is None or self._view.key != arena[:2]:
                 if self._is_used:  # for a step that loads from the arena of the server before
                     return False
-                self._view = ArenaView(*arena)
+                self._view = ArenaView(*arena[:2])
             if not self._is_used:
                 self._use.enter_context(self._view.use(0.0))
                 self._is_used = True
@@ -99,6 +107,8 @@ class StepLoads:
             for extents, known in shards[first - held.first : end - held.first]:
                 if known and checksum(self._view.bytes, extents, held.size) != known:
                     return False  # the server finds that, too, and marks the chunk
+        if self._view.withdrawals() != held.withdrawals:
+            return False
         self._left -= size
         return True
 
@@ -128,8 +138,7 @@ class StepCopies:
 
     def __init__(self, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
         """tensors: the paged KV of this process, which it has shared as `layout` says."""
-        self.arena = "", b""
-        """The arena that is mapped, and its server's run; empty: none."""
+        self.mapped = MappedArena()
         self._layout, self._shared = layout, tensors
         self._tensors: HostTensors | None = None
         self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
@@ -143,7 +152,7 @@ class StepCopies:
         try:
             self._tensors = self._tensors or HostTensors.of_process(self._layout, self._shared)
             self._views = [*self._views[-1:], ArenaView(*arena)]
-            self.arena = arena
+            self.mapped = MappedArena(*arena, self._layout.fingerprint)
         except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space
             log.info("kvdepot: small loads take a step of their own: %s", exc)
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import CompareTerms
-from kvdepot.integrations.vllm.in_step import StepLoad
+from kvdepot.integrations.vllm.in_step import MappedArena, StepLoad
 
 Scope: TypeAlias = tuple[object, int, bool]
 """The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
@@ -84,8 +84,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     compared: dict[int, list[Compared]] = field(default_factory=dict)
     """The findings of ranks, by number of the check."""
     step: int = 0
-    mapped: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """By rank, the arena that it has mapped since the last report, and that server's run (in_step.py)."""
+    mapped: dict[int, MappedArena] = field(default_factory=dict)
+    """By rank, what it has mapped, if that has changed since the last report."""
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 

@@ -156,6 +156,9 @@ class SchedulerHalf:
         if self._shares_none:
             self._uncached.add(request_id)
             return
+        if any(request_id == ending for _, ending, _ in self._ending_later):
+            self._uncached.add(request_id)  # workers still copy for an earlier request of this id
+            return
         try:
             request_id.encode()  # an id that is not valid text cannot be sent
             parent = self._roots.root(request)
@@ -199,7 +202,7 @@ class SchedulerHalf:
         self._depot.forget_lookup(request.request_id)
         self._depot.speed, tracked.waits_since, tracked.was_asked = self._prefill.speed, 0.0, False
         self._depot.writer = self._trust.writer(request, request.num_tokens)
-        self._depot.places = wire.MAX_PLACES if self._in_step.is_able else 0
+        self._depot.layout = self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -271,7 +274,9 @@ class SchedulerHalf:
         if new_tokens <= 0:
             return 0, False
         first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
-        if not isinstance(outcome, Cached) or not self._in_step.promise(outcome, first, end):
+        if not (isinstance(outcome, Cached) and self._depot.client.is_welcomed):
+            return new_tokens, True
+        if not self._in_step.promise(outcome, first, end):
             return new_tokens, True
         tracked.held = outcome.held
         return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
@@ -309,19 +314,17 @@ class SchedulerHalf:
         tokens, tail = tracked.local_tokens + num_external_tokens, tracked.tail
         is_tail = tail is not None and tail.tokens == tokens
         end, key = tokens // self._chunk_tokens + is_tail, tail.key if tail is not None and is_tail else b""
-        if tracked.held is not None:
+        if tracked.held is not None:  # without the last token of the prompt
             end = -(-tokens // self._chunk_tokens)
         pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
+        tracked.may_load = False  # whatever its outcome, the request is not loaded twice
+        self._waiting.overwritten(targets)
         if tracked.held is not None:
-            tracked.may_load = False
-            self._waiting.overwritten(targets)
             self._load_in_step(tracked, pieces, num_external_tokens)
             return
         transfers = [tracked.transfer(piece, key) for piece in pieces]
         tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens, tokens)
-        tracked.may_load = False  # whatever its outcome, the request is not loaded twice
-        self._waiting.overwritten(targets)
         self._next.loads[request.request_id] = transfers
         if self._trust.writer(request, tokens):
             self._next.own_loads.add(request.request_id)
@@ -333,9 +336,11 @@ class SchedulerHalf:
         for piece in pieces:
             span = slice(piece.first - held.first, piece.end - held.first)
             ranks = [[extents for extents, _ in shards[span]] for shards in held.ranks]
-            load = StepLoad(tracked.request.request_id, self._in_step.run, piece.blocks, piece.skip, ranks, held.size)
+            load = StepLoad(
+                tracked.request.request_id, self._in_step.arena.run, piece.blocks, piece.skip, ranks, held.size
+            )
             self._next.step_loads.append(load)
-            shards = len(ranks) * (piece.end - piece.first)
+            shards = self._ranks * (piece.end - piece.first)
             tracked.copied = tracked.copied[0] + shards, tracked.copied[1] + shards * held.size
         tracked.copied_in = self._step + 1
         self._count_saved(tracked, tokens)
@@ -568,10 +573,10 @@ class SchedulerHalf:
         return True
 
     def _end_session(self, request_id: str, copied_in: int, report: Report) -> None:
-        """End a request's session, once no worker copies its chunks any more. Another request may have its id then."""
+        """End a request's session, once no worker copies its chunks any more."""
         if copied_in > self._ended_step:
             self._ending_later.append((copied_in, request_id, report))
-        elif request_id not in self._tracked:
+        else:
             self._depot.end_session(request_id, *report)
 
     def _end_in_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> PromptEnd | None:

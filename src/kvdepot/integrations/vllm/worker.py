@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import KVDepotError
-from kvdepot.integrations.vllm.in_step import StepCopies
+from kvdepot.integrations.vllm.in_step import MappedArena, StepCopies
 from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
@@ -56,7 +56,7 @@ class WorkerHalf:
         self._unknown: list[int] = []  # checks that were ordered without a connection
         self._gpu: torch.device | None = None  # that holds the KV, if one does
         self._copies: StepCopies | None = None
-        self._reported = "", b""  # the arena that it has mapped, as far as the scheduler knows
+        self._reported = MappedArena()  # what it has mapped, as far as the scheduler knows
 
     def __repr__(self) -> str:
         return f"<WorkerHalf of rank {self._rank}{'' if self.is_connected else ', not connected'}>"
@@ -199,8 +199,9 @@ class WorkerHalf:
     def take_report(self, orders: Orders) -> WorkerReport:
         """The stores that have ended since the last step, and the number of this step."""
         report = WorkerReport(step=orders.step, shares_none=self.shares_none)
-        if self._copies is not None and self._copies.arena != self._reported:
-            self._reported = report.mapped[self._rank] = self._copies.arena
+        mapped = self._copies.mapped if self._copies is not None else MappedArena()
+        if mapped != self._reported:
+            self._reported = report.mapped[self._rank] = mapped
         if orders.holds and not self.is_connected:
             report.ended[orders.step] = {self._rank}
         for step in [step for step, stores in self._storing.items() if all(each.done() for each in stores)]:
