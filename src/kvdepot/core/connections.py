@@ -82,7 +82,7 @@ class Connections:
         self._must_seal = not config.keys and is_open_to_all(config.url)
 
     def __repr__(self) -> str:
-        return f"<Connections of {self._depot}, {len(self._challenges)} in handshake>"
+        return f"<Connections, {len(self._challenges)} in handshake>"
 
     # -- messages
 

@@ -100,9 +100,6 @@ class Depot:
             config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
         )
 
-    def __repr__(self) -> str:
-        return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
-
     # -- events
 
     def welcome(

@@ -111,9 +111,6 @@ class Removals:
         self._now = 0.0
         self._is_stopping = False
 
-    def __repr__(self) -> str:
-        return f"<Removals {len(self._ready)}, {len(self._waiting)} wait for saves, {len(self._forgetting)} for tiers>"
-
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._ready)

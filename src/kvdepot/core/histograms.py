@@ -30,9 +30,6 @@ class Buckets:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0  # of the values
 
-    def __repr__(self) -> str:
-        return f"<Buckets {self._name}: {sum(self._counts)} values>"
-
     def count(self, value: float) -> None:
         """Add one value."""
         self._counts[bisect_left(self._bounds, value)] += 1

@@ -111,9 +111,6 @@ class Leases:
         self._hashes = 0  # kept
         self._numbers = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"<Leases {self._count} hold {self.bytes} bytes, {len(self._growing)} grow>"
-
     def __len__(self) -> int:
         return self._count
 

@@ -47,9 +47,6 @@ class Registrations:
         self._counters = counters
         self._map_layout = map_layout
 
-    def __repr__(self) -> str:
-        return f"<Registrations {self._files} files>"
-
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
         """The namespace of an instance's chunks of this shape. Raises Busy, or BadRequest for other groups."""
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))

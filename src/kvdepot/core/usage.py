@@ -53,9 +53,6 @@ class Usages:
         self._most_models, self._most_tenants = models, tenants
         self._sums: dict[tuple[str | None, str | None], _Sum] = {}  # by tenant and model; None: the rest
 
-    def __repr__(self) -> str:
-        return f"<Usages {len(self._sums)} entries>"
-
     @property
     def tokens(self) -> TokenCounts:
         """The tokens of all requests since the start."""

@@ -41,9 +41,6 @@ class Verification:
         self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
         self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
 
-    def __repr__(self) -> str:
-        return f"<Verification {len(self._mismatches)} mismatches>"
-
     def learn(self, client: Client, request: wire.Register) -> None:
         """Remember the facts of an engine, for the case that its KV differs from another's."""
         if request.writer:

@@ -41,9 +41,6 @@ class Accounts:
         self.given_up: dict[int, tuple[str, bytes, int]] = {}
         """Tenant, salt and bytes of loads that stores have overtaken, by id() of the shard, until they end."""
 
-    def __repr__(self) -> str:
-        return f"<Accounts {self._all}>"
-
     def __len__(self) -> int:
         return len(self._all)
 

@@ -19,9 +19,6 @@ class Chains:
     def __init__(self) -> None:
         self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
-    def __repr__(self) -> str:
-        return f"<Chains with {len(self.waiting)} chunks awaited>"
-
     def join(self, chunk: Chunk) -> None:
         """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
         before = chunk.parent

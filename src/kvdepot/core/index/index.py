@@ -72,9 +72,6 @@ class Index:
         self.uses = 0  # of chunks
         self.chains = Chains()
 
-    def __repr__(self) -> str:
-        return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
-
     def take_events(self) -> list[IndexEvent]:
         """Remove and return what has happened since the last call; drops namespaces that this has emptied."""
         events, self.events = self.events, []

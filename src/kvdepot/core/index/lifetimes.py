@@ -35,9 +35,6 @@ class Lifetimes:
         self._evicted = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)
 
-    def __repr__(self) -> str:
-        return f"<Lifetimes {self._ages}, {self._reuse}>"
-
     def __iter__(self) -> Iterator[Buckets]:
         return iter((self._ages, self._idle, self._reuse))
 

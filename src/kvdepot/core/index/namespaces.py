@@ -25,9 +25,6 @@ class Namespaces:
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
 
-    def __repr__(self) -> str:
-        return f"<Namespaces of {len(self.known)} models>"
-
     def all(self) -> list[Namespace]:
         """Every namespace, grouped by model, in the order of creation."""
         return [each for firsts in self.known.values() for first in firsts for each in first.groups]

@@ -164,9 +164,6 @@ class Lookups:
         self._count = 0
         self._wanted = 0  # shards that all tier lookups together asked for
 
-    def __repr__(self) -> str:
-        return f"<Lookups {len(self)}, {len(self._arrivals)} shards arriving>"
-
     def __len__(self) -> int:
         return self._count
 

@@ -35,10 +35,6 @@ class Saves:
         self._evicted: Counter[int] = Counter()  # chunks, by the tiers that had all their shards (Shard.tiers)
         self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
 
-    def __repr__(self) -> str:
-        queued = sum(len(tier.queue) for tier in self._tiers)
-        return f"<Saves {queued} shards queued, {self._index.accounts.leaving} bytes being demoted>"
-
     # -- what was stored
 
     def stored(self, shards: Sequence[tuple[Chunk, int]]) -> list[Save]:

@@ -67,9 +67,6 @@ class Tiering:
         self._rules = NO_RULES
         self.set_rules()
 
-    def __repr__(self) -> str:
-        return f"<Tiering {len(self._tiers)} tiers, {self.lookups}, {self.saves}, {self.forgettings}>"
-
     def __bool__(self) -> bool:
         return bool(self._tiers)
 

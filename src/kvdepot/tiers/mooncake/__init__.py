@@ -98,9 +98,6 @@ class MooncakeTier:
         self._tally = Tally("refused", "failed", "staged_bytes")
         self._staging = Staging(self._pool, options.buffer_mib << 20, self._tally)
 
-    def __repr__(self) -> str:
-        return f"<MooncakeTier {self._pool!r}, {self._tally!r}>"
-
     def attach(self, memory: Sequence[memoryview]) -> None:
         self._memory = memory
         for area in memory:
