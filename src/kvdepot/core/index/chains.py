@@ -31,11 +31,7 @@ class Chains:
             if self.waiting:
                 self._join_behind(chunk)
         elif before is not None and not before.gone:
-            self.wait(chunk, before)
-
-    def wait(self, chunk: Chunk, before: Chunk) -> None:
-        """Chain a whole chunk once its parent is chained."""
-        self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
+            self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]
