@@ -31,8 +31,6 @@ _LEASES = 100
 """A list of leases, for which all are compared, counts as one more request for every this many leases."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
-
-
 _UNIT_BYTES = 4096
 """A message costs one request, plus one per 4 KiB."""
 _LEFT = 100

@@ -101,10 +101,11 @@ class Usages:
         key: tuple[str | None, str | None] = tenant, model[:MOST_NAME]
         entry = self._sums.get(key)
         if entry is None:
+            models = sum(model is not None for _, model in self._sums)
             own = [name for _, name in filter(lambda key: key[0] == tenant, self._sums)]
             if not own and len({name for name, _ in self._sums} - {None}) >= self._most_tenants:
                 key = None, None
-            elif not is_known or len(own) - (None in own) >= self._most_models - self._models():
+            elif not is_known or len(own) - (None in own) >= self._most_models - models:
                 key = tenant, None
             entry = self._sums.setdefault(key, _Sum())
         entry.add(asked, found, reused)
@@ -114,10 +115,6 @@ class Usages:
         """Count shards of a model with chunks that were compared with what an engine computed."""
         entry = self.count(tenant, model, is_known=True)
         entry.compared, entry.differing = entry.compared + compared, entry.differing + differing
-
-    def _models(self) -> int:
-        """The number of models with an entry."""
-        return sum(model is not None for _, model in self._sums)
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""

@@ -95,17 +95,15 @@ class Namespaces:
     def quarantine(self, namespace: Namespace) -> None:
         """Let no lookup find a namespace's chunks any more; this survives the server, as they do."""
         namespace.is_quarantined = True
-        self._record_again(namespace)
+        if namespace.recorded:
+            self._record(namespace)
 
     def release(self, namespace: Namespace) -> None:
         """Let lookups find its chunks again."""
         namespace.is_quarantined = False
-        self._record_again(namespace)
-        self.forget(namespace)
-
-    def _record_again(self, namespace: Namespace) -> None:
         if namespace.recorded:
             self._record(namespace)
+        self.forget(namespace)
 
     def begin_removal(
         self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool, writer: str = ""

@@ -38,7 +38,6 @@ MOST_TAILS = 8
 _MOST_FINDS = 64
 """Most Finds in progress in one tier; beyond that it is not asked."""
 
-
 Place: TypeAlias = tuple[int, int, int]
 """A shard of a tier lookup: KV cache group, chunk, rank."""
 

@@ -146,7 +146,7 @@ class Saves:
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
         while tiers and (chunk := self._victim_ahead(by)) is not None:
-            missing = [tier for tier in tiers if not _has_all(chunk, tier)]
+            missing = [tier for tier in tiers if not all(shard.tiers & tier.bit for shard in chunk.shards.values())]
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue
@@ -170,7 +170,8 @@ class Saves:
         if by is not None and by.is_nearly_full():
             return by.victim()
         accounts = self._index.accounts
-        is_short = self._index.allocator.free_bytes + accounts.leaving < self._low_bytes
+        leaving = sum(each.leaving for each in accounts.all())
+        is_short = self._index.allocator.free_bytes + leaving < self._low_bytes
         return accounts.victim(by, 0) if is_short else None
 
     def _part_demoted(self, demotion: Demotion | None) -> None:
@@ -198,7 +199,3 @@ class Saves:
         if tier.config.options.write != "on_evict":
             return 0
         return sum(count for tiers, count in self._evicted.items() if not tiers & tier.bit)
-
-
-def _has_all(chunk: Chunk, tier: TierState) -> bool:
-    return all(shard.tiers & tier.bit for shard in chunk.shards.values())

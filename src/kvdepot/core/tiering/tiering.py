@@ -44,7 +44,6 @@ from kvdepot.tiers.worker import (
 Decision: TypeAlias = LookupDecision | Forgetting
 """A tier task, or a tier lookup or forgetting whose reply is due."""
 
-
 _Deadline: TypeAlias = tuple[float, int, TierLookup | Forgetting, bool]
 """The time at which a tier lookup or forgetting is to be answered, or, at half time (True), continues with what it has.
 A running number keeps deadlines at the same time in the order in which they began."""
