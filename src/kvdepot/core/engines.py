@@ -28,8 +28,6 @@ _SHORT = 100
 
 
 class Engines:
-    """The engines of one depot."""
-
     def __init__(self, note: Callable[[str, str], None]) -> None:
         """note: adds an event to the journal."""
         self._note = note

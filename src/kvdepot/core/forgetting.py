@@ -82,8 +82,6 @@ class _Removal:
 
 
 class Removals:
-    """The removals of one depot, one after the other."""
-
     def __init__(
         self,
         config: Config,

@@ -96,8 +96,6 @@ class Lease:
 
 
 class Leases:
-    """All leases of one depot."""
-
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
         self.bytes = 0  # held by all

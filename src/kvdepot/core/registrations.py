@@ -35,8 +35,6 @@ class Remapping:
 
 
 class Registrations:
-    """All registered tensors of one depot."""
-
     def __init__(
         self, config: Config, index: Index, counters: Counters, map_layout: Callable[[Layout], Mapped]
     ) -> None:

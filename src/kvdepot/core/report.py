@@ -69,7 +69,6 @@ class Report:
         self._corrupt = 0  # corrupt chunks when last logged
 
     def note(self, kind: str, text: str) -> None:
-        """Add an event to the journal."""
         self.journal.note(self.wall, kind, text)
 
     def reach(self, obstacle: str, where: str = "") -> None:

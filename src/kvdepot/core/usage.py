@@ -43,8 +43,6 @@ class _Sum:
 
 
 class Usages:
-    """The tokens of one depot."""
-
     def __init__(self, models: int = _MODELS, tenants: int = MOST_QUOTAS) -> None:
         """models, tenants: most entries of their own."""
         self.total = _Sum()

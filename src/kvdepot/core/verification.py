@@ -33,8 +33,6 @@ _UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
 
 
 class Verification:
-    """The comparisons of one depot."""
-
     def __init__(self, namespaces: Namespaces, counters: Counters, usages: Usages, report: Report) -> None:
         self.counters, self._usages = counters, usages
         self._namespaces, self._report = namespaces, report

@@ -22,8 +22,6 @@ MOST_MOVED = 1 << 17
 
 
 class Accounts:
-    """The accounts of one index, and the ages of its chunks."""
-
     def __init__(
         self, capacity: int, policy: Callable[[], Policy], ttl_s: int = 0, salt_ttls: Mapping[bytes, int] | None = None
     ) -> None:

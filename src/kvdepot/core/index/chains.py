@@ -12,8 +12,6 @@ _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes
 
 
 class Chains:
-    """The chains of one index."""
-
     __slots__ = ("waiting",)
 
     def __init__(self) -> None:

@@ -25,8 +25,6 @@ _RECENT = 256
 
 
 class Lifetimes:
-    """The histograms of one index."""
-
     def __init__(self) -> None:
         self._ages = Buckets("eviction_age_seconds", "s", AGES_S)
         self._idle = Buckets("eviction_idle_seconds", "s", AGES_S)

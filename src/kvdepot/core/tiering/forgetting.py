@@ -89,14 +89,10 @@ class Forgetting:
 
 @dataclass(slots=True, eq=False)
 class TierForget(Forget):
-    """A Forget of one tier."""
-
     forgetting: Forgetting
 
 
 class Forgettings:
-    """The forgettings in progress."""
-
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began

@@ -20,8 +20,6 @@ from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
 @dataclass(slots=True, eq=False)
 class QueuedSave(Save):
-    """A Save of shards from the queue."""
-
     batch: list[Queued]  # one per part
 
 
@@ -97,7 +95,6 @@ class Saves:
         return batch, parts
 
     def saved(self, save: QueuedSave, outcome: Saved | KVDepotError) -> None:
-        """Handle the end of a Save."""
         tier = self._tiers[save.tier]
         tier.saving.discard(save)
         outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(save.batch)

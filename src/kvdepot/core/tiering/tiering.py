@@ -207,7 +207,6 @@ class Tiering:
     # -- outcomes
 
     def finished(self, task: TierTask, outcome: TierOutcome, now: float) -> list[Decision]:
-        """Handle the outcome of a tier task."""
         tier = self._tiers[task.tier]
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
@@ -252,5 +251,4 @@ class Tiering:
         return bool(self.lookups.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
-        """The status of each tier."""
         return [tier.status(now, self.saves.undemoted(tier)) for tier in self._tiers]
