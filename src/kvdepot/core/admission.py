@@ -62,10 +62,8 @@ def check_lookup(request: wire.Lookup) -> None:
 
 
 def check_names(request: str, model: str) -> None:
-    if max(len(request), len(model)) > wire.MAX_REQUEST_ID:
-        for what, name in (("request id", request), ("model name", model)):
-            if len(name) <= wire.MAX_REQUEST_ID:
-                continue
+    for what, name in (("request id", request), ("model name", model)):
+        if len(name) > wire.MAX_REQUEST_ID:
             raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
 
 

@@ -31,8 +31,6 @@ _LEASES = 100
 """A list of leases, for which all are compared, counts as one more request for every this many leases."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
-
-
 _UNIT_BYTES = 4096
 """A message costs one request, plus one per 4 KiB."""
 _LEFT = 100
@@ -82,7 +80,7 @@ class Connections:
         self._must_seal = not config.keys and is_open_to_all(config.url)
 
     def __repr__(self) -> str:
-        return f"<Connections of {self._depot}, {len(self._challenges)} in handshake>"
+        return f"<Connections, {len(self._challenges)} in handshake>"
 
     # -- messages
 

@@ -100,9 +100,6 @@ class Depot:
             config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
         )
 
-    def __repr__(self) -> str:
-        return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
-
     # -- events
 
     def welcome(
@@ -199,7 +196,11 @@ class Depot:
             case wire.EndLease():
                 if request.drops:
                     self.removals.refuse_drops()
-                return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
+                actions = self.sessions.give_up_lease(client, request.name)
+                ended = self.leases.end(client.tenant, request.name, self.now)
+                if ended is not None and request.drops:
+                    self.removals.drop_leased(ended)
+                return [*actions, Reply(client.identity, number, ended is not None)]
             case wire.Drop():
                 return self.removals.drop(client, number, request, self.now)
             case wire.Leases():
@@ -311,12 +312,6 @@ class Depot:
         self._is_behind = True
         whose = name_of(tenant[:SHOWN], tag)
         self.report.note("quota", f"quota of {whose}: {'none' if quota is None else quota.words}")
-
-    def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
-        ended = self.leases.end(client.tenant, request.name, self.now)
-        if ended is not None and request.drops:
-            self.removals.drop_leased(ended)
-        return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer all requests that wait for stores or tiers."""

@@ -28,16 +28,11 @@ _SHORT = 100
 
 
 class Engines:
-    """The engines of one depot."""
-
     def __init__(self, note: Callable[[str, str], None]) -> None:
         """note: adds an event to the journal."""
         self._note = note
         self._clients: Counter[tuple[str, str | bytes]] = Counter()  # by engine
         self._died: set[tuple[str, str | bytes]] = set()  # those of which a client did not close its connection
-
-    def __repr__(self) -> str:
-        return f"<Engines {len(self._clients)} with {self._clients.total()} clients>"
 
     def joined(self, client: Client) -> None:
         """A client has sent its first registration or lookup: it belongs to an engine."""

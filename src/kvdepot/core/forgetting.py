@@ -82,8 +82,6 @@ class _Removal:
 
 
 class Removals:
-    """The removals of one depot, one after the other."""
-
     def __init__(
         self,
         config: Config,
@@ -110,9 +108,6 @@ class Removals:
         self._hashes = 0  # of all drops
         self._now = 0.0
         self._is_stopping = False
-
-    def __repr__(self) -> str:
-        return f"<Removals {len(self._ready)}, {len(self._waiting)} wait for saves, {len(self._forgetting)} for tiers>"
 
     def __bool__(self) -> bool:
         """Whether `step` has anything to do."""

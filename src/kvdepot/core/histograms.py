@@ -20,8 +20,6 @@ RATES = (1e6, 1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 4e9, 8e9, 16e9)
 
 
 class Buckets:
-    """One histogram."""
-
     __slots__ = ("_bounds", "_counts", "_name", "_unit", "sum")
 
     def __init__(self, name: str, unit: str, bounds: Sequence[float]) -> None:
@@ -30,14 +28,9 @@ class Buckets:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0  # of the values
 
-    def __repr__(self) -> str:
-        return f"<Buckets {self._name}: {sum(self._counts)} values>"
-
     def count(self, value: float) -> None:
-        """Add one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def figure(self) -> Histogram:
-        """The histogram so far."""
         return Histogram(self._name, self._unit, list(self._bounds), list(self._counts), self.sum)

@@ -96,8 +96,6 @@ class Lease:
 
 
 class Leases:
-    """All leases of one depot."""
-
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
         self.bytes = 0  # held by all
@@ -110,9 +108,6 @@ class Leases:
         self._growing: dict[Lease, None] = {}  # the one that was looked up longest ago first
         self._hashes = 0  # kept
         self._numbers = itertools.count()
-
-    def __repr__(self) -> str:
-        return f"<Leases {self._count} hold {self.bytes} bytes, {len(self._growing)} grow>"
 
     def __len__(self) -> int:
         return self._count

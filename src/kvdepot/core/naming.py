@@ -26,9 +26,6 @@ class Naming:
         self._namespaces = namespaces
         self._names: dict[str, dict[str, str]] = {}  # by tenant, and by the name that was given
 
-    def __repr__(self) -> str:
-        return f"<Naming of {sum(map(len, self._names.values()))} names>"
-
     def rename(self, request: wire.Request, tenant: str) -> wire.Request:
         """The same request with the server's name of each model."""
         keeps = isinstance(request, wire.Register | wire.Lookup)  # a question is no engine's name for its model

@@ -35,8 +35,6 @@ class Remapping:
 
 
 class Registrations:
-    """All registered tensors of one depot."""
-
     def __init__(
         self, config: Config, index: Index, counters: Counters, map_layout: Callable[[Layout], Mapped]
     ) -> None:
@@ -46,9 +44,6 @@ class Registrations:
         self._index = index
         self._counters = counters
         self._map_layout = map_layout
-
-    def __repr__(self) -> str:
-        return f"<Registrations {self._files} files>"
 
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
         """The namespace of an instance's chunks of this shape. Raises Busy, or BadRequest for other groups."""

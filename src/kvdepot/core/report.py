@@ -68,11 +68,7 @@ class Report:
         self._tiers: dict[str, str] = {}  # by tier: its state in the journal
         self._corrupt = 0  # corrupt chunks when last logged
 
-    def __repr__(self) -> str:
-        return f"<Report {self.journal}, {self.latencies}>"
-
     def note(self, kind: str, text: str) -> None:
-        """Add an event to the journal."""
         self.journal.note(self.wall, kind, text)
 
     def reach(self, obstacle: str, where: str = "") -> None:

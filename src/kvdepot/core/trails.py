@@ -47,9 +47,6 @@ class Trails:
         self._left: dict[int, int] = {}  # when chunks left, negative unless evicted, by a short hash of their keys
         self._left_before: dict[int, int] = {}
 
-    def __repr__(self) -> str:
-        return f"<Trails of {len(self._trails)} requests>"
-
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
         """Note when chunks left memory that had been stored."""
         for event in events:

@@ -43,8 +43,6 @@ class _Sum:
 
 
 class Usages:
-    """The tokens of one depot."""
-
     def __init__(self, models: int = _MODELS, tenants: int = MOST_QUOTAS) -> None:
         """models, tenants: most entries of their own."""
         self.total = _Sum()
@@ -52,9 +50,6 @@ class Usages:
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
         self._most_models, self._most_tenants = models, tenants
         self._sums: dict[tuple[str | None, str | None], _Sum] = {}  # by tenant and model; None: the rest
-
-    def __repr__(self) -> str:
-        return f"<Usages {len(self._sums)} entries>"
 
     @property
     def tokens(self) -> TokenCounts:
@@ -104,10 +99,11 @@ class Usages:
         key: tuple[str | None, str | None] = tenant, model[:MOST_NAME]
         entry = self._sums.get(key)
         if entry is None:
+            models = sum(model is not None for _, model in self._sums)
             own = [name for _, name in filter(lambda key: key[0] == tenant, self._sums)]
             if not own and len({name for name, _ in self._sums} - {None}) >= self._most_tenants:
                 key = None, None
-            elif not is_known or len(own) - (None in own) >= self._most_models - self._models():
+            elif not is_known or len(own) - (None in own) >= self._most_models - models:
                 key = tenant, None
             entry = self._sums.setdefault(key, _Sum())
         entry.add(asked, found, reused)
@@ -117,10 +113,6 @@ class Usages:
         """Count shards of a model with chunks that were compared with what an engine computed."""
         entry = self.count(tenant, model, is_known=True)
         entry.compared, entry.differing = entry.compared + compared, entry.differing + differing
-
-    def _models(self) -> int:
-        """The number of models with an entry."""
-        return sum(model is not None for _, model in self._sums)
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""

@@ -33,16 +33,11 @@ _UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
 
 
 class Verification:
-    """The comparisons of one depot."""
-
     def __init__(self, namespaces: Namespaces, counters: Counters, usages: Usages, report: Report) -> None:
         self.counters, self._usages = counters, usages
         self._namespaces, self._report = namespaces, report
         self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
         self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
-
-    def __repr__(self) -> str:
-        return f"<Verification {len(self._mismatches)} mismatches>"
 
     def learn(self, client: Client, request: wire.Register) -> None:
         """Remember the facts of an engine, for the case that its KV differs from another's."""

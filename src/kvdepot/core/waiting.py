@@ -46,9 +46,6 @@ class PinBudget:
         self._marks: dict[bytes, list[int]] = {}  # the shares that have it, and its bytes
         self._clients: dict[Client, list[int]] = {}  # its shares, and the bytes that they brought
 
-    def __repr__(self) -> str:
-        return f"<PinBudget {self.bytes} of {self.most_bytes} bytes, {len(self._clients)} clients>"
-
     @staticmethod
     def weigh(
         client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int, tail: bytes = b""
@@ -143,7 +140,7 @@ class PinBudget:
         largest: dict[Client, int] = {}
         for share in shares:
             largest[share.client] = max(sum(share.marks.values()), largest.get(share.client, 0))
-        assert self.bytes <= self.most_bytes + sum(largest.values()), self
+        assert self.bytes <= self.most_bytes + sum(largest.values())
 
 
 class WaitingLookups:
@@ -155,9 +152,6 @@ class WaitingLookups:
         self._queues: dict[Client, dict[PendingLookup, None]] = {}  # for room, without a deadline
         self._queued = 0
         self._hashes = 0  # of queued lookups
-
-    def __repr__(self) -> str:
-        return f"<WaitingLookups {len(self._parts)}, {self._queued} queued, {len(self._late)} stores are late>"
 
     def __len__(self) -> int:
         return len(self._parts) + self._queued

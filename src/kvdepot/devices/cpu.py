@@ -295,7 +295,19 @@ class HostTensors(Mapped):
 
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         for piece in pieces:
-            (_gather if is_store else _scatter)(memory.bytes, self.stacks, piece)
+            start = 0
+            for stack, size in _sized(self.stacks, piece):
+                where = views(memory.bytes, piece.extents, start, size)
+                whole = where[0]
+                if len(where) > 1:
+                    whole = np.empty(size, np.uint8) if is_store else np.concatenate(where)
+                stack.copy(piece.block_ids, whole, 0 if is_store else piece.skip, is_store)
+                if is_store and len(where) > 1:
+                    done = 0
+                    for part in where:
+                        part[:] = whole[done : done + len(part)]
+                        done += len(part)
+                start += size
 
     def close(self) -> None:
         if self._entering is not None:
@@ -380,29 +392,6 @@ def _equally_apart(rows: Sequence[_Rows], starts: Sequence[int], in_layer: int) 
             break
         count += 1
     return count // in_layer * in_layer
-
-
-def _gather(memory: Bytes, stacks: Sequence[_Stack], piece: CopyPiece) -> None:
-    start = 0
-    for stack, size in _sized(stacks, piece):
-        where = views(memory, piece.extents, start, size)
-        out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
-        stack.copy(piece.block_ids, out, 0, True)
-        if len(where) > 1:
-            done = 0
-            for part in where:
-                part[:] = out[done : done + len(part)]
-                done += len(part)
-        start += size
-
-
-def _scatter(memory: Bytes, stacks: Sequence[_Stack], piece: CopyPiece) -> None:
-    start = 0
-    for stack, size in _sized(stacks, piece):
-        where = views(memory, piece.extents, start, size)
-        source = where[0] if len(where) == 1 else np.concatenate(where)
-        stack.copy(piece.block_ids, source, piece.skip, False)
-        start += size
 
 
 def _sized(stacks: Sequence[_Stack], piece: CopyPiece) -> Iterator[tuple[_Stack, int]]:

@@ -94,20 +94,13 @@ class Allocator:
     def occupy(self, taken: Iterable[tuple[int, int, int]]) -> None:
         """Allocate these extents `(offset, bytes, ignored)`: ascending, disjoint; all must still be free. O(n)."""
         assert self.free_bytes == self.capacity
-        self._forget_all()
+        self._remove(self.start, self.capacity)
         at = self.start
         for start, length, _ in (*taken, (self.end, 0, 0)):
             assert at <= start and start + length <= self.end, (at, start, length)
             if start > at:
                 self._insert(at, start - at)
             at = start + length
-
-    def _forget_all(self) -> None:
-        self._starts.clear()
-        self._ends.clear()
-        for level in self._by_class:
-            level.clear()
-        self.free_bytes = 0
 
     def _take(self, need: int) -> tuple[int, int]:
         """Remove and return a free extent of at least `need` bytes, or else one of the largest size class."""

@@ -74,9 +74,6 @@ class Arena:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __repr__(self) -> str:
-        return f"<Arena {self.name} {self.size} bytes, {self.populated} populated>"
-
     def _open(self) -> int:
         try:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -115,25 +115,21 @@ def compare(arena: Memory, task: Copy, judge: Callable[[Numbers], float] = _mean
             return None
         computed, stored = _scratch.bytes[:size], views(arena.bytes, piece.extents, 0, size)
         whole = stored[0] if len(stored) == 1 else np.concatenate(stored)
-        if _are_equal(whole, computed):
+        # Unlike numpy, memcmp needs no memory for the answer; it runs without the GIL.
+        if _memcmp(whole.ctypes.data, computed.ctypes.data, size) == 0:
             found.append([0.0])
             continue
         if piece.checksum not in (0, checksum(arena.bytes, piece.extents, size)):
             found.append(CORRUPT)
             continue
         pairs = [(part.numbers, part.of(whole, blocks), part.of(computed, blocks)) for part in _parts(layout)]
-        tiles = [_differences(*pair) if _fits(*pair[:2]) else None for pair in pairs]
+        tiles = [_differences(*pair) for pair in pairs]
         parts = [math.nan if each is None else judge(each) if each.size else math.inf for each in tiles]
         found.append([max((part for part in parts if not math.isnan(part)), default=math.nan), *parts])
     return found
 
 
 compare_with_experts = partial(compare, judge=_least)
-
-
-def _are_equal(one: Bytes, other: Bytes) -> bool:
-    """Whether bytes are equal. Unlike numpy, memcmp needs no memory for the answer; it runs without the GIL."""
-    return bool(_memcmp(one.ctypes.data, other.ctypes.data, len(one)) == 0)
 
 
 def _parts(layout: Layout) -> Iterator[_Part]:
@@ -152,8 +148,11 @@ def _parts(layout: Layout) -> Iterator[_Part]:
         start += segment.size
 
 
-def _differences(name: str, stored: Bytes, computed: Bytes) -> Numbers:
-    """The numbers of a part's tiles, [blocks, tiles]; none if no rounding explains the part, [blocks, bytes]."""
+def _differences(name: str, stored: Bytes, computed: Bytes) -> Numbers | None:
+    """The numbers of a part's tiles, [blocks, tiles]; none if no rounding explains the part, [blocks, bytes]. None if
+    the part cannot be read as numbers of this type."""
+    if name not in _ITEMS or stored.shape[1] % _ITEMS[name]:
+        return None
     sizes, errors, most = [], [], np.zeros(2)
     for rows in zip(stored, computed, strict=True):  # by block, so that the numbers stay in the processor's cache
         one, other = (np.ascontiguousarray(row) for row in rows)
@@ -194,11 +193,6 @@ def _largest(name: str, row: Bytes) -> float:
 
 _ITEMS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 """Bytes of a number of the data types that can be compared."""
-
-
-def _fits(name: str, rows: Bytes) -> bool:
-    """Whether bytes can be read as numbers of this type."""
-    return name in _ITEMS and not rows.shape[1] % _ITEMS[name]
 
 
 def _decode(name: str, row: Bytes) -> Numbers:

@@ -131,10 +131,6 @@ class Copier:
         self._report = report
         self.lanes = {"": Lane("cpu", threads, self._run)}
 
-    @property
-    def threads(self) -> int:
-        return len(self.lanes[""].threads)
-
     def submit(self, task: Copy | Call) -> None:
         """Queue a task. Only the deciding thread calls this; it limits how many there are."""
         name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else task.lane

@@ -110,9 +110,6 @@ class Records:
         self._ready = 0  # slots before this one are allocated
         self._further: dict[int, list[int]] = {}  # first slot -> the others, for records with several
 
-    def __repr__(self) -> str:
-        return f"<Records {self.used} of {self.capacity} slots>"
-
     @property
     def used(self) -> int:
         return self._fresh - len(self._free)

@@ -324,9 +324,6 @@ class LivenessFile:
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
         self._at_exit = weakref.finalize(self, _mark_left, self._address, self._owner)
 
-    def __repr__(self) -> str:
-        return f"<LivenessFile {self.name}>"
-
     def __del__(self) -> None:
         self._unmap()
 

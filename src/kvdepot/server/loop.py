@@ -202,7 +202,7 @@ class Server:
         log.info(
             "serving at %s: chunk size %s, arena %s of %.2f GiB, %d copy threads",
             self._config.url, "auto" if self._config.has_free_chunks else self._config.chunk_tokens, self.arena.path,
-            self.arena.size / 2**30, self._copier.threads,
+            self.arena.size / 2**30, self._config.copy_threads,
         )  # fmt: skip
         self._facts.settings = reported(self._config)
         note_serving(self._config.url)

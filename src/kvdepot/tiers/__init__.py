@@ -103,9 +103,6 @@ class Tally:
         self._lock = threading.Lock()
         self._counters = Counter(dict.fromkeys(names, 0))
 
-    def __repr__(self) -> str:
-        return ", ".join(f"{name} {count}" for name, count in self.counts().items())
-
     def __call__(self, name: str, count: int = 1) -> None:
         with self._lock:
             self._counters[name] += count

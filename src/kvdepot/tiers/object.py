@@ -168,9 +168,6 @@ class ObjectTier:
         self._closed = False
         self._tally = Tally("refused")
 
-    def __repr__(self) -> str:
-        return f"<ObjectTier {self._name}, {self._tally!r}>"
-
     def attach(self, memory: Sequence[memoryview]) -> None:
         """Nothing to prepare."""
 

@@ -251,9 +251,6 @@ class TierWorker:
         for thread in self._threads:
             thread.start()
 
-    def __repr__(self) -> str:
-        return f"<TierWorker {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
-
     def submit(self, tier_task: TierTask) -> None:
         """Queue a tier task. The deciding thread bounds the queue."""
         with self._ready:

@@ -7,10 +7,11 @@ accounts' bytes add up to the arena's used bytes; a change of a quota that is re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
 from kvdepot.errors import BadRequest, Busy
-from kvdepot.eviction import Policy, Victim
+from kvdepot.eviction import Policy
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
 from kvdepot.protocol.keys import tenant_salt
@@ -21,8 +22,6 @@ MOST_MOVED = 1 << 17
 
 
 class Accounts:
-    """The accounts of one index, and the ages of its chunks."""
-
     def __init__(
         self, capacity: int, policy: Callable[[], Policy], ttl_s: int = 0, salt_ttls: Mapping[bytes, int] | None = None
     ) -> None:
@@ -41,12 +40,6 @@ class Accounts:
         self.given_up: dict[int, tuple[str, bytes, int]] = {}
         """Tenant, salt and bytes of loads that stores have overtaken, by id() of the shard, until they end."""
 
-    def __repr__(self) -> str:
-        return f"<Accounts {self._all}>"
-
-    def __len__(self) -> int:
-        return len(self._all)
-
     def all(self) -> list[Account]:
         """The rest, then those of tenants and salts with a quota."""
         return list(self._all)
@@ -61,11 +54,6 @@ class Accounts:
         at most half of its cap, unless its floor is more than that."""
         return min(account.floor + self.above_floors // 2, max(account.cap // 2, account.floor))
 
-    @property
-    def leaving(self) -> int:
-        """Bytes of all accounts' chunks that are being saved in tiers, to be evicted then."""
-        return sum(account.leaving for account in self._all)
-
     def of(self, tenant: str, salt: bytes = b"") -> Account:
         """The account of a tenant's chunks that are stored under a salt: the salt's own, the tenant's, or the rest."""
         return self._by_owner.get((tenant, salt)) or self._by_owner.get((tenant, b""), self.rest)
@@ -75,13 +63,9 @@ class Accounts:
 
         The caller removes the chunk, or holds it; `Index.release` then returns it to the policy.
         """
-        victim = victim_for(by, size, self._all, _bytes_of)
+        victim = victim_for(by, size, self._all, attrgetter("bytes"))
         assert victim is None or isinstance(victim, Chunk)
         return victim
-
-    def over_cap(self) -> list[Account]:
-        """The accounts above their caps."""
-        return [account for account in self._all if account.used > account.cap]
 
     def ttl_of(self, chunk: Chunk) -> int:
         """Seconds after which a chunk expires: the shortest limit of server, tenant and salt; 0: never."""
@@ -160,11 +144,6 @@ class Accounts:
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
         self.has_ttls |= quota.ttl_s > 0
         return Account(owner, quota, self._policy(), self._capacity)
-
-
-def _bytes_of(victim: Victim) -> int:
-    assert isinstance(victim, Chunk)
-    return victim.bytes
 
 
 def queue(chunks: list[Chunk]) -> None:

@@ -12,15 +12,10 @@ _WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes
 
 
 class Chains:
-    """The chains of one index."""
-
     __slots__ = ("waiting",)
 
     def __init__(self) -> None:
         self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
-
-    def __repr__(self) -> str:
-        return f"<Chains with {len(self.waiting)} chunks awaited>"
 
     def join(self, chunk: Chunk) -> None:
         """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
@@ -34,11 +29,7 @@ class Chains:
             if self.waiting:
                 self._join_behind(chunk)
         elif before is not None and not before.gone:
-            self.wait(chunk, before)
-
-    def wait(self, chunk: Chunk, before: Chunk) -> None:
-        """Chain a whole chunk once its parent is chained."""
-        self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
+            self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]

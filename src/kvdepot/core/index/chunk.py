@@ -324,13 +324,6 @@ class Namespace:
     def __post_init__(self) -> None:
         join_groups([self])
 
-    def __repr__(self) -> str:
-        group = f" group {self.group}" if len(self.groups) > 1 else ""
-        return (
-            f"<Namespace {self.model!r}{group} world_size={self.world_size} {len(self.chunks)} chunks "
-            f"{self.bytes} bytes>"
-        )
-
 
 def join_groups(groups: list[Namespace]) -> None:
     """Make these the KV cache groups of one model, in this order."""

@@ -22,7 +22,7 @@ def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
 
 def trim(index: Index, most: int) -> bool:
     """Evict up to `most` chunks, which nothing holds, of accounts above their caps; returns whether it must go on."""
-    for account in index.accounts.over_cap():
+    for account in index.accounts.all():
         while account.used > account.cap and (victim := account.victim()) is not None:
             index.remove(victim, Reason.EVICTED)
             most -= 1

@@ -72,9 +72,6 @@ class Index:
         self.uses = 0  # of chunks
         self.chains = Chains()
 
-    def __repr__(self) -> str:
-        return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
-
     def take_events(self) -> list[IndexEvent]:
         """Remove and return what has happened since the last call; drops namespaces that this has emptied."""
         events, self.events = self.events, []
@@ -391,19 +388,16 @@ class Index:
         last: Chunk | None = chunk
         while last is not None:
             for shard in last.shards.values():
-                self._free(shard)
+                shard.state = TRANSITIONS[shard.state][_REMOVE]
+                if shard.slot is not None:
+                    self.records.erase(shard.slot)  # before its extents can be overwritten
+                self.allocator.free(shard.extents)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
             account.charge(-last.bytes)
             last.bytes = 0
             last = self._unlink(last, reason, tiers)
             reason, tiers = _DROPPED, 0  # its ancestors were pending removal, and nothing is behind them any more
-
-    def _free(self, shard: Shard) -> None:
-        shard.state = TRANSITIONS[shard.state][_REMOVE]
-        if shard.slot is not None:
-            self.records.erase(shard.slot)  # before its extents can be overwritten
-        self.allocator.free(shard.extents)
 
     def _unlink(self, chunk: Chunk, reason: Reason, tiers: int) -> Chunk | None:
         """Take a chunk without shards out of namespace and chain; returns its parent if that must be removed too."""

@@ -25,8 +25,6 @@ _RECENT = 256
 
 
 class Lifetimes:
-    """The histograms of one index."""
-
     def __init__(self) -> None:
         self._ages = Buckets("eviction_age_seconds", "s", AGES_S)
         self._idle = Buckets("eviction_idle_seconds", "s", AGES_S)
@@ -34,9 +32,6 @@ class Lifetimes:
         self.wall = 0  # set once a second
         self._evicted = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)
-
-    def __repr__(self) -> str:
-        return f"<Lifetimes {self._ages}, {self._reuse}>"
 
     def __iter__(self) -> Iterator[Buckets]:
         return iter((self._ages, self._idle, self._reuse))

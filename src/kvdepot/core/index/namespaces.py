@@ -26,9 +26,6 @@ class Namespaces:
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
 
-    def __repr__(self) -> str:
-        return f"<Namespaces of {len(self.known)} models>"
-
     def all(self) -> list[Namespace]:
         """Every namespace, grouped by model, in the order of creation."""
         return [each for firsts in self.known.values() for first in firsts for each in first.groups]
@@ -100,17 +97,15 @@ class Namespaces:
         """Let no lookup find a namespace's chunks any more; this survives the server, as they do."""
         namespace.is_quarantined = True
         self.withdrawals += 1
-        self._record_again(namespace)
+        if namespace.recorded:
+            self._record(namespace)
 
     def release(self, namespace: Namespace) -> None:
         """Let lookups find its chunks again."""
         namespace.is_quarantined = False
-        self._record_again(namespace)
-        self.forget(namespace)
-
-    def _record_again(self, namespace: Namespace) -> None:
         if namespace.recorded:
             self._record(namespace)
+        self.forget(namespace)
 
     def begin_removal(
         self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool, writer: str = ""

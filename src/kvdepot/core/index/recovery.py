@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdepot.core.index.accounts import queue
+from kvdepot.core.index.chains import link
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -21,8 +22,7 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
 
-_FILLING, _WHOLE, _CHAINED = State.FILLING, State.WHOLE, State.CHAINED  # attributes of an enum are slow to get
-_SEALED, _COMPLETE, _CHAIN = State.SEALED, Event.COMPLETE, Event.CHAIN
+_SEALED, _COMPLETE = State.SEALED, Event.COMPLETE  # attributes of an enum are slow to get
 _MOST = 1 << 62
 """Limit of restored serials and numbers, so that those counted on from them still fit a record."""
 
@@ -69,12 +69,13 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
             _add_namespace(index, namespaces, slot, record, restored)
     complete = _join(index, namespaces, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
-    shards.sort(key=_serial)  # in the order of their stores: neighbours in a chain are then neighbours in memory
+    # In the order of their stores: neighbours in a chain are then neighbours in memory.
+    shards.sort(key=lambda item: item[1].serial)
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
         _add_shard(index, namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
     for namespace in complete:
-        _link(namespace, parents.get(namespace.number, {}))
+        _link(index, namespace, parents.get(namespace.number, {}))
     for namespace in complete:
         if not namespace.chunks:
             index.records.erase(namespace.slot)
@@ -99,14 +100,8 @@ def _adopt(index: Index, namespaces: list[Namespace], serial: int) -> None:
     for chunk in found:
         chunk.account.charge(chunk.bytes)
         chunk.account.chunks += 1
-        if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
-            index.chains.wait(chunk, chunk.parent)
         index.accounts.ages.record(chunk)
     queue(found)
-
-
-def _serial(item: tuple[int, ShardRecord]) -> int:
-    return item[1].serial
 
 
 def _add_namespace(
@@ -273,38 +268,14 @@ def _add_shard(index: Index, namespace: Namespace, slot: int, record: ShardRecor
     namespace.bytes += taken
 
 
-def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
-    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them.
-
-    Parts of a bounded group are behind the part of the first unbounded group, and not chained.
-    """
-    chunks, trunk = namespace.chunks, namespace.trunk
-    if namespace.reach:
-        for chunk in chunks.values():
-            if chunk.sealed == namespace.world_size:
-                chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
-            before = None if trunk is None else trunk.chunks.get(chunk.key)
-            if before is not None and before.salt == chunk.salt:
-                chunk.parent = before
-                before.children += 1
-        return
-    for chunk in chunks.values():
-        before = chunks.get(parents[chunk.key]) if chunk.position > 1 else None
-        if before is not None and before.position == chunk.position - 1 and before.salt == chunk.salt:
+def _link(index: Index, namespace: Namespace, parents: dict[bytes, bytes]) -> None:
+    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them."""
+    for chunk in namespace.chunks.values():
+        before, _ = link(namespace, chunk.key, parents[chunk.key], chunk.position, chunk.salt)
+        if before is not None:
             chunk.parent = before
             before.children += 1
-    late = [chunk for chunk in chunks.values() if not _chain(chunk) and chunk.parent is not None]
-    for chunk in sorted(late, key=lambda chunk: chunk.position):  # stored before their parents were
-        _chain(chunk)
-
-
-def _chain(chunk: Chunk) -> bool:
-    """Derive a chunk's state from its shards and its parent; False if the parent is not chained (yet)."""
-    if chunk.state is _FILLING and chunk.sealed == chunk.namespace.world_size:
-        chunk.state = TRANSITIONS[_FILLING][_COMPLETE]
-    before = chunk.parent
-    if chunk.position == 1 or (before is not None and before.state is _CHAINED):
-        if chunk.state is _WHOLE:
-            chunk.state = TRANSITIONS[_WHOLE][_CHAIN]
-        return True
-    return False
+    for chunk in namespace.chunks.values():
+        if chunk.sealed == namespace.world_size:
+            chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
+            index.chains.join(chunk)

@@ -89,20 +89,13 @@ class Forgetting:
 
 @dataclass(slots=True, eq=False)
 class TierForget(Forget):
-    """A Forget of one tier."""
-
     forgetting: Forgetting
 
 
 class Forgettings:
-    """The forgettings in progress."""
-
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began
-
-    def __repr__(self) -> str:
-        return f"<Forgettings {len(self)}>"
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -179,9 +172,6 @@ class Erasures:
         self._tiers = tiers
         self._queues: list[deque[tuple[Unsaved, int]]] = [deque() for _ in tiers]  # by number of the tier, with rank
         self._erasing: set[int] = set()  # tiers with an Erase in progress
-
-    def __repr__(self) -> str:
-        return f"<Erasures {sum(map(len, self._queues))} queued>"
 
     def __bool__(self) -> bool:
         return bool(self._erasing) or any(self._queues)

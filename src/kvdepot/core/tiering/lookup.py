@@ -38,7 +38,6 @@ MOST_TAILS = 8
 _MOST_FINDS = 64
 """Most Finds in progress in one tier; beyond that it is not asked."""
 
-
 Place: TypeAlias = tuple[int, int, int]
 """A shard of a tier lookup: KV cache group, chunk, rank."""
 
@@ -132,8 +131,6 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class LookupFind(Find):
-    """A Find of one tier lookup."""
-
     tier_lookup: TierLookup
 
     def is_wanted(self) -> bool:
@@ -142,8 +139,6 @@ class LookupFind(Find):
 
 @dataclass(slots=True, eq=False)
 class ArrivalLoad(Load):
-    """A Load of shards for which tier lookups wait."""
-
     arrivals: list[Arrival]  # one per part
 
 
@@ -163,9 +158,6 @@ class Lookups:
         self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
         self._count = 0
         self._wanted = 0  # shards that all tier lookups together asked for
-
-    def __repr__(self) -> str:
-        return f"<Lookups {len(self)}, {len(self._arrivals)} shards arriving>"
 
     def __len__(self) -> int:
         return self._count
@@ -252,7 +244,6 @@ class Lookups:
         return missing
 
     def located(self, find: LookupFind, outcome: Located | Unwanted | KVDepotError, now: float) -> list[LookupDecision]:
-        """Handle the end of a Find."""
         tier, tier_lookup = self._tiers[find.tier], find.tier_lookup
         if isinstance(outcome, Located):
             tier.speed.found(tier_lookup.begun, now, int(any(outcome.there)))
@@ -462,7 +453,6 @@ class Lookups:
     # -- what arrives
 
     def arrived(self, load: ArrivalLoad, outcome: Loaded | KVDepotError, now: float) -> list[LookupDecision]:
-        """Handle the end of a Load."""
         tier, arrivals = self._tiers[load.tier], load.arrivals
         tier.loading -= 1
         if isinstance(outcome, Loaded):
@@ -566,5 +556,4 @@ def _batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
 
 
 def _about(tier: TierState, tier_lookup: TierLookup) -> dict[str, str]:
-    """Log fields of a tier and a tier lookup."""
     return {"tier": tier.name, "request": tier_lookup.request}

@@ -20,8 +20,6 @@ from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
 
 @dataclass(slots=True, eq=False)
 class QueuedSave(Save):
-    """A Save of shards from the queue."""
-
     batch: list[Queued]  # one per part
 
 
@@ -34,10 +32,6 @@ class Saves:
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._evicted: Counter[int] = Counter()  # chunks, by the tiers that had all their shards (Shard.tiers)
         self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
-
-    def __repr__(self) -> str:
-        queued = sum(len(tier.queue) for tier in self._tiers)
-        return f"<Saves {queued} shards queued, {self._index.accounts.leaving} bytes being demoted>"
 
     # -- what was stored
 
@@ -101,7 +95,6 @@ class Saves:
         return batch, parts
 
     def saved(self, save: QueuedSave, outcome: Saved | KVDepotError) -> None:
-        """Handle the end of a Save."""
         tier = self._tiers[save.tier]
         tier.saving.discard(save)
         outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(save.batch)
@@ -150,7 +143,7 @@ class Saves:
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
         while tiers and (chunk := self._victim_ahead(by)) is not None:
-            missing = [tier for tier in tiers if not _has_all(chunk, tier)]
+            missing = [tier for tier in tiers if not all(shard.tiers & tier.bit for shard in chunk.shards.values())]
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue
@@ -174,7 +167,8 @@ class Saves:
         if by is not None and by.is_nearly_full():
             return by.victim()
         accounts = self._index.accounts
-        is_short = self._index.allocator.free_bytes + accounts.leaving < self._low_bytes
+        leaving = sum(each.leaving for each in accounts.all())
+        is_short = self._index.allocator.free_bytes + leaving < self._low_bytes
         return accounts.victim(by, 0) if is_short else None
 
     def _part_demoted(self, demotion: Demotion | None) -> None:
@@ -202,7 +196,3 @@ class Saves:
         if tier.config.options.write != "on_evict":
             return 0
         return sum(count for tiers, count in self._evicted.items() if not tiers & tier.bit)
-
-
-def _has_all(chunk: Chunk, tier: TierState) -> bool:
-    return all(shard.tiers & tier.bit for shard in chunk.shards.values())

@@ -83,8 +83,6 @@ class CallTimes:
 
 @dataclass(slots=True, eq=False)
 class TierState:
-    """One tier of a depot."""
-
     number: int
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
@@ -188,7 +186,6 @@ class TierState:
         return True
 
     def probed(self, outcome: Usage | KVDepotError) -> None:
-        """Handle the end of a probe."""
         self.probing = None
         if isinstance(outcome, Usage):
             self.usage = outcome

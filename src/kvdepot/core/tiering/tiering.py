@@ -44,7 +44,6 @@ from kvdepot.tiers.worker import (
 Decision: TypeAlias = LookupDecision | Forgetting
 """A tier task, or a tier lookup or forgetting whose reply is due."""
 
-
 _Deadline: TypeAlias = tuple[float, int, TierLookup | Forgetting, bool]
 """The time at which a tier lookup or forgetting is to be answered, or, at half time (True), continues with what it has.
 A running number keeps deadlines at the same time in the order in which they began."""
@@ -66,9 +65,6 @@ class Tiering:
         self._accounts = index.accounts
         self._rules = NO_RULES
         self.set_rules()
-
-    def __repr__(self) -> str:
-        return f"<Tiering {len(self._tiers)} tiers, {self.lookups}, {self.saves}, {self.forgettings}>"
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -211,7 +207,6 @@ class Tiering:
     # -- outcomes
 
     def finished(self, task: TierTask, outcome: TierOutcome, now: float) -> list[Decision]:
-        """Handle the outcome of a tier task."""
         tier = self._tiers[task.tier]
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
@@ -256,5 +251,4 @@ class Tiering:
         return bool(self.lookups.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
-        """The status of each tier."""
         return [tier.status(now, self.saves.undemoted(tier)) for tier in self._tiers]

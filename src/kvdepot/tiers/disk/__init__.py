@@ -126,9 +126,6 @@ class Disk:
         self._open()
         self._device = _device_of(path)
 
-    def __repr__(self) -> str:
-        return f"<Disk {self._path} {self._directory.ended or self._ledger!r}>"
-
     # -- opening and closing
 
     def _open(self) -> None:

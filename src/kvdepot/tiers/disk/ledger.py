@@ -61,9 +61,6 @@ class Ledger:
         self._generation = 0
         self._open_shares()
 
-    def __repr__(self) -> str:
-        return f"<Ledger {len(self)} objects, {self.used_bytes} of {self.capacity_bytes} bytes>"
-
     def __len__(self) -> int:
         return len(self._entries)
 

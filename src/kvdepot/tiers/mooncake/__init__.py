@@ -94,15 +94,10 @@ class MooncakeTier:
         """registers: whether the transport must know memory before it moves bytes there. Raises TierError."""
         self._pool = Membership(master, options, registers)
         self._options = options
-        self._memory: Sequence[memoryview] = ()
         self._tally = Tally("refused", "failed", "staged_bytes")
         self._staging = Staging(self._pool, options.buffer_mib << 20, self._tally)
 
-    def __repr__(self) -> str:
-        return f"<MooncakeTier {self._pool!r}, {self._tally!r}>"
-
     def attach(self, memory: Sequence[memoryview]) -> None:
-        self._memory = memory
         for area in memory:
             self._pool.register(area)
 
@@ -229,4 +224,3 @@ class MooncakeTier:
     def close(self) -> None:
         """Takes this host's segment, with its objects, out of the pool."""
         self._pool.leave()
-        self._memory = ()

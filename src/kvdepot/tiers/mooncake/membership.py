@@ -91,9 +91,6 @@ class Membership:
         self.rejoined = 0
         self._store: MooncakeStore | None = self._join()
 
-    def __repr__(self) -> str:
-        return f"<Membership of {self.place}, {self._calls} calls and {self._spans} pieces in progress>"
-
     @property
     def place(self) -> str:
         return f"{self._master[0]}:{self._master[1]}"

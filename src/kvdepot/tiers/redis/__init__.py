@@ -132,9 +132,6 @@ class RedisTier:
         self._closed = False
         self._tally = Tally("refused")
 
-    def __repr__(self) -> str:
-        return f"<RedisTier {self._name} {self._options.prefix!r}, {self._tally!r}>"
-
     def attach(self, memory: Sequence[memoryview]) -> None:
         """Nothing: sockets read from and write to any memory."""
 
