@@ -1,21 +1,4 @@
-"""All errors that kvdepot raises.
-
-    KVDepotError                    the root; `except KVDepotError` catches all of it
-    |- ConfigError          config          a setting is unknown, has the wrong type or is out of range
-    |- BadRequest           bad_request     an argument of a call is invalid; the message says which and why
-    |  |- LayoutError       layout          KV tensors whose layout cannot be determined, or outside their memory
-    |  `- UnknownRequest    unknown_request no lookup was submitted for this request id
-    |- ProtocolError        protocol        bytes that are not a kvdepot message, or too many of them
-    |  `- VersionMismatch   version         client and server speak different protocol versions
-    |- UnknownClient        unknown_client  the server does not know this client, e.g. after a restart
-    |- UnknownInstance      unknown_instance  no KV tensors are registered under this instance id
-    |- Busy                 busy            a bounded queue is full; nothing was done
-    |- Unavailable          unavailable     no server answers at this address, or it has gone
-    |- DeadlineExceeded     deadline        no answer in time; also a TimeoutError
-    |- ArenaError           arena           the shared memory is not available: in use, too large, or not an arena
-    |- DeviceError          device          a GPU or its driver failed: missing, too old, out of memory, error
-    |- TierError            tier            a whole tier is unavailable: not reachable, or access refused
-    `- InternalError        internal        internal error; see the server log
+"""All errors that kvdepot raises; `except KVDepotError` catches all of them.
 
 A miss is a value (0 chunks, False), never an error. The code after the class name is sent on the
 wire. Codes are stable; a client maps codes that it does not know to `KVDepotError`.
@@ -24,27 +7,6 @@ wire. Codes are stable; a client maps codes that it does not know to `KVDepotErr
 from __future__ import annotations
 
 from typing import ClassVar
-
-__all__ = [
-    "ArenaError",
-    "BadRequest",
-    "Busy",
-    "ConfigError",
-    "DeadlineExceeded",
-    "DeviceError",
-    "InternalError",
-    "KVDepotError",
-    "LayoutError",
-    "ProtocolError",
-    "TierError",
-    "Unavailable",
-    "UnknownClient",
-    "UnknownInstance",
-    "UnknownRequest",
-    "VersionMismatch",
-    "from_code",
-]
-
 
 _BY_CODE: dict[str, type[KVDepotError]] = {}
 

@@ -22,10 +22,10 @@ import msgspec
 
 from kvdepot import __version__, install
 from kvdepot.cli import options
-from kvdepot.cli.connect import connect, running
+from kvdepot.cli.connect import connect
+from kvdepot.cli.inspection import reason
 from kvdepot.cli.output import clean, print_json, progress, size
 from kvdepot.cli.status import ask_health
-from kvdepot.cli.why import reason
 from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
@@ -41,6 +41,7 @@ from kvdepot.values import plural
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
+_ANSWER_S = 2.0
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
 """The module that a tier imports, by extra."""
 
@@ -68,10 +69,6 @@ class Facts:
     server: Status | None
     silence: Said | None
     """Why there is no status of a server."""
-
-    @property
-    def here(self) -> Status | None:
-        return self.server if socket_path(self.config.url) is not None else None
 
 
 @click.command()
@@ -124,7 +121,8 @@ def _gather(file: str | None, server: options.Address) -> Facts:
             config = load(environ={})
     status, silence = None, None
     try:
-        status = running(config.url, key)
+        with admin.connect(config.url, key, _ANSWER_S) as client:
+            status = admin.status(client, _ANSWER_S)
     except KVDepotError as exc:
         what, _, advice = str(exc).partition("; ")
         is_none = advice and socket_path(config.url) is not None and not holder(config.url)
@@ -163,7 +161,7 @@ def _memory(facts: Facts) -> Iterator[Said]:
         advice = f"make it writable for this user, or mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}"
         yield "fail", f"{shm.SHM}, where the arena is a file, is not there or not writable", advice
         return
-    now, there = facts.here, allocated(facts.config.arena)
+    now, there = facts.server if socket_path(facts.config.url) else None, allocated(facts.config.arena)
     wanted = facts.config.arena_bytes if now is None else now.capacity_bytes
     whose = "the arena" if now is None else "the running server's arena"
     yield "ok", f"{whose} takes {size(wanted)}"

@@ -1,8 +1,13 @@
-"""`kvdepot inspect`: where the chunks of one prompt are, or those that differ from what an engine computed."""
+"""`kvdepot inspect`: where the chunks of a prompt are, or those that differ from what an engine computed. `verify`:
+what such comparisons have shown, and the end of a quarantine. `why`: the trail of a request, and why it found no more.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -16,7 +21,9 @@ from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.status import MOST_NAME, Mismatch
+from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
+from kvdepot.protocol.trails import ENDS, Trail, TrailLookup
+from kvdepot.values import plural
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
@@ -138,3 +145,98 @@ def _parts(mismatch: Mismatch) -> Listing:
         said = f"above the limit of {mismatch.limit:.2g}" if differs else "within the limit"
         rows.append((ranges(list(numbers)), f"{min(found):.2g}", f"{max(found):.2g}", said))
     return Listing((f"part of {len(mismatch.parts)}", ">smallest difference", ">largest", ""), rows)
+
+
+@click.command()
+@click.option("--release", metavar="MODEL", help="serve the chunks of models whose names begin with MODEL again")
+@options.server
+@options.as_json
+def verify(release: str | None, server: options.Address, as_json: bool) -> int:
+    """Show what comparing engines' KV with stored chunks has found: how many chunks, and which engines differ in what.
+
+    An engine's first hit on other engines' chunks is computed and compared; with `kvdepot serve --verify-hits`, a share
+    of all later hits, too. If such a later hit differs, no chunk of that model is served until --release. `kvdepot
+    inspect --compare` shows where these chunks are, and which layers differ. The exit code is 1 while a model is in
+    quarantine.
+    """
+    with connect(server) as client:
+        if release is not None:
+            released = admin.end_quarantine(client, release)
+            text = f"released {plural(released, 'model')}" if released else "no such model is in quarantine"
+            show(as_json, {"released": released}, text)
+            return 0 if released else 1
+        status = admin.status(client)
+    compared, differing = (status.counters.get(f"{name}_chunks", 0) for name in ("compared", "differing"))
+    found = {
+        "compared_chunks": compared, "differing_chunks": differing, "quarantined": status.quarantined,
+        "mismatches": status.mismatches,
+    }  # fmt: skip
+    show(as_json, found, "\n".join(_verdict(status, compared, differing)))
+    return 1 if status.quarantined else 0
+
+
+def _verdict(status: Status, compared: int, differing: int) -> list[str]:
+    lines = [f"since the server started: {plural(compared, 'shard')} compared, {count(differing)} differed"]
+    lines += [f"in quarantine: {clean(model)}" for model in status.quarantined]
+    for each in status.mismatches:
+        lines += ["", *_describe(each)]
+    return lines
+
+
+def _describe(each: Mismatch) -> list[str]:
+    when = datetime.fromtimestamp(each.wall_s).astimezone().isoformat(" ", "seconds")
+    return [
+        f"{when}  {clean(each.model)}{'  (sampled hit)' if each.is_sample else ''}",
+        f"  computed by  {clean(each.engine)}",
+        f"  stored by    {clean(each.writer)}",
+        f"  difference   up to {each.worst:.2g} in {plural(each.chunks, 'chunk')}; the limit is {each.limit:.2g}",
+        f"  largest in   chunk {each.chunk}, rank {each.rank}",
+        *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the engines reported"]),
+    ]
+
+
+@click.command()
+@click.argument("request", metavar="[REQUEST_ID]", required=False, default="")
+@options.server
+@options.as_json
+def why(request: str, server: options.Address, as_json: bool) -> int:
+    """Show what was looked up, loaded and stored for a request, and why no more was found.
+
+    REQUEST_ID is the id of the request in its engine, or the beginning of it: the `id` in vLLM's response (cmpl-...,
+    chatcmpl-...). Without it: the last request that found nothing. The server keeps the last 512 requests.
+    """
+    with connect(server) as client:
+        trail = admin.why(client, request)
+    show(as_json, trail, *map(clean, _trail(trail)))
+    return 0
+
+
+def reason(lookup: TrailLookup) -> str:
+    """Why the prefix of a lookup ended, in words."""
+    said = ENDS.get(lookup.end, lookup.end)
+    if lookup.gone_s is not None:
+        said += f"; it left memory {duration(lookup.gone_s)} before this lookup"
+    if lookup.end == "absent" and not lookup.found:
+        said += (
+            "; its hash covers the text before it, cache_salt, LoRA adapter and changed weights: any of them may differ"
+        )
+    elif lookup.end == "absent" and lookup.branches is not None:
+        said += f"; {plural(lookup.branches, 'other chunk')} begin{'s' * (lookup.branches == 1)} where the hit ends"
+    return said
+
+
+def _trail(trail: Trail) -> Iterator[str]:
+    yield f"request {trail.request}{f' of tenant {trail.tenant}' if trail.tenant else ''}"
+    for each in trail.lookups:
+        age, salt = duration(max(0, int(time.time()) - each.at)), " with a cache_salt" if each.salted else ""
+        yield f"  {age} ago, engine {each.engine}, {each.model}, {plural(each.ranks, 'rank')}:"
+        asked = f"{plural(each.asked, 'chunk')} of {each.chunk_tokens} tokens{salt}"
+        yield f"    looked up {asked}; found {count(each.found)}, {count(each.in_memory)} of them in memory"
+        yield from (f"    {size(number)} were requested from {tier}" for tier, number in each.tiers.items())
+        yield from (f"    {tier} was too slow" for tier in each.late)
+        yield f"    {reason(each)}{f' (chunk {each.next})' if each.next else ''}"
+    yield from (f"  not searched: {other}" for other in trail.others)
+    for what, numbers in (("shards", trail.shards), ("tokens, by its engine", trail.engine)):
+        parts = ", ".join(f"{count(number)} {name.replace('_', ' ')}" for name, number in numbers.items())
+        yield f"  {what}: {parts or 'none'}"
+    yield from (f"  failed: {each}" for each in trail.errors)

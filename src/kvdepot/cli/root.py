@@ -25,17 +25,17 @@ _FAMILIES = {
     },
     "Chunks": {
         "inspect": ("inspection", "show where the chunks of one prompt are"),
-        "why": ("why", "show what a request found, and why no more"),
+        "why": ("inspection", "show what a request found, and why no more"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
-        "lease": ("leases", "keep a prompt's chunks, or remove them after a time; list leases"),
-        "release": ("leases", "end a lease, and remove its chunks"),
+        "lease": ("chunks", "keep a prompt's chunks, or remove them after a time; list leases"),
+        "release": ("chunks", "end a lease, and remove its chunks"),
         "forget": ("chunks", "remove chunks from memory and from all tiers"),
         "quota": ("quota", "show or set how much memory a tenant or salt may take"),
         "check": ("check", "verify an arena: its records and checksums"),
-        "verify": ("verify", "show whether engines compute what others have stored"),
+        "verify": ("inspection", "show whether engines compute what others have stored"),
     },
     "Measure": {"certify": ("certify", "run your model with and without the depot, and compare")},
-    "Set up": {"keygen": ("setup", "generate the keys of a server and its clients")},
+    "Set up": {"keygen": ("serve", "generate the keys of a server and its clients")},
 }
 """Commands with their modules and descriptions, in the order of the help. A module is imported when it is used."""
 _COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}

@@ -39,8 +39,6 @@ _BAR_CELLS = 20
 _NAME_CELLS = 20
 """The minimum width of a table's first column, if its text is that long."""
 
-LOST = "evictions, failures, refusals"
-
 
 def console() -> Console:
     """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
@@ -101,16 +99,12 @@ def summary(now: Status, url: str, since: Status | None = None, old: str = "") -
     old, instead of the state."""
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
     state = Text(old, "bold yellow") if old else _state(now)
-    return Group(head, grid([("state", state), *_lines(now, since)]))
-
-
-def grid(lines: Sequence[tuple[str, Text]]) -> Table:
-    made = Table.grid(padding=(0, 2, 0, 0))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in lines:
-        made.add_row(name, value)
-    return made
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in [("state", state), *_lines(now, since)]:
+        facts.add_row(name, value)
+    return Group(head, facts)
 
 
 def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
@@ -183,7 +177,7 @@ def listings(now: Status) -> list[Listing]:
     lost = [(loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)]
     made = [
         _requests(now), engines(stable), models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants),
-        tiers(now.tiers), Listing((LOST, ">count", "where", "counter"), lost), _devices(now),
+        tiers(now.tiers), Listing(("evictions, failures, refusals", ">count", "where", "counter"), lost), _devices(now),
         events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]

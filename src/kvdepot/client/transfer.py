@@ -12,23 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import NORMAL
-
-__all__ = [
-    "GroupSpec",
-    "LeaseTerms",
-    "Operation",
-    "Origin",
-    "PromptChunks",
-    "ShardSpec",
-    "Transfer",
-    "free_chunk_tokens",
-    "pack_block_ids",
-]
 
 _WORTH_BYTES = 256 << 10
 """KV of a chunk on one rank that is worth an entry of the index (docs/decisions.md, "The chunk follows the engine")."""
@@ -56,7 +46,6 @@ class Transfer:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
@@ -188,7 +177,6 @@ class PromptChunks:
     tails: tuple[wire.Tail, ...] = ()
 
     def __len__(self) -> int:
-        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
     def lookup(self, request_id: str, readers: int | None = None) -> wire.Lookup:
@@ -198,6 +186,10 @@ class PromptChunks:
             *shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens,
             tails=self.tails,
         )  # fmt: skip
+
+    def probe(self, request_id: str, readers: int = 0, own: int = 0) -> wire.Lookup:
+        """The message that looks the chunks up without pins. readers, own: see wire.Lookup."""
+        return msgspec.structs.replace(self.lookup(request_id, readers), pins=False, own=own)
 
     def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
         """The message that begins a lease of the chunks."""

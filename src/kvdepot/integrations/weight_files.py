@@ -36,6 +36,8 @@ from kvdepot.integrations.samples import hash_file
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+SETTLED_S = 2.0
+"""Weights that changed less than this before an engine was started count as changed while it loaded them."""
 _MAX_FILES = 20_000
 _MAX_LINKS = 40
 """Linux's limit: beyond it, a path counts as a loop."""
@@ -92,11 +94,6 @@ class _Folder(NamedTuple):
     inode: int
     own_ns: int
     outer_ns: int
-
-    @property
-    def moved_ns(self) -> int:
-        """The latest time at which it may have been put where it is."""
-        return min(self.own_ns, self.outer_ns)
 
     def has_moved_since(self, before: _Folder) -> bool:
         is_other = self[:3] != before[:3]
@@ -235,7 +232,8 @@ def _scan(path: Path, kinds: Collection[Kind], trace: _Trace) -> list[_File]:
     if resolved.is_file():
         state = resolved.stat()
         return [_File("", resolved, state, state.st_ctime_ns)]
-    blobs = _blobs(resolved)
+    is_snapshot = resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name)
+    blobs = resolved.parent.parent / "blobs" if is_snapshot else None  # where a hub's cache has contents
     trace.has_moving_folders = blobs is None
     trace.near = resolved.parent
     files: list[_File] = []
@@ -295,12 +293,6 @@ def _date(file: Path, blobs: Path | None, trace: _Trace) -> tuple[os.stat_result
     return state, state.st_ctime_ns
 
 
-def _blobs(folder: Path) -> Path | None:
-    """Where the contents of a snapshot in a hub's cache are; None for another folder."""
-    is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
-    return folder.parent.parent / "blobs" if is_snapshot else None
-
-
 class _Trace:
     """The links and folders on the way to files."""
 
@@ -311,9 +303,6 @@ class _Trace:
         """The folder that the folder with the weights is in."""
         self._links: dict[Path, tuple[str | int, ...]] = {}
         self._folders = {Path("/"): os.lstat("/")}
-
-    def __repr__(self) -> str:
-        return f"<_Trace {len(self._links)} links, {len(self._folders)} folders>"
 
     def follow(self, path: Path) -> Path:
         """The path without links. Raises OSError if it leads nowhere."""
@@ -361,8 +350,8 @@ class _Trace:
     @property
     def changed_ns(self) -> int:
         """When a link or a folder was last put in its place."""
-        links, folders = (int(link[-1]) for link in self.links), (folder.moved_ns for folder in self.folders)
-        return max([*links, *folders])
+        links = (int(link[-1]) for link in self.links)
+        return max([*links, *(min(folder.own_ns, folder.outer_ns) for folder in self.folders)])
 
 
 def _stat(state: os.stat_result) -> tuple[int, ...]:

@@ -85,13 +85,6 @@ class EngineView:
         self._most_bytes = most_bytes
         self._messages: list[Message] = []  # of the current call of `apply`
 
-    def __repr__(self) -> str:
-        return f"<EngineView of {self.count} chunks, {len(self._tokens)} described>"
-
-    @property
-    def count(self) -> int:
-        return sum(len(model.credited) for model in self._models.values())
-
     @property
     def beat_topic(self) -> bytes:
         """The topic of a message without events: any of the engines' topics, because all have one sequence."""
@@ -117,9 +110,6 @@ class EngineView:
             yield from self._take_messages()
         self._flush()
         yield from self._take_messages()
-
-    def end(self) -> Iterator[Message]:
-        return self.apply([None])
 
     def _take_messages(self) -> list[Message]:
         messages, self._messages = self._messages, []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from types import TracebackType
 
+from kvdepot.client import admin
 from kvdepot.client.launch import Embedded, Shared
 from kvdepot.client.socket import CONNECT_S
 from kvdepot.config import default_url, home_url, url_in_environment
@@ -14,13 +14,9 @@ from kvdepot.errors import Unavailable
 from kvdepot.library.link import Link
 from kvdepot.library.namespace import ModelFacts, Namespace
 from kvdepot.library.shapes import Shape, State
-from kvdepot.protocol import wire
-from kvdepot.protocol.status import Status, read
-
-__all__ = ["Depot", "connect"]
+from kvdepot.protocol.status import Status
 
 _START_S = 30.0
-_ANSWER_S = 30.0
 
 
 def connect(url: str = "", key: str = "") -> Depot:
@@ -31,25 +27,19 @@ def connect(url: str = "", key: str = "") -> Depot:
     a server that requires one. Blocks until the server answers, 30 s at most. Raises Unavailable without one.
     """
     server: Shared | Embedded | None = None
-    if url == "embedded":
-        name = f"library-{os.getpid()}-{secrets.token_hex(4)}"
-        url = f"{home_url().rpartition('/')[0]}/{name}.sock"
-        server = Embedded(url, name)
+    own = f"library-{os.getpid()}-{secrets.token_hex(4)}" if url == "embedded" else ""
+    if own:
+        url = f"{home_url().rpartition('/')[0]}/{own}.sock"
     elif not url:
         url = default_url()
         if not url_in_environment():
             server = Shared(url)
             server.start()
-    own = server if isinstance(server, Embedded) else None
+    depot = Depot(url, Link(url, key))
     try:
-        link = Link(url, key)
-    except BaseException:
-        if own is not None:
-            own.close()
-        raise
-    depot = Depot(url, link, own)
-    try:
-        with link.call() as client:
+        if own:
+            server = depot._server = Embedded(url, own)
+        with depot._link.call() as client:
             client.learn_chunk_size(CONNECT_S if server is None else _START_S)
     except BaseException as exc:
         is_running = server is None or server.is_running()
@@ -63,11 +53,11 @@ def connect(url: str = "", key: str = "") -> Depot:
 class Depot:
     """A connected depot; `connect` makes it. Any thread may use it; a forked child may not, and connects itself."""
 
-    def __init__(self, url: str, link: Link, server: Embedded | None = None) -> None:
-        """link: closed with this. server: ended with this."""
+    def __init__(self, url: str, link: Link) -> None:
+        """link: closed with this."""
         self.url = url
         self._link = link
-        self._server = server
+        self._server: Embedded | None = None  # its own, which ends with it
 
     def __repr__(self) -> str:
         return f"<kvdepot.Depot {self.url}{' closed' if self._link.is_closed else ''}>"
@@ -75,7 +65,7 @@ class Depot:
     def __enter__(self) -> Depot:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def namespace(
@@ -103,7 +93,7 @@ class Depot:
     def status(self) -> Status:
         """The server's status, as `kvdepot status --json` prints it. Blocks 30 s at most. Raises Unavailable."""
         with self._link.call() as client:
-            return read(client.ask(wire.Status()).result(_ANSWER_S))
+            return admin.status(client)
 
     def close(self) -> None:
         """Close the connection once calls in other threads have ended; they are bounded in time. An embedded server

@@ -16,7 +16,6 @@ chunk then covers that many tokens after the chunk, too, so a chunk has a hash o
 from __future__ import annotations
 
 import contextlib
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -61,8 +60,7 @@ def tenant_salt(tenant: str, tag: bytes) -> bytes:
 
 def _derive(parent: bytes, text: bytes) -> bytes:
     """Hash what is not tokens, in BLAKE3's key derivation mode, so that no sequence of tokens collides with it."""
-    derived: bytes = blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
-    return derived
+    return blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
 
 
 def engine_hash(chunk_hash: bytes) -> bytes:
@@ -215,6 +213,4 @@ def pack_ids(ids: Sequence[int], what: str) -> bytes:
         packed = array("I", ids)
     except (OverflowError, TypeError) as exc:
         raise BadRequest(f"{what} must be integers in [0, 2**32): {exc}") from exc
-    if sys.byteorder == "big":  # pragma: no cover
-        packed.byteswap()
     return packed.tobytes()

@@ -22,8 +22,6 @@ from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 
-__all__ = ["GuardedClient"]
-
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
@@ -49,7 +47,6 @@ class GuardedFuture(MessagingFuture[Any]):
         self._settle = settle
 
     def query(self) -> bool:
-        """Whether it is done. Never blocks."""
         return self._done or self._asked.query()
 
     def result(self, timeout: float | None = None) -> Any:

@@ -34,7 +34,7 @@ from kvdepot.config import default_url
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.weight_files import find_weights, kinds_read
+from kvdepot.integrations.weight_files import SETTLED_S, find_weights, kinds_read
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,12 +47,8 @@ if TYPE_CHECKING:
 
     from kvdepot.integrations.lmcache.client import GuardedClient
 
-__all__ = ["LMCacheMPConnector", "without_cuda_events"]
-
 _STORES_S = 1.0
 """A step waits this long for the stores of the step before."""
-_SETTLED_S = 2.0
-"""As in vllm/identity.py."""
 
 
 class LMCacheMPConnector(own.LMCacheMPConnector):
@@ -94,7 +90,6 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Ids of blocks that vLLM must recompute."""
         return self._depot.take_failed_blocks()
 
     def shutdown(self) -> None:
@@ -141,7 +136,6 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> own.LMCacheMPConnectorMetadata:
-        """The orders of a step."""
         # vLLM adds a new request's scheduled tokens, and for one under way those computed before, to what is here.
         for new in scheduler_output.scheduled_new_reqs:
             self._get_request_tracker(new.req_id).num_scheduled_tokens = new.num_computed_tokens
@@ -150,14 +144,11 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
             self._get_request_tracker(request_id).num_scheduled_tokens = scheduled
         metadata = super().build_connector_meta(scheduler_output)
         loads = [each for each in metadata.requests if each.direction == "RETRIEVE"]
-        stores = [each for each in metadata.requests if each.direction == "STORE" and self._may_be_stored(each)]
-        metadata.requests = [*loads, *stores]
+        stores = [each for each in metadata.requests if each.direction == "STORE"] if self._may_store else []
+        metadata.requests = [*loads, *(each for each in stores if each.request_id not in self._private)]
         metadata.skip_blocks = [self._local_blocks(each.request_id) for each in loads] if _has_token_keys() else []
         self._loading.update(each.request_id for each in loads)
         return metadata
-
-    def _may_be_stored(self, order: own.LMCacheMPRequestMetadata) -> bool:
-        return self._may_store and order.request_id not in self._private
 
     def _local_blocks(self, request_id: str) -> int:
         """Blocks of the first chunk to load that vLLM's own cache has: running requests may be reading them."""
@@ -198,7 +189,7 @@ def identity(vllm_config: VllmConfig) -> str:
     facts: list[object] = [vllm.__version__, platform_facts(), describe_config(vllm_config, "any")]
     if found is not None:
         facts.append(found.digest)
-        if found.changed_at > loaded_since() - _SETTLED_S:  # it is not known which version was loaded
+        if found.changed_at > loaded_since() - SETTLED_S:  # it is not known which version was loaded
             facts.append(vllm_config.instance_id)
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
