@@ -19,7 +19,7 @@ from kvdepot.protocol.layout import build_layout
 
 __all__ = ["run"]
 
-_CHUNK_TOKENS, _CHUNKS, _LAYERS = 256, 32, 16
+_CHUNK_TOKENS = 256
 _HEAD_VALUES = 2 * 8 * 128
 """Keys and values of 8 heads of 128, of a token and layer."""
 _DEADLINE_S = 60.0
@@ -29,15 +29,14 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """Figures for bytes that are equal, and for numbers that were rounded otherwise."""
     say("comparing 8k tokens")
     context: zmq.Context[Any] = zmq.Context()
-    server = Serve(arena_gib=0.75, chunk_size=_CHUNK_TOKENS)
+    layers, chunks = min(16, scale.layers), scale.copy_tokens[-1] // _CHUNK_TOKENS
+    server = Serve(arena_gib=min(0.75, scale.copy_arena_gib), chunk_size=_CHUNK_TOKENS)
     spec = ShardSpec("bench-verify", 1, 0, _CHUNK_TOKENS, 1)
-    caches = {
-        f"layer.{i}": torch.randn(_CHUNKS, _CHUNK_TOKENS, _HEAD_VALUES).to(torch.bfloat16) for i in range(_LAYERS)
-    }
+    caches = {f"layer.{i}": torch.randn(chunks, _CHUNK_TOKENS, _HEAD_VALUES).to(torch.bfloat16) for i in range(layers)}
     chain = ChunkChain(_CHUNK_TOKENS)
-    chain.extend(range(_CHUNKS * _CHUNK_TOKENS))
-    blocks = pack_block_ids(list(range(_CHUNKS)))
-    parts = [Transfer("r", chain.parent(0), 0, bytes(chain.slice(0, _CHUNKS)), blocks)]
+    chain.extend(range(chunks * _CHUNK_TOKENS))
+    blocks = pack_block_ids(list(range(chunks)))
+    parts = [Transfer("r", chain.parent(0), 0, bytes(chain.slice(0, chunks)), blocks)]
     size_mb = sum(each.nbytes for each in caches.values()) / 1e6
     loads: list[float] = []
     compared: dict[str, list[float]] = {"equal": [], "rounded": []}
@@ -45,7 +44,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     try:
         server.wait_populated(context)
         worker = WorkerClient(Client(server.url, context), spec, unpins=False)
-        worker.register([build_layout([each.view for each in wrap_kv_caches(caches)], [0] * _LAYERS)], caches)
+        worker.register([build_layout([each.view for each in wrap_kv_caches(caches)], [0] * layers)], caches)
         _wait(worker, worker.submit_store(["r"], parts, None))
         for number in range(-1, scale.cold_runs):
             for what, speeds in compared.items():
@@ -58,7 +57,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
                 comparison = worker.submit_compare(parts, None, CompareTerms(0.1, is_sample=True))
                 compare_s = _wait(worker, comparison)
                 (found,) = comparison.outcome()  # type: ignore[misc]
-                if found.chunks != _CHUNKS or (found.worst == 0.0) != (what == "equal"):
+                if found.chunks != chunks or (found.worst == 0.0) != (what == "equal"):
                     raise RuntimeError(f"{found} for {what} bytes")
                 if number >= 0:
                     speeds.append(size_mb / compare_s)
