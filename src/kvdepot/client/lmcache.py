@@ -32,6 +32,7 @@ from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
+from kvdepot.protocol.wire import NOTHING_ASKED, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -205,13 +206,20 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
-    def end_session(self, request_id: str, *report: Any) -> None:
+    def end_session(
+        self,
+        request_id: str,
+        saved_tokens: int = 0,
+        saved_s: float = 0.0,
+        asked: Asked = NOTHING_ASKED,
+        copied: tuple[int, int] = (0, 0),
+    ) -> None:
         """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
-        report: see SchedulerClient.end_session.
+        Arguments: see SchedulerClient.end_session.
         """
         self.mq_client.chains.drop(request_id)
-        super().end_session(request_id, *report)
+        super().end_session(request_id, saved_tokens, saved_s, asked, copied)
 
     def shutdown(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""

@@ -40,7 +40,7 @@ class Cached(msgspec.Struct, frozen=True):
     tokens: int
     tail: int | None = None
     is_own: bool = False
-    held: wire.Held | None = None
+    held: wire.Places | None = None
     incarnation: bytes = b""
 
 
@@ -65,7 +65,7 @@ class SubmittedLookup:
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
     is_own: bool = False  # as in Cached
-    held: wire.Held | None = None  # as in Cached
+    held: wire.Places | None = None  # as in Cached
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was held back
 
@@ -125,7 +125,7 @@ class SchedulerClient:
             try:
                 # Where the connection was lost meanwhile, the lookup was sent twice, and the second ends this session.
                 is_only = welcomes == client.welcomes and len(parts) > 2
-                lookup.held = msgspec.convert(parts[2], wire.Held | None) if is_only else None
+                lookup.held = msgspec.convert(parts[2], wire.Places | None) if is_only else None
             except msgspec.ValidationError as exc:
                 raise ProtocolError(f"the server's places of chunks are malformed: {exc}") from exc
             return check_type(parts[0] if parts else None, int)

@@ -237,7 +237,7 @@ class Client:
 
     @property
     def welcomes(self) -> int:
-        """How often a server has welcomed this client."""
+        """The number of times that a server has welcomed this client."""
         return self._connection.welcomes
 
     @property

@@ -316,7 +316,7 @@ class Sessions:
         self._pin(pending, match)
         return match.answer
 
-    def _places(self, match: Match, lookup: wire.Lookup) -> wire.Held | None:
+    def _places(self, match: Match, lookup: wire.Lookup) -> wire.Places | None:
         """Where the last chunks of a match are, if an engine may copy them itself; the same as `Transfers.retrieve`
         allows."""
         is_plain = len(match.namespaces) == 1 and match.namespaces[0].is_simple and match.tail is None
@@ -334,7 +334,7 @@ class Sessions:
             sizes |= {shard.size for shard in shards}
             sums = (hashes[at] < self._summed_below for at in range(0, len(hashes), HASH_BYTES))
             ranks.append([(each.extents, each.checksum * summed) for each, summed in zip(shards, sums, strict=True)])
-        return wire.Held(self._index.namespaces.withdrawals, first, sizes.pop(), ranks) if len(sizes) == 1 else None
+        return wire.Places(self._index.namespaces.withdrawals, first, sizes.pop(), ranks) if len(sizes) == 1 else None
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:
         """Pin the matched chunks, if the lookup wants that. Raises Busy if max_pins would be exceeded."""

@@ -72,7 +72,7 @@ class ArenaView:
         return True
 
     def withdrawals(self) -> int:
-        """How often the server has hidden chunks from those who had found them."""
+        """The number of times that the server has hidden chunks from those who had found them."""
         return int.from_bytes(self.bytes[WITHDRAWALS_OFFSET : WITHDRAWALS_OFFSET + 8].tobytes(), "little")
 
     def _begin_use(self, timeout_s: float) -> None:

@@ -156,8 +156,8 @@ class Lookup(_Message, frozen=True):
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
     leading chunks that the engine's own cache has, which are not counted as asked for. writer: if it is not
-    empty, the answer is a list, with whether this writer has stored all that was found. layout: the
-    fingerprint of all ranks' tensors, if they copy by themselves; then the answer is a list of three, the third `Held`.
+    empty, the answer is a list, with whether this writer has stored all that was found. layout: the fingerprint of all
+    ranks' tensors, if they copy by themselves; then the answer is a list of three, the third `Places`.
     """
 
     model: str
@@ -275,7 +275,7 @@ class EndSession(_Message, frozen=True):
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
     client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
-    it does not say. copied, copied_bytes: shards that its workers have copied themselves (`Held`), and their bytes.
+    it does not say. copied, copied_bytes: shards that its workers have copied themselves (`Places`), and their bytes.
     """
 
     request: str
@@ -507,7 +507,7 @@ class Placement(msgspec.Struct, array_like=True, frozen=True):
     places: list[Place]
 
 
-class Held(msgspec.Struct, array_like=True, frozen=True):
+class Places(msgspec.Struct, array_like=True, frozen=True):
     """Where the last chunks of a lookup's answer are in the server's arena, for engines that copy them themselves. They
     stay there while the request has its session. None: these chunks are loaded by `Retrieve`.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,7 +74,7 @@ class StepLoads:
 
     @property
     def arena(self) -> MappedArena:
-        """What all ranks have mapped; empty if they have not."""
+        """The arena that all ranks have mapped; empty if they have not."""
         found = {*self._mapped.values()}
         return found.pop() if len(self._mapped) == self._ranks and len(found) == 1 else MappedArena()
 
@@ -112,10 +112,10 @@ class StepLoads:
         self._left -= size
         return True
 
-    def built(self, step: int, has_loads: bool) -> None:
-        """A step is scheduled, with such loads or without."""
+    def built(self, step: int, loads: Sequence[StepLoad]) -> None:
+        """A step is scheduled, with these loads."""
         self._left = _STEP_BYTES
-        if has_loads:
+        if loads:
             self._last = step
         self._release()
 

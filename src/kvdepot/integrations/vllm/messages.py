@@ -85,7 +85,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """The findings of ranks, by number of the check."""
     step: int = 0
     mapped: dict[int, MappedArena] = field(default_factory=dict)
-    """By rank, what it has mapped, if that has changed since the last report."""
+    """The arenas that ranks have mapped since the last report."""
     shares_none: bool = False
     """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
 

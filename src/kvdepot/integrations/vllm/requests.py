@@ -91,7 +91,7 @@ class PromptEnd(NamedTuple):
 
 
 Report: TypeAlias = tuple[int, float, wire.Asked, tuple[int, int]]
-"""What is reported about a request; the arguments of `SchedulerClient.end_session`."""
+"""The arguments of `SchedulerClient.end_session` for a request."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Tracked:
     """The latest answer about its tokens, until vLLM schedules it."""
     asked: wire.Asked = wire.NOTHING_ASKED
     """Tokens that it asked for each time it was scheduled, not reported yet."""
-    held: wire.Held | None = None
+    held: wire.Places | None = None
     """Where the chunks are that it is to load within the step that is being scheduled."""
     copied_in: int = 0
     """The last step within which it loads."""

@@ -394,7 +394,7 @@ class SchedulerHalf:
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
         orders.model = self._model
-        self._in_step.built(self._step, bool(orders.step_loads))
+        self._in_step.built(self._step, orders.step_loads)
         ready = self._waiting.take(self._step)
         orders.checks = self._trust.order(ready)
         orders.stores = [store for each in ready if each.is_kept for store in each.stores]
