@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
+from kvdepot.protocol.wire import Group
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -36,7 +36,7 @@ class Cache:
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
         self.index = Index(Allocator(0, chunks * PAGE), lambda: self.policy)
-        self.namespace: Namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1)
+        (self.namespace,) = self.index.namespaces.find_groups("m", 1, 0, [Group(0, 1, 0, bytes(32))])
         self.namespace.live = 1
 
     def ask(self, *prompt: object) -> int:
