@@ -18,6 +18,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.wire import Group
 
 __all__ = ["run"]
 
@@ -54,7 +55,8 @@ class _Full:
         names = [f"tenant-{number}" for number in range(_TENANTS)]
         for name in names:
             self.index.set_quota(name, quota)
-        self._namespaces = [self.index.namespaces.find("m", 1, 0, bytes(32), 1, name) for name in names]
+        group, known = Group(0, 1, 0, bytes(32)), self.index.namespaces
+        self._namespaces = [known.find_groups("m", 1, 0, [group], name)[0] for name in names]
         for namespace in self._namespaces:
             namespace.live = 1
         self._keys = _keys()

@@ -72,7 +72,7 @@ class _Core:
         self.depot.tick(0.0, 1000.0)
         self.depot.welcome(_CLIENT, _Alive())
         self._index = index
-        self._namespace = index.namespaces.find(_MODEL, 1, 0, bytes(32), 1)
+        (self._namespace,) = index.namespaces.find_groups(_MODEL, 1, 0, [wire.Group(0, 1, 0, bytes(32))])
         self._namespace.live = 1
         short = [self._store(number, 1) for number in range(leases)]
         self._prompts = [self._store(leases + number, _CHUNKS) for number in range(_PROMPTS)]

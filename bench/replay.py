@@ -40,6 +40,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from kvdepot.protocol.wire import Group
 from kvdepot.values import fault_of
 
 Request: TypeAlias = tuple[float, Sequence[Hashable]]
@@ -208,7 +209,7 @@ def _hits(trace: Trace, index: Index) -> int:
     sealed in order; then the pins are released. A block that finds no room is dropped with all behind it. Requests do
     not overlap. A block is one page of an allocator without memory behind it, so the capacity is an exact number.
     """
-    namespace = index.namespaces.find("trace", 1, 0, b"", 1)
+    (namespace,) = index.namespaces.find_groups("trace", 1, 0, [Group(0, 1, 0, b"")])
     # Keys like those of real chunks, because a policy may tell them apart by 32 bits of a hash.
     noise = blake3(b"kvdepot simulate").digest(length=HASH_BYTES * max(trace.unique, 1))
     keys = np.frombuffer(noise, np.uint64).reshape(-1, HASH_BYTES // 8)

@@ -14,6 +14,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation, Run
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.protocol.wire import Group
 
 Path = tuple[int, ...]
 """A chunk's place in a tree of prompts; its parent's is one shorter."""
@@ -110,7 +111,7 @@ class Shelf:
             self.index.events = Told(listener)
         self.world_size = world_size
         for rank in range(world_size):
-            self.namespace = self.index.namespaces.find("m", world_size, rank, bytes(32), 4)
+            (self.namespace,) = self.index.namespaces.find_groups("m", world_size, rank, [Group(0, 4, 0, bytes(32))])
         self.namespace.live = 1
 
     def reserve(self, chain: list[bytes], number: int, rank: int = 0, loose: bool = False) -> Chunk | None:

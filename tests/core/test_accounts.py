@@ -23,6 +23,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.quotas import MOST_QUOTAS, Quota
+from kvdepot.protocol.wire import Group
 from tests.core.shelf import key_of
 from tests.core.test_quotas import pages
 
@@ -46,7 +47,7 @@ class House:
         self._names = itertools.count()
 
     def namespace(self, tenant: str) -> Namespace:
-        namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1, tenant)
+        (namespace,) = self.index.namespaces.find_groups("m", 1, 0, [Group(0, 1, 0, bytes(32))], tenant)
         namespace.live = 1
         return namespace
 

@@ -97,7 +97,7 @@ def test_a_hello_with_a_name_that_is_too_long_to_keep_is_refused(server: Harness
     ):
         with pytest.raises(BadRequest, match=what):
             raise ask(server, b"one", hello)
-    assert "0 in handshake" in repr(server.connections)
+    assert not server.connections._challenges
     server.hello(b"one", engine="e" * 256)
 
 
@@ -189,7 +189,7 @@ def test_hellos_that_are_never_proved_are_forgotten_from_the_oldest(server: Harn
         ask(server, b"%d" % i, offer.hello)
     assert isinstance(ask(server, b"0", wire.Prove(bytes(32))), UnknownClient)
     assert isinstance(ask(server, b"1099", wire.Prove(bytes(32))), LayoutError)  # there is no such liveness file
-    assert "1023 in handshake" in repr(server.connections)
+    assert len(server.connections._challenges) == 1023
 
 
 def test_a_server_that_is_told_so_stops_when_no_engine_was_there_for_so_long() -> None:

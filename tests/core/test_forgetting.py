@@ -155,8 +155,9 @@ class RemovalMachine(RuleBasedStateMachine):
         self.heard = Heard()
         self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
+            group = wire.Group(0, 4, 0, bytes([place]) * 32)
             for rank in range(world):
-                namespace = self.index.namespaces.find(f"model {place}", world, rank, bytes([place]) * 32, 4)
+                (namespace,) = self.index.namespaces.find_groups(f"model {place}", world, rank, [group])
             namespace.live = 1
             self.namespaces.append(namespace)
         self.kept: dict[tuple[int, bytes], Kept] = {}

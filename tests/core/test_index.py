@@ -500,7 +500,7 @@ def index_of(pages: int, policy: str = "lru", ranks: int = 1, ttl_s: int = 0) ->
     records = Records(memoryview(bytearray(64 * SLOT_BYTES)))
     index = Index(Allocator(0, pages * PAGE), POLICIES[policy], records, ttl_s)
     for rank in range(ranks):
-        namespace = index.namespaces.find("m", ranks, rank, bytes([rank]) * 32, 1, "", size=PAGE, chunk_tokens=16)
+        (namespace,) = index.namespaces.find_groups("m", ranks, rank, [Group(0, 1, PAGE, bytes([rank]) * 32)], "", 16)
     namespace.live = 1
     return index, namespace
 

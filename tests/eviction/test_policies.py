@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
 from kvdepot.eviction import POLICIES, Policy, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import ROOT
+from kvdepot.protocol.wire import Group
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -36,7 +36,7 @@ class Cache:
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
         self.index = Index(Allocator(0, chunks * PAGE), lambda: self.policy)
-        self.namespace: Namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1)
+        (self.namespace,) = self.index.namespaces.find_groups("m", 1, 0, [Group(0, 1, 0, bytes(32))])
         self.namespace.live = 1
 
     def ask(self, *prompt: object) -> int:
@@ -133,12 +133,11 @@ def test_ghosts_and_queues_stay_in_proportion_to_the_chunks(name: str) -> None:
         if number % 3 == 0:
             policy.use(chunks[number % len(chunks)])
             policy.add(chunks[number % len(chunks)])
-    queued = int(repr(policy).split()[1])
-    assert len(chunks) <= queued <= 2 * len(chunks) + 32
+    assert len(chunks) <= policy.queued <= 2 * len(chunks) + 32
     for chunk in chunks:
         chunk.gone = True
         policy.remove(chunk, evicted=False)
-    assert int(repr(policy).split()[1]) <= 32
+    assert policy.queued <= 32
     assert policy.victim(lambda chunk: True) is None
 
 

@@ -79,9 +79,6 @@ class Connections:
         self._most_bytes = config.max_message_mib << 20
         self._must_seal = not config.keys and is_open_to_all(config.url)
 
-    def __repr__(self) -> str:
-        return f"<Connections, {len(self._challenges)} in handshake>"
-
     # -- messages
 
     def receive(self, frames: list[bytes], user: str, now: float) -> list[Action]:

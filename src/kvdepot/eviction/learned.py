@@ -85,14 +85,9 @@ class Learned:
         self._gone_links = Links(runs)
         self._gone_runs = self._gone_links.make(runs.new())  # oldest first, hence a run before its parent
 
-    def __repr__(self) -> str:
-        leader = type(self._leader).__name__
-        return f"<Learned {len(self._queued)} queued, {self.ghosts} ghosts in {self._runs.used} runs, follows {leader}>"
-
     @property
-    def ghosts(self) -> int:
-        """Keys that it remembers without their chunks."""
-        return self._known - self._chunks
+    def queued(self) -> int:
+        return len(self._queued)
 
     def insert(self, chunks: Sequence[Victim]) -> None:
         self._settle()

@@ -26,9 +26,6 @@ class Lru:
         self._serial = 0  # orders equal dates by the time of their push
         self._gone = 0  # entries in both heaps
 
-    def __repr__(self) -> str:
-        return f"<Lru {self.queued} queued>"
-
     @property
     def queued(self) -> int:
         return len(self._heap) + len(self._old)

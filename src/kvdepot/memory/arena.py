@@ -35,19 +35,16 @@ _USE_WAIT_S = 10.0
 end before its successor gives their memory to others."""
 
 
-def smallest_arena() -> int:
-    """Size in bytes of an arena that holds one chunk of one page."""
-    return HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE
-
-
 class Arena:
     """A named file of `size` bytes in /dev/shm, locked by this process as long as it lives."""
 
     def __init__(self, name: str, size: int, boot: bytes) -> None:
         """Create the file, or take over the one that a dead server left.
 
-        Raises ArenaError if a running server owns it, it is not ours, or /dev/shm is too small.
+        Raises ArenaError if a running server owns it, it is not ours, or it or /dev/shm is too small.
         """
+        if size < HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE:  # header, records, one chunk
+            raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self.name = name
         self.size = size
         self.path = shm.shm_path(name)

@@ -28,13 +28,13 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.report import ServerFacts
 from kvdepot.devices import Devices
-from kvdepot.errors import ArenaError, BadRequest, ConfigError
+from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Allocator
-from kvdepot.memory.arena import Arena, smallest_arena
+from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
 from kvdepot.memory.copier import Call, Copier, Copy, Outcome
 from kvdepot.memory.records import Records
@@ -79,8 +79,6 @@ class Server:
         self._outcomes: deque[tuple[Any, Outcome | TierOutcome]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
-        if config.arena_bytes < smallest_arena():
-            raise ArenaError(f"an arena of {config.arena_bytes} bytes cannot hold a chunk; raise --arena-gib")
         with contextlib.ExitStack() as closing:  # closed in reverse order
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             # Otherwise a thread that hangs might write to a later file with that number.

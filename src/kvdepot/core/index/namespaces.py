@@ -30,24 +30,6 @@ class Namespaces:
         """Every namespace, grouped by model, in the order of creation."""
         return [each for firsts in self.known.values() for first in firsts for each in first.groups]
 
-    def find(
-        self,
-        model: str,
-        world_size: int,
-        rank: int,
-        fingerprint: bytes,
-        blocks_in_chunk: int,
-        tenant: str = "",
-        size: int = 0,
-        chunk_tokens: int = 0,
-    ) -> Namespace:
-        """The namespace of one rank's layout, of a model with one KV cache group, all of which resuming needs.
-
-        size: bytes of this rank's shards; 0: not known.
-        """
-        group = Group(0, blocks_in_chunk, size, fingerprint)
-        return self.find_groups(model, world_size, rank, [group], tenant, chunk_tokens)[0]
-
     def find_groups(
         self, model: str, world_size: int, rank: int, groups: Sequence[Group], tenant: str = "", chunk_tokens: int = 0
     ) -> list[Namespace]:
