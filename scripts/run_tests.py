@@ -31,7 +31,7 @@ PARTS = {
     "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "6", *BY_FILE, *WITHOUT_VLLM],  # they wait, mostly
     "gpu": ["-m", "gpu", "-n", "2", *BY_FILE, "tests/gpu"],
-    "vllm": ["-m", "vllm", "-n", "3", *BY_FILE, "tests"],
+    "vllm": ["-m", "vllm", "-n", "3", *BY_FILE, "tests/vllm", "tests/huggingface"],
 }
 
 
@@ -42,7 +42,12 @@ class Interpreter(NamedTuple):
     environ: Mapping[str, str] = MappingProxyType({})
 
 
-WITHIN = {"gpu": Interpreter([sys.executable, "-m", "tests.fakecuda", sys.executable])}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Of torch in a process of tests: several spin for each other on small tensors, beside a part's other processes."""
+WITHIN = {
+    "gpu": Interpreter([sys.executable, "-m", "tests.fakecuda", sys.executable]),
+    "vllm": Interpreter(environ=ONE_THREAD),
+}
 """Parts that are not run by this Python itself: `make test-gpu` is for real GPUs."""
 MOST = 5
 """Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""

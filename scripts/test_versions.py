@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from scripts.run_tests import BY_FILE, Interpreter, run
+from scripts.run_tests import BY_FILE, ONE_THREAD, Interpreter, run
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-versions"
@@ -55,10 +55,10 @@ def main() -> int:
         python = str(folder / "bin" / "python")
         if Path(python).exists():
             tests, selected = [*ENGINES, *BY_HAND], WITHOUT_ENGINES
-            within[version] = Interpreter([python], {"KVDEPOT_NEWER_VLLM": sys.executable})
+            within[version] = Interpreter([python], {"KVDEPOT_NEWER_VLLM": sys.executable, **ONE_THREAD})
         else:  # no wheel for processors
             tests, selected = [*NO_KERNELS, *BY_HAND], f"not engines_with and {WITHOUT_ENGINES}"
-            within[version] = Interpreter([sys.executable], {"PYTHONPATH": str(folder)})
+            within[version] = Interpreter([sys.executable], {"PYTHONPATH": str(folder), **ONE_THREAD})
         parts[version] = ["-n", "2", *BY_FILE, *tests, "-k", selected]
     return run(parts, within)
 

@@ -48,15 +48,20 @@ SHM = Path("/dev/shm")
 HANG_S = 120.0
 """After so long what must happen at some time is taken for hung. A bound on hangs, not on speed: others may have the
 machine."""
-LONGEST = ("test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py")
-"""Files that take longest. They run first: the last worker that is busy should not be busy with one of them alone."""
+LONGEST = (
+    "test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py", "test_certify.py", "test_trust.py",
+    "test_engine.py", "test_speculation.py", "test_processes.py", "test_production.py", "test_oracle.py",
+)  # fmt: skip
+"""Files that take longest. They run first, the longest before the others: the last worker that is busy should not be
+busy with one of them alone."""
 MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
 """The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if mark := MARKS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
             item.add_marker(mark)

@@ -293,8 +293,7 @@ class Engine:
 
         python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
 
-        arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of
-        CPU time; else they are forked from one that has imported vLLM.
+        arguments: vLLM's. Processes are forked from one that has imported vLLM.
         """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
