@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvdepot.client.calls import OwnClient
 from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, LayoutError, Unavailable
-from kvdepot.integrations.sglang.pages import KV, PagePool, PageStore, connect, hash_keys
+from kvdepot.integrations.sglang.pages import KV, PagePool, PageStore, hash_keys
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 from tests.integrations.hicache import Pool
 
@@ -38,14 +39,14 @@ def depot() -> Iterator[Depot]:
 @pytest.fixture
 def open_store() -> Iterator[Open]:
     """A store of pools at a server: `open_store(depot, pool, model=, ranks=, required=)`."""
-    opened: list[tuple[PageStore, Any]] = []
+    opened: list[PageStore] = []
 
     def open_one(
         depot: Depot, *pools: Pool, model: str = "m", ranks: tuple[int, int] = (1, 0), required: bool = True
     ) -> PageStore:
-        client, context = connect(depot.url, "", "test")
+        client = OwnClient(depot.url, engine="test")
         store = PageStore(client, lambda pool, epoch: f"{model} {pool.name} {pool.facts} {epoch}", lambda: None)
-        opened.append((store, context))
+        opened.append(store)
         for number, pool in enumerate(pools):
             try:
                 store.add(PagePool(pool, KV if number == 0 else f"pool{number}", ranks))
@@ -55,9 +56,8 @@ def open_store() -> Iterator[Open]:
         return store
 
     yield open_one
-    for store, context in opened:
+    for store in opened:
         store.close()
-        context.term()
 
 
 class TestCopies:

@@ -13,9 +13,8 @@ from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
-from kvdepot.protocol import wire
 from kvdepot.protocol.curve import read_client_key
-from kvdepot.protocol.status import Status, read
+from kvdepot.protocol.status import Status
 
 _ANSWER_S = 2.0
 _PATIENCE_S = 0.7
@@ -33,7 +32,7 @@ def running(url: str, key: str) -> Status:
     Raises Unavailable if there is none or it does not answer, ConfigError for a bad key file, DeadlineExceeded.
     """
     with admin.connect(url, key, _ANSWER_S) as client:
-        return read(client.ask(wire.Status()).result(_ANSWER_S))
+        return admin.status(client, _ANSWER_S)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `lease`, `forget`), and resetting an engine's cache.
 
-Called by cli/, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other. What takes a
-client blocks until the server has answered, 30 s at most, and raises the server's error, or ProtocolError for an answer
-of another version.
+Called by cli/, web/, library/ and integrations/. To the server, a client like any other. What takes a client blocks
+until the server has answered, 30 s at most, and raises the server's error, or ProtocolError for an answer of another
+version.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-import zmq
 
+from kvdepot.client.calls import ANSWER_S, OwnClient, answer, ask
 from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks, ShardSpec
-from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
+from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.chunks import MOST_HASHES, ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
@@ -32,9 +31,7 @@ from kvdepot.protocol.trails import Trail
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 30.0
 _RETAINED = LeaseTerms()
-T = TypeVar("T")
 
 msgspec.convert([], list[ChunkStatus])  # at import, since msgspec crashes if two threads are the first to decode a type
 
@@ -42,16 +39,12 @@ msgspec.convert([], list[ChunkStatus])  # at import, since msgspec crashes if tw
 @contextmanager
 def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[Client]:
     """A client that has been welcomed. Raises Unavailable without a server, ConfigError for a bad key file."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = OwnClient(url, key)
     try:
-        client = Client(url, context, key=key)
-        try:
-            client.learn_chunk_size(timeout_s)
-            yield client
-        finally:
-            client.close()
+        client.learn_chunk_size(timeout_s)
+        yield client
     finally:
-        context.term()
+        client.close()
 
 
 def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: str, salt: str) -> PromptChunks:
@@ -133,10 +126,10 @@ def warm(client: Client, prompt: PromptChunks, progress: Callable[[int], None] =
     lookup = prompt.lookup(request)
     reached = -1
     while True:
-        matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
+        matched = ask(client, lookup, int).result(ANSWER_S + 60.0)
         progress(matched)
         if matched == len(prompt) or matched <= reached:
-            client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
+            client.ask(wire.EndSession(request), deadline_s=None).result(ANSWER_S)
             return matched
         reached = matched  # the lookup's deadline passed; chunks that arrived later are in memory by now
 
@@ -155,50 +148,42 @@ def lease(
     """
     if terms.kind != "expire":
         warm(client, prompt, progress)
-    return int(client.ask(prompt.lease(name, terms)).result(_ANSWER_S + 60.0))
+    return ask(client, prompt.lease(name, terms), int).result(ANSWER_S + 60.0)
 
 
 def end_lease(client: Client, name: str, drops: bool = False) -> None:
     """End a lease. drops: also remove its chunks, see wire.Drop; does not wait for that. Raises BadRequest if there is
     no lease of that name."""
-    if not client.ask(wire.EndLease(name, drops)).result(_ANSWER_S):
+    if not answer(client, wire.EndLease(name, drops), bool):
         raise BadRequest(f"there is no lease {name!r}; `kvdepot lease` lists them")
 
 
 def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
     """Remove a prompt's chunks, but the first `keep`; see wire.Drop. Returns how many were removed from memory."""
-    return int(client.ask(prompt.drop(keep)).result(_ANSWER_S))
+    return answer(client, prompt.drop(keep), int)
 
 
 def leases(client: Client) -> list[LeaseStatus]:
     """The leases that this client may see; see wire.Leases."""
-    return _answer(client, wire.Leases(), list[LeaseStatus])
+    return answer(client, wire.Leases(), list[LeaseStatus])
 
 
-def inspect(client: Client, model: str, hashes: bytes) -> list[ChunkStatus]:
+def inspect(client: Client, model: str, hashes: bytes, timeout_s: float = ANSWER_S) -> list[ChunkStatus]:
     """Where the chunks with these hashes are, in memory; see wire.Inspect. Raises Busy beyond `max_rate`."""
-    step, found = MOST_HASHES * HASH_BYTES, list[ChunkStatus]()
-    for at in range(0, len(hashes), step):
-        found += _answer(client, wire.Inspect(model, hashes[at : at + step]), list[ChunkStatus])
-    return found
+    step = MOST_HASHES * HASH_BYTES
+    asked = [wire.Inspect(model, hashes[at : at + step]) for at in range(0, len(hashes), step)]
+    answers = [ask(client, each, list[ChunkStatus], timeout_s) for each in asked]
+    return [chunk for each in answers for chunk in each.result(timeout_s)]
 
 
 def end_quarantine(client: Client, model: str) -> int:
     """Serve the chunks of models again that are in quarantine; see wire.EndQuarantine. Returns their number."""
-    return _answer(client, wire.EndQuarantine(model), int)
+    return answer(client, wire.EndQuarantine(model), int)
 
 
 def why(client: Client, request: str = "") -> Trail:
     """The trail of a request; see wire.Why. Raises UnknownRequest, and BadRequest for a beginning of several ids."""
-    return _answer(client, wire.Why(request), Trail)
-
-
-def _answer(client: Client, request: wire.Request, kind: type[T]) -> T:
-    answer = client.ask(request).result(_ANSWER_S)
-    try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the answer to {type(request).__name__} is not of this version: {exc}") from exc
+    return answer(client, wire.Why(request), Trail)
 
 
 class Preview(msgspec.Struct, frozen=True):
@@ -221,7 +206,7 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 def preview(client: Client, model: str, salt: str) -> Preview:
     """The chunks that `forget` would remove now."""
-    chunks, size = _answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
+    chunks, size = answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
     tiers = {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers}
     return Preview(MemoryPreview(chunks, size), tiers)
 
@@ -236,12 +221,12 @@ def unknown_model(client: Client, model: str) -> str:
     return f"no model of this server has a name that begins with {model!r}; models: {', '.join(names) or 'none'}"
 
 
-def forget(client: Client, model: str, salt: str) -> dict[str, int | str]:
+def forget(client: Client, model: str, salt: str, timeout_s: float = ANSWER_S) -> dict[str, int | str]:
     """Remove the chunks of models whose names begin with `model`, and of one salt (empty: all), from memory and tiers.
 
     Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
     """
-    return _answer(client, wire.Forget(model, salt_tag(salt)), dict[str, int | str])
+    return answer(client, wire.Forget(model, salt_tag(salt)), dict[str, int | str], timeout_s)
 
 
 def not_forgotten(said: Mapping[str, object]) -> list[str]:
@@ -249,8 +234,8 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
-def status(client: Client) -> Status:
-    return read(client.ask(wire.Status()).result(_ANSWER_S))
+def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
+    return read(client.ask(wire.Status(), deadline_s=timeout_s).result(timeout_s))
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
@@ -258,14 +243,13 @@ def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") 
 
     salt: not the tenant itself, but its requests with this cache salt; only the salt's tag is sent.
     """
-    client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(_ANSWER_S)
+    client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(ANSWER_S)
 
 
-def reset(client: Client, model: str) -> bool:
-    """Forget all chunks of an engine whose weights have changed. False, with a warning, if some may remain; raises
-    nothing."""
+def reset(client: Client, model: str, timeout_s: float = ANSWER_S) -> bool:
+    """Forget all chunks of a model. False, with a warning, if some may remain; raises nothing."""
     try:
-        left = not_forgotten(forget(client, model, ""))
+        left = not_forgotten(forget(client, model, "", timeout_s))
     except KVDepotError as exc:
         left = [f"kvdepot: {exc}"]
     for what in left:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
@@ -198,6 +200,10 @@ class PromptChunks:
             *shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens,
             tails=self.tails,
         )  # fmt: skip
+
+    def probe(self, request_id: str, readers: int = 0, own: int = 0) -> wire.Lookup:
+        """The message that looks the chunks up without pins. readers, own: see wire.Lookup."""
+        return msgspec.structs.replace(self.lookup(request_id, readers), pins=False, own=own)
 
     def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
         """The message that begins a lease of the chunks."""

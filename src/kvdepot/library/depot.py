@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from types import TracebackType
 
+from kvdepot.client import admin
 from kvdepot.client.launch import Embedded, Shared
 from kvdepot.client.socket import CONNECT_S
 from kvdepot.config import default_url, home_url, url_in_environment
@@ -14,13 +15,11 @@ from kvdepot.errors import Unavailable
 from kvdepot.library.link import Link
 from kvdepot.library.namespace import ModelFacts, Namespace
 from kvdepot.library.shapes import Shape, State
-from kvdepot.protocol import wire
-from kvdepot.protocol.status import Status, read
+from kvdepot.protocol.status import Status
 
 __all__ = ["Depot", "connect"]
 
 _START_S = 30.0
-_ANSWER_S = 30.0
 
 
 def connect(url: str = "", key: str = "") -> Depot:
@@ -103,7 +102,7 @@ class Depot:
     def status(self) -> Status:
         """The server's status, as `kvdepot status --json` prints it. Blocks 30 s at most. Raises Unavailable."""
         with self._link.call() as client:
-            return read(client.ask(wire.Status()).result(_ANSWER_S))
+            return admin.status(client)
 
     def close(self) -> None:
         """Close the connection once calls in other threads have ended; they are bounded in time. An embedded server

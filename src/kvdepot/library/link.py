@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import zmq
-
+from kvdepot.client.calls import OwnClient
 from kvdepot.client.socket import Client
 from kvdepot.errors import BadRequest, LayoutError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
@@ -20,16 +19,11 @@ class Link:
     def __init__(self, url: str, key: str) -> None:
         """Raises Unavailable or ConfigError, as Client."""
         self.is_closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._client = OwnClient(url, key, "library")
         self._pid = os.getpid()
         self._idle = threading.Condition()
         self._calls = 0  # in progress
         self._view: ArenaView | None = None
-        try:
-            self._client = Client(url, self._context, key=key, engine="library")
-        except BaseException:
-            self._context.term()
-            raise
 
     @contextmanager
     def call(self) -> Iterator[Client]:
@@ -69,6 +63,5 @@ class Link:
             self._idle.wait_for(lambda: not self._calls)
         if not was_closed:
             self._client.close()
-            self._context.term()
             self._view = None
         return not was_closed

@@ -25,8 +25,10 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from kvdepot.client.socket import Client, check_type
-from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
+from kvdepot.client import admin
+from kvdepot.client.calls import ANSWER_S, answer
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.errors import BadRequest, Busy, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
 from kvdepot.library.link import Link
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
@@ -43,7 +45,6 @@ __all__ = ["ModelFacts", "Moves", "Namespace"]
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 30.0
 _CHUNK_BYTES = 2 << 20
 """Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
 _TRIES, _PAUSE_S = 20, 0.5
@@ -192,7 +193,7 @@ class Namespace:
             is_whole, request = True, f"put-{next(self._numbers)}"
             for group, (first, moves) in enumerate(sources):
                 shards = self._shards(group, chain, first, count, request)
-                message = wire.Store(self._instance + group, 0, [shards])
+                message = wire.Store(self._instance + group, 0, shards)
                 is_whole &= self._move(client, message, first, moves) is True
             return count if is_whole else self._find(client, chain)
 
@@ -247,7 +248,7 @@ class Namespace:
         Returns the chunks removed from memory. Raises BadRequest for wrong tokens.
         """
         prompt = self._prompt(self._chain(tokens))
-        return self._call(lambda client: check_type(client.ask(prompt.drop()).result(_ANSWER_S), int)) if prompt else 0
+        return self._call(lambda client: admin.drop(client, prompt)) if prompt else 0
 
     def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
         """Keep the chunks of these tokens from eviction for `retain_s` seconds. Returns the tokens held so far;
@@ -262,13 +263,13 @@ class Namespace:
         if not prompt:
             return 0
         lease = prompt.lease(name, LeaseTerms("retain", retain_s))
-        return self.chunk_tokens * self._call(lambda client: check_type(client.ask(lease).result(_ANSWER_S), int))
+        return self.chunk_tokens * self._call(lambda client: answer(client, lease, int))
 
     def release(self, tokens: Sequence[int], name: str = "") -> bool:
         """End the lease of these tokens, or the one of this name: its chunks may be evicted again. Returns whether
         there was one. Raises BadRequest for wrong arguments."""
         end = wire.EndLease(self._lease_name(self._chain(tokens), name))
-        return bool(self._call(lambda client: check_type(client.ask(end).result(_ANSWER_S), bool)))
+        return bool(self._call(lambda client: answer(client, end, bool)))
 
     # -- arguments
 
@@ -365,8 +366,8 @@ class Namespace:
             if self._is_registered:
                 return
             layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
-            for answer in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
-                answer.result(_ANSWER_S)
+            for asked in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
+                asked.result(ANSWER_S)
             self._is_registered = True
 
     def _prompt(self, chain: ChunkChain) -> PromptChunks | None:
@@ -378,20 +379,19 @@ class Namespace:
             raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
         return name or f"library-{blake3(self._spec.model.encode() + chain.parent(len(chain))).hexdigest()[:32]}"
 
-    def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> wire.Shards:
+    def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> list[wire.Shards]:
         """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
-        blocks = np.arange((end - first) * self._spec.blocks_of(group), dtype=np.uint32).tobytes()
+        blocks = pack_block_ids(range((end - first) * self._spec.blocks_of(group)))
         parent, hashes = chain.parent(first), chain.slice(first, end)
-        return wire.Shards(request, self._spec.model, 1, 0, parent, first, hashes, blocks)
+        return self._spec.shards([Transfer(request, parent, first, hashes, blocks, group=group)])
 
     def _find(self, client: Client, chain: ChunkChain, request: str = "") -> int:
         """The chunks of the longest stored prefix. They stay pinned for `request`, if it is given."""
         prompt = self._prompt(chain)
         if prompt is None:
             return 0
-        name = request or f"contains-{self._instance}-{next(self._numbers)}"
-        lookup = msgspec.structs.replace(prompt.lookup(name, 1 if request else None), pins=bool(request))
-        return check_type(client.ask(lookup).result(_ANSWER_S), int)
+        lookup = prompt.lookup(request, 1) if request else prompt.probe(f"{self._instance}-{next(self._numbers)}")
+        return answer(client, lookup, int)
 
     def _load(self, tokens: Sequence[int], make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
         """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the
@@ -406,7 +406,7 @@ class Namespace:
                     first = self._first(group, count)
                     moves = self._target(group, kv, first_token)
                     shards = self._shards(group, chain, first, count, request)
-                    loaded = self._move(client, wire.Retrieve(self._instance + group, [shards], False), first, moves)
+                    loaded = self._move(client, wire.Retrieve(self._instance + group, shards, False), first, moves)
                     if not isinstance(loaded, list) or not all(loaded):
                         return 0
                 return count
@@ -424,7 +424,7 @@ class Namespace:
         awaited = _Awaited(client)
         future = client.ask(message, awaited.read)
         try:
-            placed = future.result(_ANSWER_S)
+            placed = future.result(ANSWER_S)
         except BaseException:
             awaited.give_up()
             raise
@@ -438,18 +438,18 @@ class Namespace:
                 _copy_all(copy, placed.places, _COPY_THREADS if is_large else 1)
             copied = True
         finally:
-            answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
+            ended = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
             client.pump()
         for _ in range(_TRIES):
             try:
-                return answer.result(_ANSWER_S)
+                return ended.result(ANSWER_S)
             except UnknownRequest:
                 log.info("not stored or loaded: its server has been replaced")
                 return False
             except Busy:  # too many requests in this second; the server keeps what it has placed until it hears this
                 time.sleep(_PAUSE_S)
-                answer = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
-        return answer.result(_ANSWER_S)
+                ended = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
+        return ended.result(ANSWER_S)
 
 
 def _copy_all(copy: Callable[[wire.Place], None], places: Sequence[wire.Place], threads: int) -> None:

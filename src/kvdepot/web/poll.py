@@ -10,13 +10,12 @@ import threading
 import time
 from dataclasses import dataclass
 
-import zmq
-
-from kvdepot.client.socket import Client
+from kvdepot.client import admin
+from kvdepot.client.calls import OwnClient
 from kvdepot.errors import DeadlineExceeded, InternalError, KVDepotError, ProtocolError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
-from kvdepot.protocol.status import Status, read
+from kvdepot.protocol.status import Status
 from kvdepot.web.history import History
 
 log = logging.getLogger(__name__)
@@ -64,8 +63,7 @@ class Poll:
     """Polls one server until it is closed."""
 
     def __init__(self, url: str, key: Key | None) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.client = Client(url, self._context, key=key or "")
+        self.client = OwnClient(url, key or "")
         self.history = History()
         self.turn = Turn(0, None, "not polled yet")
         """The latest turn. The thread replaces it as a whole; any thread may read it."""
@@ -120,7 +118,7 @@ class Poll:
         began = time.monotonic()
         self.client.ask(wire.Noop(), deadline_s=_ANSWER_S).result(_ANSWER_S)
         between = time.monotonic()
-        status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
+        status = admin.status(self.client, _ANSWER_S)
         now = time.monotonic()
         # The longer of both, because a loop that stutters often answers one of them at once.
         return PolledStatus(status, now, max(between - began, now - between))
@@ -129,4 +127,3 @@ class Poll:
         self._stopping.set()
         self.client.close()
         self._thread.join(_ANSWER_S)
-        self._context.term()

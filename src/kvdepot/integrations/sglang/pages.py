@@ -13,22 +13,18 @@ import contextlib
 import itertools
 import logging
 import secrets
-import time
 from binascii import unhexlify
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import zmq
-
+from kvdepot.client import admin
+from kvdepot.client.calls import ask
 from kvdepot.client.scheduler import LOOKUP_S
-from kvdepot.client.socket import CONNECT_S, Client, check_type
-from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
+from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.devices.cpu import view_memory_file
 from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, KVDepotError, LayoutError, Unavailable
 from kvdepot.protocol import wire
-from kvdepot.protocol.chunks import MOST_HASHES
 from kvdepot.protocol.keys import HASH_BYTES, ROOT, engine_hash
 from kvdepot.protocol.layout import Layout, build_layout
 
@@ -137,7 +133,6 @@ class PageStore:
 
     def __init__(self, client: Client, namer: Callable[[PagePool, int], str], revive: Callable[[], None]) -> None:
         """namer: names a pool's KV, given how often weights have changed. revive: called while there is no server."""
-        self.counters: Counter[str] = Counter()
         self._client = client
         self._namer = namer
         self._revive = revive
@@ -147,9 +142,6 @@ class PageStore:
         self._epoch = 0
         self._is_suspended = False
         self._warned: set[type[Exception]] = set()
-
-    def __repr__(self) -> str:
-        return f"<PageStore of {', '.join(self._pools)}, {self._client!r}>"
 
     def __contains__(self, pool: str) -> bool:
         return pool in self._pools
@@ -171,9 +163,10 @@ class PageStore:
                     f"{self._client.chunk_size}: start the server with --chunk-size auto, or SGLang with a --page-size "
                     f"of {self._client.chunk_size}"
                 )
-            self._register(pool, _REGISTER_S)
+            for answer in self._register(pool):
+                answer.result(_REGISTER_S)
         except (Unavailable, DeadlineExceeded):
-            self._register(pool, 0.0)
+            self._register(pool)
             raise
 
     @property
@@ -189,11 +182,9 @@ class PageStore:
     def _enter(self, pool: PagePool) -> None:
         pool.enter(self._namer(pool, self._epoch), self._page_tokens)
 
-    def _register(self, pool: PagePool, timeout_s: float) -> None:
-        """Have the server map a pool. Raises the server's error; with a timeout of 0, none."""
-        answers = [self._client.ask(message) for message in pool.spec.register(pool.instance, [pool.layout])]
-        for answer in answers if timeout_s else ():
-            answer.result(timeout_s)
+    def _register(self, pool: PagePool) -> list[MessagingFuture[None]]:
+        """Have the server map a pool. Never blocks."""
+        return [self._client.ask(message) for message in pool.spec.register(pool.instance, [pool.layout])]
 
     def suspend(self) -> None:
         """Weights are about to change: keep and find nothing until SGLang has flushed what the old ones computed."""
@@ -210,7 +201,8 @@ class PageStore:
                 self._client.ask(wire.Clear(pool.spec.model))
             self._enter(pool)
             with contextlib.suppress(Unavailable, DeadlineExceeded):  # the next server has it from the client
-                self._register(pool, _PING_S)
+                for answer in self._register(pool):
+                    answer.result(_PING_S)
         self._is_suspended = False
 
     # -- pages
@@ -242,13 +234,10 @@ class PageStore:
         pool = self._served(name, keys)
         if pool is None:
             return 0
-        request, model, before = f"sglang-{self._session}-{next(self._numbers)}", pool.spec.model, prefix or ()
+        request, before = f"sglang-{self._session}-{next(self._numbers)}", prefix or ()
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
-        lookup = wire.Lookup(
-            model, pool.world_size, 1, request, readers, hash_keys([*before, *keys]), prefix is not None,
-            chunk_tokens=self._page_tokens, pins=False, own=len(before),
-        )  # fmt: skip
-        answer = self._client.ask(lookup, partial(check_type, expected=int), LOOKUP_S)
+        prompt = PromptChunks(pool.spec, hash_keys([*before, *keys]), is_chained=prefix is not None)
+        answer = ask(self._client, prompt.probe(request, readers, len(before)), int, LOOKUP_S)
         return min(max(answer.result(LOOKUP_S + self._client.lookup_s) - len(before), 0), len(keys))
 
     def present(self, name: str, keys: Sequence[str]) -> list[bool]:
@@ -256,11 +245,9 @@ class PageStore:
         pool = self._served(name, keys)
         if pool is None:
             return [False] * len(keys)
-        hashes, step, checked = hash_keys(keys), MOST_HASHES * HASH_BYTES, partial(check_type, expected=list)
-        asked = [wire.Inspect(pool.spec.model, hashes[at : at + step]) for at in range(0, len(hashes), step)]
-        answers = [self._client.ask(each, checked, LOOKUP_S) for each in asked]
-        found = [each for answer in answers for each in answer.result(LOOKUP_S)]
-        ready = {bytes.fromhex(each["hash"]) for each in found if each["state"] == "ready"}
+        hashes = hash_keys(keys)
+        found = admin.inspect(self._client, pool.spec.model, hashes, LOOKUP_S)
+        ready = {bytes.fromhex(each.hash) for each in found if each.state == "ready"}
         return [hashes[at : at + HASH_BYTES] in ready for at in range(0, len(hashes), HASH_BYTES)]
 
     def get(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
@@ -274,13 +261,15 @@ class PageStore:
         shards = self._shards(pool, keys, indices)
         if not self._answers(_PING_S):
             return missed
-        answer = self._client.ask(wire.Retrieve(pool.instance, shards, unpins=False), partial(_per_key, len(keys)))
+        answer = ask(self._client, wire.Retrieve(pool.instance, shards, unpins=False), list[bool])
         while not self._client.wait(answer.query, _HUNG_S):
             log.error(
                 "kvdepot: the server at %s hangs while it writes into this engine's pages; they can be used again when "
                 "it goes on or is killed", self._client.server_url,
             )  # fmt: skip
         done = answer.result(0.0)
+        if len(done) != len(keys):
+            raise BadRequest(f"the server answered {len(done)} values for {len(keys)} pages")
         if self._is_suspended:
             return missed  # weights have begun to change meanwhile
         if name == KV and pool.rank == 0:
@@ -302,7 +291,7 @@ class PageStore:
         ticket = next(self._numbers)
         store = wire.Store(pool.instance, ticket, self._shards(pool, keys, indices, prefix))
         try:
-            is_whole = self._client.ask(store, partial(check_type, expected=bool)).result(_STORE_S)
+            is_whole = ask(self._client, store, bool).result(_STORE_S)
         except DeadlineExceeded:
             self._client.liveness.raise_fence(ticket)  # SGLang may overwrite the pages now
             raise
@@ -317,16 +306,13 @@ class PageStore:
         return pool.spec.shards([Transfer(request, parent, len(prefix or ()), hash_keys(keys), blocks)])
 
     def clear(self) -> bool:
-        """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s at most."""
-        until, models = time.monotonic() + _CLEAR_S, {pool.spec.model for pool in self._pools.values()}
-        answers = [self._client.ask(wire.Forget(model)) for model in models]
-        for answer in answers:
-            answer.result(max(0.0, until - time.monotonic()))
-        return True
+        """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s for each at most."""
+        models = {pool.spec.model for pool in self._pools.values()}
+        cleared = [admin.reset(self._client, model, _CLEAR_S) for model in models]
+        return all(cleared)
 
     def failed(self, exc: Exception) -> None:
-        """Count a call that has failed; the first of each kind is logged."""
-        self.counters["failed"] += 1
+        """Log a call that has failed, the first of each kind as a warning."""
         if type(exc) in self._warned:
             log.debug("kvdepot: %s", exc)
             return
@@ -343,16 +329,3 @@ class PageStore:
         ]
         self._client.wait(lambda: all(answer.query() for answer in answers), _PING_S)
         self._client.close()
-
-
-def _per_key(keys: int, value: object) -> list[bool]:
-    done = check_type(value, list)
-    if len(done) != keys or not all(isinstance(each, bool) for each in done):
-        raise BadRequest(f"the server answered {len(done)} values for {keys} pages")
-    return done
-
-
-def connect(url: str, key: str, engine: str) -> tuple[Client, zmq.Context[zmq.Socket[bytes]]]:
-    """A client and its ZeroMQ context, which is to be ended after it. Raises Unavailable or ConfigError."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    return Client(url, context, key=key, engine=engine[: wire.MAX_CLIENT_NAME]), context

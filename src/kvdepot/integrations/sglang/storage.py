@@ -27,9 +27,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
+from kvdepot.client.calls import OwnClient
 from kvdepot.errors import ConfigError, DeadlineExceeded, Unavailable
 from kvdepot.integrations.sglang.identity import are_updated, forget_updates, identify, watch_updates
-from kvdepot.integrations.sglang.pages import KV, HostPool, PagePool, PageStore, connect
+from kvdepot.integrations.sglang.pages import KV, HostPool, PagePool, PageStore
 from kvdepot.integrations.sglang.settings import ServerStarter, read_settings
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class KVDepotHiCache(HiCacheStorage):
         engine = f"sglang {identity.label} {os.getppid()}"
         starter = ServerStarter(self._settings, engine)
         starter.start()
-        client, self._context = connect(starter.url, self._settings.key, engine)
+        client = OwnClient(starter.url, self._settings.key, engine)
         alone = secrets.token_hex(16)
 
         def name(pool: PagePool, epoch: int) -> str:
@@ -70,9 +71,6 @@ class KVDepotHiCache(HiCacheStorage):
         if are_updated():  # before the backend was detached, or while it was: what is in memory is no file's
             self._store.suspend()
             self._store.flushed()
-
-    def __repr__(self) -> str:
-        return f"<KVDepotHiCache {self._store!r}>"
 
     # -- pools, on the scheduler's thread; these may raise
 
@@ -238,7 +236,6 @@ class KVDepotHiCache(HiCacheStorage):
         for pool, clear in self._cleared:
             pool.clear = clear  # type: ignore[method-assign]
         self._guard(self._store.close, None)
-        self._context.term()
 
     # -- failures
 

@@ -1,0 +1,51 @@
+"""Calls that integrations, the library and commands make alike: connecting, asking, and checking the answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from kvdepot.client.socket import Client, MessagingFuture
+from kvdepot.errors import ProtocolError
+from kvdepot.protocol import wire
+from kvdepot.protocol.curve import Key
+
+ANSWER_S = 30.0
+T = TypeVar("T")
+
+
+class OwnClient(Client):
+    """A client with a ZeroMQ context of its own, which ends with it."""
+
+    def __init__(self, url: str, key: str | Key = "", engine: str = "") -> None:
+        """Arguments and errors: see Client. A name of an engine that is too long is cut."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            super().__init__(url, self._context, key=key, engine=engine[: wire.MAX_CLIENT_NAME])
+        except BaseException:
+            self._context.term()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._context.term()
+
+
+def ask(client: Client, request: wire.Request, kind: type[T], deadline_s: float = ANSWER_S) -> MessagingFuture[T]:
+    """Send a message whose answer is of this type; another one is a ProtocolError. Never blocks."""
+    return client.ask(request, partial(_convert, type(request).__name__, kind), deadline_s)
+
+
+def answer(client: Client, request: wire.Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
+    """The server's answer, of this type. Blocks until then. Raises the server's error, or ProtocolError."""
+    return ask(client, request, kind, timeout_s).result(timeout_s)
+
+
+def _convert(request: str, kind: type[T], value: object) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"the answer to {request} is not of this version: {exc}") from exc
