@@ -20,10 +20,10 @@ from blake3 import blake3
 
 _WHOLE_BYTES = 1 << 20
 """Files up to this size are hashed whole."""
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
 """Tensors up to this size are hashed whole."""
-_SAMPLE_BYTES = 4096
-_STEP_BYTES = 1 << 20
+SAMPLE_BYTES = 4096
+STEP_BYTES = 1 << 20
 """Distance between two samples of a tensor."""
 _BLIND_STEP_BYTES = 1 << 16
 """The same in files whose tensors are not known."""
@@ -31,9 +31,9 @@ _TAIL_BYTES = 1 << 20
 """The end of such a file is hashed whole: files of `torch.save` end with a list of the checksums of their tensors."""
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
-_ROW_SAMPLE_BYTES = 64
+ROW_SAMPLE_BYTES = 64
 _PIECE_BYTES = 1 << 20
-_BY_ROW = re.compile(r"embed|wte|lm_head|(^|\.)output\.weight$")
+BY_ROW = re.compile(r"embed|wte|lm_head|(^|\.)output\.weight$")
 """Names of tensors with a row for each token of the vocabulary."""
 
 
@@ -91,19 +91,19 @@ def _tensors(header: bytes, size: int) -> Iterator[tuple[str, int, int, int]]:
 
 def _hash_tensors(hasher: blake3, descriptor: int, header: bytes, size: int) -> None:
     for name, rows, start, end in _tensors(header, size):
-        if end - start <= _SMALL_BYTES:
+        if end - start <= SMALL_BYTES:
             hasher.update(_read(descriptor, end - start, start))
             continue
-        _hash_samples(hasher, descriptor, [*range(start, end, _STEP_BYTES), end - _SAMPLE_BYTES], end)
-        if rows and _BY_ROW.search(name) and (end - start) % rows == 0:
+        _hash_samples(hasher, descriptor, [*range(start, end, STEP_BYTES), end - SAMPLE_BYTES], end)
+        if rows and BY_ROW.search(name) and (end - start) % rows == 0:
             _hash_rows(hasher, descriptor, (end - start) // rows, (start, end))
 
 
 def _hash_samples(hasher: blake3, descriptor: int, offsets: range | list[int], end: int) -> None:
     """Hash 4 KiB at each of these offsets, none beyond `end`."""
-    for first in range(0, len(offsets), _PIECE_BYTES // _SAMPLE_BYTES):
-        part = offsets[first : first + _PIECE_BYTES // _SAMPLE_BYTES]
-        hasher.update(b"".join(_read(descriptor, min(_SAMPLE_BYTES, end - offset), offset) for offset in part))
+    for first in range(0, len(offsets), _PIECE_BYTES // SAMPLE_BYTES):
+        part = offsets[first : first + _PIECE_BYTES // SAMPLE_BYTES]
+        hasher.update(b"".join(_read(descriptor, min(SAMPLE_BYTES, end - offset), offset) for offset in part))
 
 
 def _hash_rows(hasher: blake3, descriptor: int, row_bytes: int, place: tuple[int, int]) -> None:
@@ -113,4 +113,4 @@ def _hash_rows(hasher: blake3, descriptor: int, row_bytes: int, place: tuple[int
     for offset in range(start, end, piece_bytes):
         piece = _read(descriptor, min(piece_bytes, end - offset), offset)
         rows = np.frombuffer(piece, np.uint8).reshape(-1, row_bytes)
-        hasher.update(rows[:, :_ROW_SAMPLE_BYTES].tobytes())
+        hasher.update(rows[:, :ROW_SAMPLE_BYTES].tobytes())

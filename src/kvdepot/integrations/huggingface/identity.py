@@ -21,16 +21,12 @@ import transformers
 from blake3 import blake3
 
 from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.integrations.samples import BY_ROW, ROW_SAMPLE_BYTES, SAMPLE_BYTES, SMALL_BYTES, STEP_BYTES
 
 _FORMAT = 1
 """Raise it when the same model's KV lies otherwise in a depot."""
 _WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole."""
-_SMALL_BYTES = 1 << 16
-_SAMPLE_BYTES = 4096
-_STEP_BYTES = 1 << 20
-_ROW_BYTES = 64
-_BY_ROW = re.compile(r"embed|wte|lm_head|(^|\.)output\.weight$")
 _ELSEWHERE = {
     "_name_or_path", "architectures", "base_model_name_or_path", "dtype", "revision", "torch_dtype",
     "transformers_version", "use_cache",
@@ -104,7 +100,7 @@ def identity(model: torch.nn.Module) -> str:
     hasher.update(json.dumps(facts).encode())
     weights = {**dict(model.named_buffers()), **model.state_dict()}
     size = sum(each.nbytes for each in weights.values() if isinstance(each, torch.Tensor))
-    step = _SAMPLE_BYTES if size <= _WHOLE_BYTES else _STEP_BYTES
+    step = SAMPLE_BYTES if size <= _WHOLE_BYTES else STEP_BYTES
     for name in sorted(weights):
         _hash(hasher, name, weights[name], step)
     return hasher.hexdigest()[:32]
@@ -204,12 +200,12 @@ def _hash(hasher: blake3, name: str, value: object, step: int) -> None:
 
 def _parts(tensor: torch.Tensor, name: str, step: int) -> Iterator[torch.Tensor]:
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() <= _SMALL_BYTES or step <= _SAMPLE_BYTES:
+    if data.numel() <= SMALL_BYTES or step <= SAMPLE_BYTES:
         yield data
         return
     end = data.numel() // step * step
-    yield data[:end].view(-1, step)[:, :_SAMPLE_BYTES]
-    yield data[end : end + _SAMPLE_BYTES]
-    yield data[-_SAMPLE_BYTES:]
-    if tensor.ndim == 2 and _BY_ROW.search(name):
-        yield data.view(len(tensor), -1)[:, :_ROW_BYTES]
+    yield data[:end].view(-1, step)[:, :SAMPLE_BYTES]
+    yield data[end : end + SAMPLE_BYTES]
+    yield data[-SAMPLE_BYTES:]
+    if tensor.ndim == 2 and BY_ROW.search(name):
+        yield data.view(len(tensor), -1)[:, :ROW_SAMPLE_BYTES]
