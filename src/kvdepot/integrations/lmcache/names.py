@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,25 +19,26 @@ __all__ = ["Names"]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
+_HERE = __name__.removeprefix("kvdepot.")
 PROVIDED: dict[str, dict[str, str]] = {
-    "lmcache.integration.vllm.utils": {"mla_enabled": f"{__name__}:mla_enabled"},
-    "lmcache.logging": {"init_logger": f"{__name__}:init_logger"},
-    "lmcache.utils": {"_lmcache_nvtx_annotate": f"{__name__}:annotate", "init_logger": f"{__name__}:init_logger"},
+    "lmcache.integration.vllm.utils": {"mla_enabled": f"{_HERE}:mla_enabled"},
+    "lmcache.logging": {"init_logger": f"{_HERE}:init_logger"},
+    "lmcache.utils": {"_lmcache_nvtx_annotate": f"{_HERE}:annotate", "init_logger": f"{_HERE}:init_logger"},
     "lmcache.v1.multiprocess.custom_types": {
-        "CudaIPCWrapper": "kvdepot.adapters:KVCacheHandle",
-        "IPCCacheEngineKey": "kvdepot.adapters:IPCCacheEngineKey",
-        "KVCache": f"{__name__}:KVCache",
+        "CudaIPCWrapper": "adapters:KVCacheHandle",
+        "IPCCacheEngineKey": "adapters:IPCCacheEngineKey",
+        "KVCache": f"{_HERE}:KVCache",
     },
     "lmcache.v1.multiprocess.mq": {
-        "MessageQueueClient": "kvdepot.integrations.lmcache.client:GuardedClient",
-        "MessagingFuture": "kvdepot.adapters:MessagingFuture",
+        "MessageQueueClient": "integrations.lmcache.client:GuardedClient",
+        "MessagingFuture": "adapters:MessagingFuture",
     },
     "lmcache.v1.multiprocess.protocol": {
-        "RequestType": "kvdepot.adapters:RequestType",
-        "get_response_class": "kvdepot.adapters:get_response_class",
+        "RequestType": "adapters:RequestType",
+        "get_response_class": "adapters:get_response_class",
     },
 }
-"""The names that each module provides, and the `module:name` of what each is here."""
+"""The names that each module provides, and the `module:name` of what each is in this package."""
 
 UNUSED: dict[str, tuple[str, ...]] = {
     "lmcache.config": ("LMCacheEngineMetadata",),
@@ -87,19 +87,10 @@ class Names(MetaPathFinder, Loader):
         module.__doc__ = "Provided by kvdepot: what vLLM's LMCacheMPConnector imports from LMCache."
         for name, place in PROVIDED.get(module.__name__, {}).items():
             there, _, what = place.partition(":")
-            setattr(module, name, getattr(_import(there), what))
+            # Late, as vLLM must be configured before its connector is imported.
+            setattr(module, name, getattr(importlib.import_module(f"kvdepot.{there}"), what))
         for name in UNUSED.get(module.__name__, ()):
             setattr(module, name, _unused(f"{module.__name__}.{name}"))
-
-
-def _import(name: str) -> ModuleType:
-    """One of the modules that `PROVIDED` names. Imported late: vLLM must be configured before its connector is."""
-    match name:
-        case "kvdepot.adapters":
-            return importlib.import_module("kvdepot.adapters")
-        case "kvdepot.integrations.lmcache.client":
-            return importlib.import_module("kvdepot.integrations.lmcache.client")
-    return sys.modules[__name__]
 
 
 def _refuse(name: str) -> NoReturn:
