@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from abc import abstractmethod
@@ -24,9 +23,8 @@ from typing import NamedTuple, Protocol
 import pytest
 
 from kvdepot.client import admin
-from kvdepot.processes import module_command
-from kvdepot.protocol import wire
-from kvdepot.protocol.status import Status, read
+from kvdepot.client.launch import Embedded
+from kvdepot.protocol.status import Status
 
 __all__ = ["Answered", "EngineUnderTest", "IntegrationConformance"]
 
@@ -51,43 +49,19 @@ class EngineUnderTest(Protocol):
         """End the engine, once its stores have been answered."""
 
 
-class _Server:
-    def __init__(self, folder: Path) -> None:
-        self.url = f"ipc://{folder / 'depot.sock'}"
-        self._arena = f"kvdepot-suite-{os.getpid()}-{os.urandom(4).hex()}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, or another that takes over what it has left. Blocks until it answers."""
-        flags = ["--arena-gib", "0.0625", "--arena-name", self._arena, "--http", "off", "--url", self.url]
-        self._process = subprocess.Popen(module_command("kvdepot.cli", "serve", *flags), stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                self.status()
-                return
-            except Exception:
-                if time.monotonic() > deadline:
-                    raise
+class _Server(Embedded):
+    arenas = "kvdepot-{user}-suite-"
 
     def status(self) -> Status:
-        """Its status. Raises Unavailable if it does not answer."""
-        with admin.connect(self.url, timeout_s=1.0) as client:
-            return read(client.ask(wire.Status()).result(10.0))
+        """Wait until it answers; its status."""
+        with admin.connect(self.url, timeout_s=_START_S) as client:
+            return admin.status(client)
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal; waits for its end, except after one that it survives."""
-        assert self._process is not None
         self._process.send_signal(number)
-        if number in (signal.SIGKILL, signal.SIGTERM):
+        if number is signal.SIGKILL:
             self._process.wait(_START_S)
-
-    def end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(FileNotFoundError):
-            Path("/dev/shm", self._arena).unlink()
 
 
 class IntegrationConformance:
@@ -103,14 +77,12 @@ class IntegrationConformance:
         """An engine that is connected to the depot at `url`, if that answers."""
 
     @pytest.fixture
-    def server(self, tmp_path: Path) -> Iterator[_Server]:
+    def server(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
         """A running server."""
-        server = _Server(tmp_path)
-        try:
-            server.start()
+        monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.0625")
+        with contextlib.closing(_Server(f"ipc://{tmp_path / 'depot.sock'}", os.urandom(8).hex())) as server:
+            server.status()
             yield server
-        finally:
-            server.end()
 
     @contextlib.contextmanager
     def engine(self, server: _Server, weights: int = 1) -> Iterator[EngineUnderTest]:
@@ -164,6 +136,7 @@ class IntegrationConformance:
             server.send(signal.SIGKILL)
             assert [each.tokens for each in engine.answer(self.prompts())] == [each.tokens for each in cold]
             server.start()
+            server.status()
             deadline = time.monotonic() + _ANSWER_S
             while (warm := engine.answer(self.prompts(1))[0]).computed == self.prompt_tokens:
                 assert time.monotonic() < deadline, "the engine does not find what the server before had"
