@@ -312,9 +312,6 @@ class _Trace:
         self._links: dict[Path, tuple[str | int, ...]] = {}
         self._folders = {Path("/"): os.lstat("/")}
 
-    def __repr__(self) -> str:
-        return f"<_Trace {len(self._links)} links, {len(self._folders)} folders>"
-
     def follow(self, path: Path) -> Path:
         """The path without links. Raises OSError if it leads nowhere."""
         todo, done, links = list(reversed(path.absolute().parts)), Path("/"), 0

@@ -85,13 +85,6 @@ class EngineView:
         self._most_bytes = most_bytes
         self._messages: list[Message] = []  # of the current call of `apply`
 
-    def __repr__(self) -> str:
-        return f"<EngineView of {self.count} chunks, {len(self._tokens)} described>"
-
-    @property
-    def count(self) -> int:
-        return sum(len(model.credited) for model in self._models.values())
-
     @property
     def beat_topic(self) -> bytes:
         """The topic of a message without events: any of the engines' topics, because all have one sequence."""

@@ -148,9 +148,6 @@ class Publisher:
             self._close_sockets()
             raise
 
-    def __repr__(self) -> str:
-        return f"<Publisher at {self._endpoint}: {self._view.count} chunks, message {self._sent.last}>"
-
     def start(self) -> None:
         self._thread.start()
         place = self._endpoint

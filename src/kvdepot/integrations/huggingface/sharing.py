@@ -95,10 +95,6 @@ class SharedPrefixes:
         self._namespace: Namespace | None = None
         self.is_proven = self.is_refused = False
 
-    def __repr__(self) -> str:
-        state = "refused" if self.is_refused else "checked" if self.is_proven else "not checked yet"
-        return f"<SharedPrefixes {self._name}, {state}>"
-
     def namespace(
         self, prompts: Sequence[torch.Tensor], compute: Callable[[torch.Tensor], list[Pair]]
     ) -> Namespace | None:
