@@ -21,7 +21,6 @@ import msgspec
 from kvdepot import logs
 from kvdepot.errors import KVDepotError
 from kvdepot.processes import prepare_standard_files
-from kvdepot.protocol.curve import Key
 from kvdepot.web.child import Order
 from kvdepot.web.server import HttpServer
 
@@ -82,15 +81,11 @@ def _watch(signs: list[object]) -> None:
 
 def _serve(order: Order) -> int:
     from kvdepot.web.app import make_app
-    from kvdepot.web.live import LiveStatus
     from kvdepot.web.poll import Poll
 
-    key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
-    poll = Poll(order.url, key)
-    live, signs = LiveStatus(poll), list[object]()
+    poll, signs = Poll(order.url, order.key), list[object]()
     try:
-        app = make_app(poll, live, order)
-        server = HttpServer(app, lambda: signs.append(None))
+        server = HttpServer(make_app(poll, order), lambda: signs.append(None))
         threading.Thread(target=_watch, args=(signs,), name="kvdepot-watchdog", daemon=True).start()
         threading.Thread(target=_await_end, args=(server,), daemon=True).start()
         listener = socket.socket(fileno=order.listener)

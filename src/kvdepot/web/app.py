@@ -330,7 +330,7 @@ _ENDPOINTS = [
 ]  # fmt: skip
 
 
-def make_app(poll: Poll, live: LiveStatus, order: Order) -> App:
+def make_app(poll: Poll, order: Order) -> App:
     """The application of the web process that `order` describes."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
@@ -338,4 +338,4 @@ def make_app(poll: Poll, live: LiveStatus, order: Order) -> App:
     pages = _read_page()
     is_local = is_loopback(f"tcp://{order.address}")
     guard = Guard(order.token, is_local, is_local and order.key is None, pages)
-    return Dispatch(_ENDPOINTS, pages, ApiState(poll, live, registry, CachedLeases(poll.client)), guard)
+    return Dispatch(_ENDPOINTS, pages, ApiState(poll, LiveStatus(poll), registry, CachedLeases(poll.client)), guard)

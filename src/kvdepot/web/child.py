@@ -40,14 +40,13 @@ _BACKLOG = 64
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The settings of the process: one line of JSON through its pipe. key: public, secret, server's public; None unless
-    clients need keys."""
+    """The settings of the process: one line of JSON through its pipe. key: None unless clients need keys."""
 
     url: str
     listener: int
     address: str
     token: str
-    key: tuple[str, str, str] | None
+    key: Key | None
     log_level: str
     log_format: str
 
@@ -160,10 +159,8 @@ class Child:
         """Run one process until it ends; returns its exit status. Raises OSError."""
         import subprocess  # imported here, because the server needs it for nothing else
 
-        address, key = self.address, self._key
-        keys = (key.public.decode(), key.secret.decode(), key.server.decode()) if key is not None else None
-        level, form = self._config.log_level, self._config.log_format
-        order = Order(self._url, listener.fileno(), address, self._token, keys, level, form)
+        address, level, form = self.address, self._config.log_level, self._config.log_format
+        order = Order(self._url, listener.fileno(), address, self._token, self._key, level, form)
         # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:

@@ -44,11 +44,6 @@ class PolledStatus:
     at: float
     lag_s: float
 
-    @property
-    def fresh_s(self) -> float:
-        """Seconds until it is too old; 0 or less if it is."""
-        return self.at + STALE_S - time.monotonic()
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -90,7 +85,7 @@ class Poll:
     def latest(self) -> PolledStatus:
         """The last status. Raises Unavailable if it is too old."""
         answer = self.turn.answer
-        if answer is None or answer.fresh_s <= 0:
+        if answer is None or time.monotonic() - answer.at >= STALE_S:
             raise Unavailable(self.trouble() or "the server has not answered yet")
         return answer
 
