@@ -163,7 +163,7 @@ def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are
                     assert reader.router.blocks(each, "m") == credited(each)
                     assert reader.listed().blocks(each, "m") == credited(each)
         assert not reader.router.twice and not reader.router.passed_over
-        for topics, events in reader.view.end():
+        for topics, events in reader.view.apply([None]):
             for topic in topics:
                 reader.take(reader.router, topic, events)
         assert not any(reader.router.counts.values()) and not any(reader.router.pods.values())

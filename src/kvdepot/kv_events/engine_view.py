@@ -111,9 +111,6 @@ class EngineView:
         self._flush()
         yield from self._take_messages()
 
-    def end(self) -> Iterator[Message]:
-        return self.apply([None])
-
     def _take_messages(self) -> list[Message]:
         messages, self._messages = self._messages, []
         return messages

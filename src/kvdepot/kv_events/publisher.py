@@ -184,7 +184,7 @@ class Publisher:
                     wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
                 for ready, _ in poller.poll(wait_ms):
                     self._handle(ready)
-            self._publish_all(self._view.end())
+            self._publish_all(self._view.apply([None]))
         except BaseException:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
             log.exception("KV events are no longer published")
         finally:
