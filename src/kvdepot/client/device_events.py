@@ -102,7 +102,11 @@ class EventQueue:
         for number, waiting in waiting_now.items():
             answer = answers.get(id(waiting.event))
             if answer is None:
-                answer = answers[id(waiting.event)] = _ask(waiting.event)
+                try:
+                    answer = happened(waiting.event)
+                except KVDepotError as exc:
+                    answer = exc
+                answers[id(waiting.event)] = answer
             if answer is False and time.monotonic() - waiting.born > EVENT_S:
                 answer = DeadlineExceeded(f"the event did not happen within {EVENT_S:g} s")
             if answer is not False and self._waiting.pop(number, None) is not None:
@@ -126,31 +130,21 @@ class EventQueue:
             self._prepare()
         except Exception:  # the events will fail themselves, with a reason
             log.exception("could not set up the device-event thread")
+        pause = _FIRST_PAUSE_S
         try:
-            self._poll_until_stopped()
+            while not self._stopping:
+                before = len(self._waiting)
+                self.poll()
+                if not self._waiting:
+                    self._woken.wait()
+                    pause = _FIRST_PAUSE_S
+                elif len(self._waiting) < before or self._woken.wait(pause):
+                    pause = _FIRST_PAUSE_S
+                else:
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._woken.clear()
         finally:
             self._ended.set()
-
-    def _poll_until_stopped(self) -> None:
-        pause = _FIRST_PAUSE_S
-        while not self._stopping:
-            before = len(self._waiting)
-            self.poll()
-            if not self._waiting:
-                self._woken.wait()
-                pause = _FIRST_PAUSE_S
-            elif len(self._waiting) < before or self._woken.wait(pause):
-                pause = _FIRST_PAUSE_S
-            else:
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            self._woken.clear()
-
-
-def _ask(event: DeviceEvent | None) -> bool | KVDepotError:
-    try:
-        return happened(event)
-    except KVDepotError as exc:
-        return exc
 
 
 def _end(waiting: _HeldRequest, answer: bool | KVDepotError) -> None:
