@@ -235,7 +235,8 @@ def _scan(path: Path, kinds: Collection[Kind], trace: _Trace) -> list[_File]:
     if resolved.is_file():
         state = resolved.stat()
         return [_File("", resolved, state, state.st_ctime_ns)]
-    blobs = _blobs(resolved)
+    is_snapshot = resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name)
+    blobs = resolved.parent.parent / "blobs" if is_snapshot else None  # where a hub's cache has contents
     trace.has_moving_folders = blobs is None
     trace.near = resolved.parent
     files: list[_File] = []
@@ -293,12 +294,6 @@ def _date(file: Path, blobs: Path | None, trace: _Trace) -> tuple[os.stat_result
         return state, changed_ns if changed_ns > entry.st_ctime_ns else 0
     state = trace.follow(file).stat()
     return state, state.st_ctime_ns
-
-
-def _blobs(folder: Path) -> Path | None:
-    """Where the contents of a snapshot in a hub's cache are; None for another folder."""
-    is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
-    return folder.parent.parent / "blobs" if is_snapshot else None
 
 
 class _Trace:

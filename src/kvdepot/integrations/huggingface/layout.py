@@ -43,7 +43,6 @@ class RecordingLayer(DynamicSlidingWindowLayer):
         self.record: list[Pair] = []
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        """Append keys and values, as transformers calls it."""
         self.record.append((key_states, value_states))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         return keys, values
@@ -62,12 +61,10 @@ class OwnCache(DynamicCache):
     is_reordered = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows."""
         super().reorder_cache(beam_idx)
         self.is_reordered = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
         super().batch_select_indices(indices)
         self.is_reordered = True
 
@@ -173,10 +170,6 @@ class CacheLayout:
         if self.states:
             found.append(State(self.state_bytes))
         return found
-
-    def length(self, cache: Cache) -> int:
-        """The tokens that a cache has seen."""
-        return length_of(cache) if cache.layers else 0
 
     def check(self, cache: object, batch: int) -> None:
         """Raise BadRequest unless this is a filled cache of this model, with `batch` rows."""

@@ -232,7 +232,7 @@ class PrefixCache:
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
         """Store the whole chunks of a row of a cache. Raises BadRequest if it has not all that a load would need."""
         layout, namespace = opened.layout, opened.namespace
-        length, size = layout.length(cache), namespace.chunk_tokens
+        length, size = length_of(cache) if cache.layers else 0, namespace.chunk_tokens
         end = min(len(tokens), length) // size * size
         ids = tokens[:end].numpy()
         if not end or (stored := namespace.contains(ids)) == end:

@@ -49,18 +49,15 @@ class _SharedFacts(ModelFacts):
     format: BlockFormat | None = None
 
     def layout(self, group: int) -> Layout:
-        """The layout of the engine's blocks, copied by this client."""
         assert self.format is not None
         size = self.format.block_values * ITEM_BYTES[self.dtype]
         layout = copied_by_client(size, "", wire.MAX_CHUNKS * self.blocks)
         return msgspec.structs.replace(layout, fingerprint=self.format.fingerprint)
 
     def spec(self) -> ShardSpec:
-        """The namespace as the engine's worker names it."""
         return ShardSpec(self.name, 1, 0, self.chunk_tokens, self.blocks)
 
     def moves(self, arrays: list[Plain], shape: Shape, first_token: int) -> Moves:
-        """Copies in the engine's order."""
         return _BlockMoves(self, arrays, first_token)
 
 
@@ -74,7 +71,6 @@ class _BlockMoves:
         self.size = facts.blocks * facts.format.block_values * ITEM_BYTES[facts.dtype]
 
     def pairs(self, chunk: int, data: Plain) -> Iterator[tuple[Plain, Plain]]:
-        """Views of a chunk's keys and values, and of the caller's."""
         start = chunk * self._tokens - self._first_token
         values = data.view(self._arrays[0].dtype)
         for each, stored in zip(self._arrays, self._format.views(values, self._blocks), strict=True):

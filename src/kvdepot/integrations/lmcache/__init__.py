@@ -36,15 +36,12 @@ def provide(version: str, factory: type[KVConnectorFactory]) -> bool:
 
     if any(isinstance(finder, Names) for finder in sys.meta_path):
         return True
-    if not has_contract(version) or _CONNECTOR not in factory._registry or _is_installed():
+    is_installed = "lmcache" in sys.modules or importlib.util.find_spec("lmcache") is not None
+    if not has_contract(version) or _CONNECTOR not in factory._registry or is_installed:
         return False
     sys.meta_path.append(Names())  # last, so that a package that is there always comes first
     factory._registry[_CONNECTOR] = _load
     return True
-
-
-def _is_installed() -> bool:
-    return "lmcache" in sys.modules or importlib.util.find_spec("lmcache") is not None
 
 
 def _load() -> type[object]:

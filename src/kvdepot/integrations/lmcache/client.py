@@ -49,7 +49,6 @@ class GuardedFuture(MessagingFuture[Any]):
         self._settle = settle
 
     def query(self) -> bool:
-        """Whether it is done. Never blocks."""
         return self._done or self._asked.query()
 
     def result(self, timeout: float | None = None) -> Any:

@@ -150,14 +150,11 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
             self._get_request_tracker(request_id).num_scheduled_tokens = scheduled
         metadata = super().build_connector_meta(scheduler_output)
         loads = [each for each in metadata.requests if each.direction == "RETRIEVE"]
-        stores = [each for each in metadata.requests if each.direction == "STORE" and self._may_be_stored(each)]
-        metadata.requests = [*loads, *stores]
+        stores = [each for each in metadata.requests if each.direction == "STORE"] if self._may_store else []
+        metadata.requests = [*loads, *(each for each in stores if each.request_id not in self._private)]
         metadata.skip_blocks = [self._local_blocks(each.request_id) for each in loads] if _has_token_keys() else []
         self._loading.update(each.request_id for each in loads)
         return metadata
-
-    def _may_be_stored(self, order: own.LMCacheMPRequestMetadata) -> bool:
-        return self._may_store and order.request_id not in self._private
 
     def _local_blocks(self, request_id: str) -> int:
         """Blocks of the first chunk to load that vLLM's own cache has: running requests may be reading them."""
