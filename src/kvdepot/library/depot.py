@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from types import TracebackType
 
 from kvdepot.client import admin
 from kvdepot.client.launch import Embedded, Shared
@@ -30,25 +29,19 @@ def connect(url: str = "", key: str = "") -> Depot:
     a server that requires one. Blocks until the server answers, 30 s at most. Raises Unavailable without one.
     """
     server: Shared | Embedded | None = None
-    if url == "embedded":
-        name = f"library-{os.getpid()}-{secrets.token_hex(4)}"
-        url = f"{home_url().rpartition('/')[0]}/{name}.sock"
-        server = Embedded(url, name)
+    own = f"library-{os.getpid()}-{secrets.token_hex(4)}" if url == "embedded" else ""
+    if own:
+        url = f"{home_url().rpartition('/')[0]}/{own}.sock"
     elif not url:
         url = default_url()
         if not url_in_environment():
             server = Shared(url)
             server.start()
-    own = server if isinstance(server, Embedded) else None
+    depot = Depot(url, Link(url, key))
     try:
-        link = Link(url, key)
-    except BaseException:
-        if own is not None:
-            own.close()
-        raise
-    depot = Depot(url, link, own)
-    try:
-        with link.call() as client:
+        if own:
+            server = depot._server = Embedded(url, own)
+        with depot._link.call() as client:
             client.learn_chunk_size(CONNECT_S if server is None else _START_S)
     except BaseException as exc:
         is_running = server is None or server.is_running()
@@ -62,11 +55,11 @@ def connect(url: str = "", key: str = "") -> Depot:
 class Depot:
     """A connected depot; `connect` makes it. Any thread may use it; a forked child may not, and connects itself."""
 
-    def __init__(self, url: str, link: Link, server: Embedded | None = None) -> None:
-        """link: closed with this. server: ended with this."""
+    def __init__(self, url: str, link: Link) -> None:
+        """link: closed with this."""
         self.url = url
         self._link = link
-        self._server = server
+        self._server: Embedded | None = None  # its own, which ends with it
 
     def __repr__(self) -> str:
         return f"<kvdepot.Depot {self.url}{' closed' if self._link.is_closed else ''}>"
@@ -74,7 +67,7 @@ class Depot:
     def __enter__(self) -> Depot:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def namespace(
