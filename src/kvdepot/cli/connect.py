@@ -14,9 +14,7 @@ from kvdepot.client.socket import Client
 from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.curve import read_client_key
-from kvdepot.protocol.status import Status
 
-_ANSWER_S = 2.0
 _PATIENCE_S = 0.7
 """Time after which a message says that the command is waiting."""
 
@@ -24,15 +22,6 @@ _PATIENCE_S = 0.7
 def endpoint(url: str | None) -> str:
     """The server's endpoint, by flag, environment or default. Raises ConfigError."""
     return load(flags={"url": url}).url
-
-
-def running(url: str, key: str) -> Status:
-    """The status of the server at an endpoint. Blocks for some seconds at most.
-
-    Raises Unavailable if there is none or it does not answer, ConfigError for a bad key file, DeadlineExceeded.
-    """
-    with admin.connect(url, key, _ANSWER_S) as client:
-        return admin.status(client, _ANSWER_S)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import msgspec
 
 from kvdepot import __version__, install
 from kvdepot.cli import options
-from kvdepot.cli.connect import connect, running
+from kvdepot.cli.connect import connect
 from kvdepot.cli.output import clean, print_json, progress, size
 from kvdepot.cli.status import ask_health
 from kvdepot.cli.why import reason
@@ -41,6 +41,7 @@ from kvdepot.values import plural
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
+_ANSWER_S = 2.0
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
 """The module that a tier imports, by extra."""
 
@@ -124,7 +125,8 @@ def _gather(file: str | None, server: options.Address) -> Facts:
             config = load(environ={})
     status, silence = None, None
     try:
-        status = running(config.url, key)
+        with admin.connect(config.url, key, _ANSWER_S) as client:
+            status = admin.status(client, _ANSWER_S)
     except KVDepotError as exc:
         what, _, advice = str(exc).partition("; ")
         is_none = advice and socket_path(config.url) is not None and not holder(config.url)
