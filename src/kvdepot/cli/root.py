@@ -35,7 +35,7 @@ _FAMILIES = {
         "verify": ("verify", "show whether engines compute what others have stored"),
     },
     "Measure": {"certify": ("certify", "run your model with and without the depot, and compare")},
-    "Set up": {"keygen": ("setup", "generate the keys of a server and its clients")},
+    "Set up": {"keygen": ("serve", "generate the keys of a server and its clients")},
 }
 """Commands with their modules and descriptions, in the order of the help. A module is imported when it is used."""
 _COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}

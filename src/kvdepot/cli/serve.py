@@ -1,4 +1,4 @@
-"""`kvdepot serve`, `kvdepot stop`, which ends a server in an orderly way, and `kvdepot config`, its settings."""
+"""`kvdepot serve`; `stop`, which ends a server in an orderly way; `config`, its settings; `keygen`, its keys."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ import click
 
 from kvdepot import logs
 from kvdepot.cli import options
-from kvdepot.cli.output import size
+from kvdepot.cli.output import clean, print_json, show, size
 from kvdepot.config import Config, in_text, load, load_with_sources, masked, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.memory.room import allocated, limits
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.curve import generate
 from kvdepot.protocol.endpoints import holder, lock_file
 
 if TYPE_CHECKING:
@@ -203,8 +204,6 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
 
     Those of a running server are in `kvdepot status --json`.
     """
-    from kvdepot.cli.output import clean, print_json
-
     settings, sources = load_with_sources(file, given)
     stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
     for line in filter(None, [*stray, odd_chunk_size(settings)]):
@@ -228,4 +227,20 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
             text = f"{text} ({derived[name]})".strip()
         rows.append((name, text, sources[name]))
     print_tables(Listing(("setting", "value", "from"), rows, folds=True))
+    return 0
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.argument("clients", metavar="[CLIENT]...", nargs=-1)
+@click.option("--tenant", default="", metavar="NAME", help="the clients' tenant; they can access only its chunks")
+@options.as_json
+def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) -> int:
+    """Write DIR/server.key unless it exists, and DIR/CLIENT.key for each client; add the clients to DIR/clients.toml.
+
+    Only this user can read DIR. A client's name consists of letters, digits, - and _. Start the server with --keys
+    DIR, and give each client its file as KVDEPOT_KEY. Restart a running server to make it read clients.toml again.
+    """
+    paths = [str(path) for path in generate(folder, list(clients), tenant)]
+    show(as_json, {"files": paths}, *paths)
     return 0
