@@ -21,9 +21,9 @@ from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
+from kvdepot.web.app import StatusNow
 from kvdepot.web.guard import HEADERS
 from kvdepot.web.history import measure
-from kvdepot.web.live import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
 CSP = dict(HEADERS)[b"content-security-policy"].decode()

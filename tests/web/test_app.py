@@ -21,7 +21,7 @@ from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.protocol.keys import salt_tag
-from kvdepot.web.live import engine_flag
+from kvdepot.web.app import engine_flag
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
 from tests.conftest import HANG_S, eventually
 from tests.web.conftest import StartWeb, Web, samples

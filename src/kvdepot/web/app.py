@@ -6,7 +6,9 @@ change something ask the server, on threads, a few at a time.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -23,17 +25,21 @@ from prometheus_client.exposition import choose_encoder
 from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
+from kvdepot.config import default_url
 from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import losses
 from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
+from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import Quota, shown_tag
+from kvdepot.protocol.status import Loss, Status
 from kvdepot.web.child import Order
 from kvdepot.web.dispatch import Dispatch, Encoded, get, post
 from kvdepot.web.guard import App, Guard, Scope
 from kvdepot.web.history import TimeSeries
-from kvdepot.web.live import LiveStatus
 from kvdepot.web.poll import Poll
 from kvdepot.web.prometheus import StatusCollector
 
@@ -42,6 +48,55 @@ _MOST_CHANGES = 4
 _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""
+
+
+class StatusNow(Status, kw_only=True):
+    """The server's status, and what the page needs beside it.
+
+    turn: number of the poll. point: the latest point of `/v1/history`. trouble: the error of `/healthz`; empty if
+    healthy. health: the same and all other problems, with what to do. losses: evictions, failures and refusals, as
+    text. bounds_s: upper bounds of the buckets of `latencies`. engine_flag: the option of vLLM that connects an engine
+    of this host to this server.
+    """
+
+    turn: int
+    point: dict[str, float]
+    trouble: str
+    health: Health
+    losses: list[Loss]
+    bounds_s: tuple[float, ...] = BOUNDS_S
+    engine_flag: str = ""
+
+
+class LiveStatus:
+    """The status of the latest turn, encoded once for all readers, on the event loop."""
+
+    def __init__(self, poll: Poll) -> None:
+        self._poll = poll
+        self._flag = engine_flag(poll.client.server_url)
+        self._encoded = -1, b""  # the number of a turn, and its status as JSON
+
+    def encoded(self) -> bytes:
+        """The latest status as JSON. Raises Unavailable if it is too old."""
+        number = self._poll.turn.number  # first: a status that is newer than its number is sent again with the next
+        polled = self._poll.latest()
+        if self._encoded[0] != number:
+            status, trouble = polled.status, self._poll.trouble()
+            dropped = self._poll.history.increase("dropped_chunks", RECENT_S)
+            now = StatusNow(
+                **msgspec.structs.asdict(status), turn=number, point=self._poll.history.latest(), trouble=trouble,
+                health=judge(status, trouble, dropped), losses=losses(status), engine_flag=self._flag,
+            )  # fmt: skip
+            self._encoded = number, msgspec.json.encode(now)
+        return self._encoded[1]
+
+
+def engine_flag(url: str) -> str:
+    """The option of vLLM that connects an engine to the server at `url`; the default one needs no url."""
+    connector: dict[str, object] = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    if url != default_url():
+        connector["kv_connector_extra_config"] = {"kvdepot.url": url}
+    return f"--kv-transfer-config {shlex.quote(json.dumps(connector, separators=(',', ':')))}"
 
 
 class CachedLeases:
