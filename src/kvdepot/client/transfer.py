@@ -20,18 +20,6 @@ from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.leases import NORMAL
 
-__all__ = [
-    "GroupSpec",
-    "LeaseTerms",
-    "Operation",
-    "Origin",
-    "PromptChunks",
-    "ShardSpec",
-    "Transfer",
-    "free_chunk_tokens",
-    "pack_block_ids",
-]
-
 _WORTH_BYTES = 256 << 10
 """KV of a chunk on one rank that is worth an entry of the index (docs/decisions.md, "The chunk follows the engine")."""
 _MOST_TOKENS = 256

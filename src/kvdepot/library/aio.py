@@ -18,8 +18,6 @@ from kvdepot.protocol.status import Status
 if TYPE_CHECKING:
     from kvdepot.library.shapes import Kv
 
-__all__ = ["Depot", "Namespace", "connect"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from kvdepot.library.namespace import ModelFacts, Namespace
 from kvdepot.library.shapes import Shape, State
 from kvdepot.protocol.status import Status
 
-__all__ = ["Depot", "connect"]
-
 _START_S = 30.0
 
 

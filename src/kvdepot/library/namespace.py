@@ -41,8 +41,6 @@ from kvdepot.protocol.model_names import name_model
 if TYPE_CHECKING:
     from kvdepot.library.shapes import Kv
 
-__all__ = ["ModelFacts", "Moves", "Namespace"]
-
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2 << 20

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Kv: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor | list[tuple[Kv, Kv]]"
     """One array of all layers, or a list with the keys and the values of each layer."""
 
-__all__ = ["Shape", "State"]
-
 Plain: TypeAlias = npt.NDArray[np.unsignedinteger]
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,

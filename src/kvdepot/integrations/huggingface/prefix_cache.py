@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kvdepot.library.depot import Depot
     from kvdepot.library.namespace import Namespace
 
-__all__ = ["PrefixCache"]
-
 TokenIds: TypeAlias = "torch.Tensor | Sequence[int] | Sequence[Sequence[int]]"
 
 _PROBE_TOKENS, _PROBE_SPLIT = 16, 11

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-__all__ = ["has_contract", "provide"]
-
 _FIRST, _LAST = (0, 15), (0, 17)
 _CONNECTOR = "LMCacheMPConnector"
 

@@ -22,8 +22,6 @@ from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 
-__all__ = ["GuardedClient"]
-
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0

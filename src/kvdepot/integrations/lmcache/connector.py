@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from kvdepot.integrations.lmcache.client import GuardedClient
 
-__all__ = ["LMCacheMPConnector", "without_cuda_events"]
-
 _STORES_S = 1.0
 """A step waits this long for the stores of the step before."""
 _SETTLED_S = 2.0

@@ -15,8 +15,6 @@ from typing import NoReturn, TypeVar
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["Names"]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 _HERE = __name__.removeprefix("kvdepot.")
