@@ -23,9 +23,9 @@ import msgspec
 from kvdepot import __version__, install
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
+from kvdepot.cli.inspection import reason
 from kvdepot.cli.output import clean, print_json, progress, size
 from kvdepot.cli.status import ask_health
-from kvdepot.cli.why import reason
 from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
@@ -69,10 +69,6 @@ class Facts:
     server: Status | None
     silence: Said | None
     """Why there is no status of a server."""
-
-    @property
-    def here(self) -> Status | None:
-        return self.server if socket_path(self.config.url) is not None else None
 
 
 @click.command()
@@ -165,7 +161,7 @@ def _memory(facts: Facts) -> Iterator[Said]:
         advice = f"make it writable for this user, or mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}"
         yield "fail", f"{shm.SHM}, where the arena is a file, is not there or not writable", advice
         return
-    now, there = facts.here, allocated(facts.config.arena)
+    now, there = facts.server if socket_path(facts.config.url) else None, allocated(facts.config.arena)
     wanted = facts.config.arena_bytes if now is None else now.capacity_bytes
     whose = "the arena" if now is None else "the running server's arena"
     yield "ok", f"{whose} takes {size(wanted)}"

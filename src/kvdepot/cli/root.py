@@ -25,7 +25,7 @@ _FAMILIES = {
     },
     "Chunks": {
         "inspect": ("inspection", "show where the chunks of one prompt are"),
-        "why": ("why", "show what a request found, and why no more"),
+        "why": ("inspection", "show what a request found, and why no more"),
         "warm": ("chunks", "load a prompt's chunks from the tiers into memory"),
         "lease": ("chunks", "keep a prompt's chunks, or remove them after a time; list leases"),
         "release": ("chunks", "end a lease, and remove its chunks"),

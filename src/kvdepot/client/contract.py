@@ -134,9 +134,6 @@ class KVCacheHandle:
 
         self.view: TensorView = share(tensor, name)
 
-    def __repr__(self) -> str:
-        return f"<KVCacheHandle {self.view.name} {list(self.view.shape)} {self.view.dtype} in {self.view.mapping}>"
-
 
 def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
     """One shareable handle per layer, in dict order. Raises LayoutError unless given a dict of names and tensors."""
