@@ -93,11 +93,6 @@ class _Folder(NamedTuple):
     own_ns: int
     outer_ns: int
 
-    @property
-    def moved_ns(self) -> int:
-        """The latest time at which it may have been put where it is."""
-        return min(self.own_ns, self.outer_ns)
-
     def has_moved_since(self, before: _Folder) -> bool:
         is_other = self[:3] != before[:3]
         return is_other or (self.own_ns not in (0, before.own_ns) and self.outer_ns != before.outer_ns)
@@ -353,8 +348,8 @@ class _Trace:
     @property
     def changed_ns(self) -> int:
         """When a link or a folder was last put in its place."""
-        links, folders = (int(link[-1]) for link in self.links), (folder.moved_ns for folder in self.folders)
-        return max([*links, *folders])
+        links = (int(link[-1]) for link in self.links)
+        return max([*links, *(min(folder.own_ns, folder.outer_ns) for folder in self.folders)])
 
 
 def _stat(state: os.stat_result) -> tuple[int, ...]:

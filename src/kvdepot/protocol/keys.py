@@ -61,8 +61,7 @@ def tenant_salt(tenant: str, tag: bytes) -> bytes:
 
 def _derive(parent: bytes, text: bytes) -> bytes:
     """Hash what is not tokens, in BLAKE3's key derivation mode, so that no sequence of tokens collides with it."""
-    derived: bytes = blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
-    return derived
+    return blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
 
 
 def engine_hash(chunk_hash: bytes) -> bytes:
