@@ -124,17 +124,14 @@ class Top(App[None]):
         return f"no answer for {duration(int(silent_s))}" if is_silent else ""
 
     def action_pause(self) -> None:
-        """Ask the server for nothing, or go on."""
         self._is_paused ^= True
         self._answered = time.monotonic()
         self._draw()
 
     def action_interrupt(self) -> None:
-        """End as an interrupted command does."""
         self.exit(return_code=130)
 
     def _draw(self) -> None:
-        """Show the current status, and why it is old."""
         self._old = self._why_old()
         with self.batch_update():
             summary = self.query_one("#summary", Static)

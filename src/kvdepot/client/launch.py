@@ -36,8 +36,6 @@ _YOUNG_S = 10.0
 """An arena that is younger than this may be about to be locked by its server."""
 _DETACH = "import os, sys\nif not os.fork():\n    os.execv(sys.argv[1], sys.argv[1:])"
 """A second fork: an orphan is no child of the engine, which may kill its children when it ends."""
-_OWN = "kvdepot-{user}-engine-"
-"""The beginning of the names of arenas of engines' own servers, for `str.format`."""
 
 
 def _command(url: str, *flags: str) -> list[str]:
@@ -147,8 +145,8 @@ class Shared:
 class Embedded:
     """An engine's own server, a child of this process. It logs where the engine does."""
 
-    arenas = _OWN
-    """The beginning of its arena's name."""
+    arenas = "kvdepot-{user}-engine-"
+    """The beginning of its arena's name, for `str.format`."""
 
     def __init__(self, url: str, name: str) -> None:
         """Start it. name: of the engine, unique on this host. Raises Unavailable."""
@@ -207,7 +205,7 @@ class Embedded:
 
 def _remove_left_arenas() -> None:
     """Remove the arenas of engines' own servers that were killed together with their engines."""
-    for path in shm.SHM.glob(f"{_OWN.format(user=os.geteuid())}*"):
+    for path in shm.SHM.glob(f"{Embedded.arenas.format(user=os.geteuid())}*"):
         with contextlib.suppress(OSError, KVDepotError):
             if time.time() - path.lstat().st_mtime < _YOUNG_S:
                 continue

@@ -46,7 +46,6 @@ class Transfer:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
@@ -178,7 +177,6 @@ class PromptChunks:
     tails: tuple[wire.Tail, ...] = ()
 
     def __len__(self) -> int:
-        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
     def lookup(self, request_id: str, readers: int | None = None) -> wire.Lookup:

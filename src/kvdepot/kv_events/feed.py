@@ -4,6 +4,7 @@ second."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,8 @@ class Feed:
             self._queue.append(topics)
             self._wake_reader()
         if self._unlisted:
-            self._full, self._unlisted, self._listing = False, False, _all(index)
+            chunks = (list(namespace.chunks.values()) for namespace in index.namespaces.all())
+            self._full, self._unlisted, self._listing = False, False, itertools.chain.from_iterable(chunks)
         room = min(_LISTED_A_TICK, self._most // 2)
         while self._listing is not None and room:
             chunk = next(self._listing, None)
@@ -132,8 +134,3 @@ class Feed:
         """Stop queueing, and close `wake`; called when the reader has ended."""
         self._full, self._unlisted, self._listing = True, False, None
         os.close(self.wake)
-
-
-def _all(index: Index) -> Iterator[Chunk]:
-    for namespace in index.namespaces.all():
-        yield from list(namespace.chunks.values())

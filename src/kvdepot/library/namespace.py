@@ -98,7 +98,6 @@ class ModelFacts:
         return tokens
 
     def layout(self, group: int) -> Layout:
-        """The layout of the chunks of one shape."""
         shape = self.shapes[group]
         size = shape.size if isinstance(shape, State) else shape.values * self.chunk_tokens * ITEM_BYTES[self.dtype]
         return copied_by_client(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}", wire.MAX_CHUNKS)

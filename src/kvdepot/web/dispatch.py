@@ -131,7 +131,8 @@ class Dispatch:
         if body.is_left:
             headers["connection"] = "close"
         headers |= {"content-type": answer.media_type, "content-length": str(len(answer.body))}
-        await send(_head(status, headers))
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": [*encoded, *HEADERS]})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         await body.discard()
         await send({"type": "http.response.body", "body": b""})
@@ -147,12 +148,6 @@ class Dispatch:
             raise Refused(405, "method", f"{path} answers {allowed}, not {method}", allow=allowed)
         found = methods[method]
         return await found.run_on(self._state, scope, body, self._threads) if isinstance(found, Endpoint) else found
-
-
-def _head(status: int, headers: Mapping[str, str]) -> Scope:
-    """The message that begins a response."""
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": [*encoded, *HEADERS]}
 
 
 def _refusal(exc: Exception) -> tuple[int, Problem, dict[str, str]]:

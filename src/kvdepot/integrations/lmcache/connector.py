@@ -92,7 +92,6 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Ids of blocks that vLLM must recompute."""
         return self._depot.take_failed_blocks()
 
     def shutdown(self) -> None:
@@ -139,7 +138,6 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> own.LMCacheMPConnectorMetadata:
-        """The orders of a step."""
         # vLLM adds a new request's scheduled tokens, and for one under way those computed before, to what is here.
         for new in scheduler_output.scheduled_new_reqs:
             self._get_request_tracker(new.req_id).num_scheduled_tokens = new.num_computed_tokens

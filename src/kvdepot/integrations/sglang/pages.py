@@ -73,11 +73,6 @@ class PagePool:
         self.instance = 0
         self.spec = ShardSpec("", self.world_size, self.rank, self.page_size, 1)
 
-    def enter(self, model: str, tokens: int) -> None:
-        """Give it the name under which its KV is kept from now on. tokens: of a page of the KV pool."""
-        self.instance = secrets.randbits(62)
-        self.spec = ShardSpec(model, self.world_size, self.rank, tokens, 1)
-
     def blocks(self, indices: torch.Tensor, count: int) -> list[int]:
         """The pages of `count` keys from the indices of their slots. Raises BadRequest if they are no whole pages."""
         first = indices[:: self.page_size].tolist()
@@ -180,7 +175,9 @@ class PageStore:
         return self._pools[KV].layout.block_bytes
 
     def _enter(self, pool: PagePool) -> None:
-        pool.enter(self._namer(pool, self._epoch), self._page_tokens)
+        """Give a pool the name under which its KV is kept from now on."""
+        pool.instance, model = secrets.randbits(62), self._namer(pool, self._epoch)
+        pool.spec = ShardSpec(model, pool.world_size, pool.rank, self._page_tokens, 1)
 
     def _register(self, pool: PagePool) -> list[MessagingFuture[None]]:
         """Have the server map a pool. Never blocks."""
