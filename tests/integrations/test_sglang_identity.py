@@ -62,7 +62,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the files of these tests had been there long before the engine."""
-    monkeypatch.setattr(identity, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(identity, "SETTLED_S", -1e9)
 
 
 def named(model: Path, version: str = "0.5.23", revision: str = "", **more: object) -> str:
@@ -111,7 +111,7 @@ class TestIdentity:
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = named(model, port=1)
-        monkeypatch.setattr(identity, "_SETTLED_S", 1e9)
+        monkeypatch.setattr(identity, "SETTLED_S", 1e9)
         assert named(model, port=1) not in (before, named(model, port=2))
 
     def test_pools_and_updates_of_weights_have_names_of_their_own(self) -> None:

@@ -14,9 +14,6 @@ from kvdepot.client import admin
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota, name_of, shown_tag
 
-_DRY = "nothing was changed: this was a dry run"
-
-
 _size = partial(click.option, metavar="SIZE", type=options.size)
 """An option for a number of bytes, which goes by the name of its field in Quota."""
 
@@ -60,7 +57,8 @@ def quota(
             whole = rows[tenant, ""].quota if salt and (tenant, "") in rows else Quota()
             losses = _losses(name, now, new) if new is not None else _losses(name, Quota(), whole)
             if consent.dry_run:
-                show(as_json, {"losses": losses}, *(losses or ["nothing would be evicted"]), _DRY)
+                lines = [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
+                show(as_json, {"losses": losses}, *lines)
                 return 0
             question = f"Change the quota of {name}?"
             if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):

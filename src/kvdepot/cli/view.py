@@ -101,16 +101,12 @@ def summary(now: Status, url: str, since: Status | None = None, old: str = "") -
     old, instead of the state."""
     head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
     state = Text(old, "bold yellow") if old else _state(now)
-    return Group(head, grid([("state", state), *_lines(now, since)]))
-
-
-def grid(lines: Sequence[tuple[str, Text]]) -> Table:
-    made = Table.grid(padding=(0, 2, 0, 0))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in lines:
-        made.add_row(name, value)
-    return made
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in [("state", state), *_lines(now, since)]:
+        facts.add_row(name, value)
+    return Group(head, facts)
 
 
 def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.model_names import key_of_model, name_model
+from kvdepot.protocol.status import MOST_NAME
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -32,8 +33,6 @@ Axis: TypeAlias = tuple[tuple[int, int], ...]
 """Sizes and strides, in values, of the nested loops into which an axis falls, the innermost first."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MOST_NAME = 256
-"""Longest name that a server's status shows in full."""
 
 
 class PartFormat(NamedTuple):
@@ -79,7 +78,7 @@ class BlockFormat(NamedTuple):
         """The name on the wire of a model that `shared_name` has named. Raises ConfigError if it would be too long."""
         key = key_of_model(model)
         name = f"{model.removesuffix(key)} {msgspec.json.encode(self).decode()}{key}"
-        if len(name) > _MOST_NAME:
+        if len(name) > MOST_NAME:  # a server's status would cut it
             raise refusal(f"its blocks take too many words to describe: {name}")
         return name
 

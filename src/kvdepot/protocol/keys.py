@@ -16,7 +16,6 @@ chunk then covers that many tokens after the chunk, too, so a chunk has a hash o
 from __future__ import annotations
 
 import contextlib
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -214,6 +213,4 @@ def pack_ids(ids: Sequence[int], what: str) -> bytes:
         packed = array("I", ids)
     except (OverflowError, TypeError) as exc:
         raise BadRequest(f"{what} must be integers in [0, 2**32): {exc}") from exc
-    if sys.byteorder == "big":  # pragma: no cover
-        packed.byteswap()
     return packed.tobytes()

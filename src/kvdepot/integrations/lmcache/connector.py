@@ -34,7 +34,7 @@ from kvdepot.config import default_url
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.weight_files import find_weights, kinds_read
+from kvdepot.integrations.weight_files import SETTLED_S, find_weights, kinds_read
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 _STORES_S = 1.0
 """A step waits this long for the stores of the step before."""
-_SETTLED_S = 2.0
-"""As in vllm/identity.py."""
 
 
 class LMCacheMPConnector(own.LMCacheMPConnector):
@@ -191,7 +189,7 @@ def identity(vllm_config: VllmConfig) -> str:
     facts: list[object] = [vllm.__version__, platform_facts(), describe_config(vllm_config, "any")]
     if found is not None:
         facts.append(found.digest)
-        if found.changed_at > loaded_since() - _SETTLED_S:  # it is not known which version was loaded
+        if found.changed_at > loaded_since() - SETTLED_S:  # it is not known which version was loaded
             facts.append(vllm_config.instance_id)
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -88,7 +88,7 @@ class Names(MetaPathFinder, Loader):
             # Late, as vLLM must be configured before its connector is imported.
             setattr(module, name, getattr(importlib.import_module(f"kvdepot.{there}"), what))
         for name in UNUSED.get(module.__name__, ()):
-            setattr(module, name, _unused(f"{module.__name__}.{name}"))
+            setattr(module, name, _Unused(f"{module.__name__}.{name}", (), {}))
 
 
 def _refuse(name: str) -> NoReturn:
@@ -108,10 +108,6 @@ class _Unused(type):
         if name.startswith("__"):
             raise AttributeError(name)
         _refuse(cls.__qualname__)
-
-
-def _unused(name: str) -> type:
-    return _Unused(name, (), {})
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.weight_files import Kind, find_weights
+from kvdepot.integrations.weight_files import SETTLED_S, Kind, find_weights
 from kvdepot.protocol.model_names import name_model
 
 _VERSIONS = re.compile(r"0\.5\.(20|21|22|23)(\D|$)")
@@ -40,8 +40,6 @@ _UNREAD = (
 """Arguments that name files which change KV, and of which only the path is known."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _UPDATES = ("begin_weight_update", "update_weights_from", "load_weights_from", "receive_weights_from")
-_SETTLED_S = 2.0
-"""Weights that changed less than this before the engine was started count as changed while it loaded them."""
 
 
 class EngineIdentity(NamedTuple):
@@ -86,7 +84,7 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
         "version": version,
         "weights": [digest for digest, _ in weights],
     }
-    if any(changed_at > began_at - _SETTLED_S for _, changed_at in weights):
+    if any(changed_at > began_at - SETTLED_S for _, changed_at in weights):
         facts["private"] = started
     if unread := [name for name in _UNREAD if arguments.get(name) and not revision]:
         raise ConfigError(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvdepot.client import admin
-from kvdepot.client.calls import ask
+from kvdepot.client.calls import ANSWER_S, ask
 from kvdepot.client.scheduler import LOOKUP_S
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
@@ -40,7 +40,6 @@ _PING_S = 1.0
 _RETURN_S = 0.2
 """Waiting for a server that is lost or has just come back; each call waits that long at most."""
 _STORE_S = 10.0
-_REGISTER_S = 30.0
 _CLEAR_S = 10.0
 _HUNG_S = 30.0
 """Between two log lines about a server that hangs while it writes."""
@@ -159,7 +158,7 @@ class PageStore:
                     f"of {self._client.chunk_size}"
                 )
             for answer in self._register(pool):
-                answer.result(_REGISTER_S)
+                answer.result(ANSWER_S)
         except (Unavailable, DeadlineExceeded):
             self._register(pool)
             raise
