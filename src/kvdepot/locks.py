@@ -68,11 +68,6 @@ def leads_to(path: Path, fd: int) -> bool:
         return False
 
 
-def unlock(fd: int) -> None:
-    """Release the lock although the file stays open or mapped in this process."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-
-
 def use(fd: int, timeout_s: float) -> bool:
     """Record in the kernel that this open file is in use, until `end_use` or its last process ends. Waits while another
     process refuses it; False after `timeout_s`. Threads with one open file share one use.
@@ -113,5 +108,5 @@ def is_locked(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # locked; or the kernel is out of memory, which does not prove that the owner has ended
         return True
-    unlock(fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)
     return False

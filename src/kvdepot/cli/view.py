@@ -39,8 +39,6 @@ _BAR_CELLS = 20
 _NAME_CELLS = 20
 """The minimum width of a table's first column, if its text is that long."""
 
-LOST = "evictions, failures, refusals"
-
 
 def console() -> Console:
     """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
@@ -179,7 +177,7 @@ def listings(now: Status) -> list[Listing]:
     lost = [(loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)]
     made = [
         _requests(now), engines(stable), models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants),
-        tiers(now.tiers), Listing((LOST, ">count", "where", "counter"), lost), _devices(now),
+        tiers(now.tiers), Listing(("evictions, failures, refusals", ">count", "where", "counter"), lost), _devices(now),
         events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
