@@ -198,9 +198,9 @@ def test_what_is_placed_after_its_call_gave_up_is_given_back(
     ns, other = open_namespace(depot, "1"), open_namespace(depot, "2")
     assert put(ns, 1) == put(other, 1) == COUNT
     suspend(server.process.pid)
-    monkeypatch.setattr(namespace, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(namespace, "ANSWER_S", 0.2)
     assert put(ns, 2) == 0
-    monkeypatch.setattr(namespace, "_ANSWER_S", HANG_S)
+    monkeypatch.setattr(namespace, "ANSWER_S", HANG_S)
     server.process.send_signal(signal.SIGCONT)
     if is_dropped:
         del ns
