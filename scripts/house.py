@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_737,
-    "test lines": 50_255,
-    "functions with more than 5 parameters": 14,
+    "source lines": 42_556,
+    "test lines": 50_436,
+    "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 98,
     "docstrings that are fragments": 7,
