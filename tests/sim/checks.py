@@ -92,7 +92,7 @@ class Checks:
         given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         allocated = sum(size for *_, size in self.index.accounts.given_up.values())
         assert (given_up > 0) == (allocated > 0) and given_up <= allocated
-        assert self.index.accounts.leaving >= 0 and len(tiering.lookups) >= 0
+        assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.lookups) >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():
                 for chunk in namespace.chunks.values():
@@ -355,7 +355,7 @@ class Checks:
         tiering = self.depot.tiering
         assert not tiering.lookups and not tiering.lookups._arrivals and not tiering.forgettings, tiering
         assert not tiering.lookups.arriving_bytes
-        demoting_bytes = self.index.accounts.leaving
+        demoting_bytes = sum(each.leaving for each in self.index.accounts.all())
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
