@@ -656,7 +656,7 @@ class Server(Checks, Harness):
             for namespace in self.index.namespaces.all()
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
-            if shard.sealed and shard.checksum and self.depot.transfers._sums(chunk.key)
+            if shard.sealed and shard.checksum and chunk.key[0] < self.depot.transfers._summed_below
         ]
         if not shards:
             return False
