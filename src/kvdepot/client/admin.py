@@ -170,10 +170,10 @@ def leases(client: Client) -> list[LeaseStatus]:
 
 def inspect(client: Client, model: str, hashes: bytes, timeout_s: float = ANSWER_S) -> list[ChunkStatus]:
     """Where the chunks with these hashes are, in memory; see wire.Inspect. Raises Busy beyond `max_rate`."""
-    step = MOST_HASHES * HASH_BYTES
-    asked = [wire.Inspect(model, hashes[at : at + step]) for at in range(0, len(hashes), step)]
-    answers = [ask(client, each, list[ChunkStatus], timeout_s) for each in asked]
-    return [chunk for each in answers for chunk in each.result(timeout_s)]
+    step, found = MOST_HASHES * HASH_BYTES, list[ChunkStatus]()
+    for at in range(0, len(hashes), step):  # one after the other, so that the server answers others in between
+        found += answer(client, wire.Inspect(model, hashes[at : at + step]), list[ChunkStatus], timeout_s)
+    return found
 
 
 def end_quarantine(client: Client, model: str) -> int:
