@@ -21,7 +21,8 @@ from common import Echo, Scale, Serve, say
 from lookups import REST_S
 from report import Figure, at_least, at_most
 
-from kvdepot.integrations.sglang.pages import KV, PagePool, PageStore, connect
+from kvdepot.client.calls import OwnClient
+from kvdepot.integrations.sglang.pages import KV, PagePool, PageStore
 
 __all__ = ["run"]
 
@@ -60,14 +61,12 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         say("sglang: waiting for the arena to have its memory")
         server.wait_populated(context)
         echo = Echo(context)
-        client, own = connect(server.url, "", "bench")
-        store = PageStore(client, lambda pool, epoch: f"bench {pool.name}", lambda: None)
+        store = PageStore(OwnClient(server.url, engine="bench"), lambda pool, epoch: f"bench {pool.name}", lambda: None)
         try:
             say("sglang: reads, writes and queries")
             _measure(store, pool, echo, scale, gained)
         finally:
             store.close()
-            own.term()
     finally:
         if echo is not None:
             echo.close()

