@@ -198,6 +198,7 @@ class Engine:
         blocks: int = 64,
         window: int = 0,
         states: Sequence[int] = (),
+        plans_ahead: bool = True,
         **extra: Any,
     ) -> None:
         """steps: how many are under way at a time, 2 with asynchronous scheduling. window: of sliding windows; 0: full
@@ -228,7 +229,7 @@ class Engine:
             model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,
             max_num_batched_tokens=max(BATCH, block), max_model_len=4096, async_scheduling=steps > 1,
         ).create_engine_config()  # fmt: skip
-        config.scheduler_config.async_scheduling = steps > 1  # vLLM turns it off on CPUs
+        config.scheduler_config.async_scheduling = steps > 1 and plans_ahead  # vLLM turns it off on CPUs
         config.instance_id = "one of these"  # files that this process has written are shared with no other engine
         shape: Any = {"block_size": block, "num_kv_heads": 1, "head_size": 4, "dtype": torch.bfloat16}
         spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)

@@ -198,7 +198,7 @@ def test_images_come_back_in_another_engine_and_are_never_mixed_up(
     assert len({str(each["logprobs"]) for each in computed}) == len(images)
     for image, right in zip(images, computed, strict=True):
         loaded, own = two.run_fresh(tokens, images=[image]), two.run(tokens, images=[image])
-        assert loaded["cached"] == own["cached"] // 256 * 256 >= 768, "not the image"
+        assert own["cached"] >= loaded["cached"] >= 768, "not the image"
         assert loaded["tokens"] == own["tokens"] == right["tokens"]
         assert_close(loaded, right)
     # An engine that earns trust computes its first hit with an image, and loads the next one with another.

@@ -229,8 +229,9 @@ def test_in_a_real_engine_loads_preemptions_and_failures_change_no_token(
     engine.tell("add", request=engine.request(tokens))  # the lookup finds it ...
     depot.process.kill()
     depot.process.wait(HANG_S)
-    (loaded,) = engine.tell("finish").values()  # ... and the worker copies it although its server is gone
-    assert loaded["cached"] == 4 * CHUNK and loaded["tokens"] == computed["tokens"]
+    (again,) = engine.tell("finish").values()  # ... and it is gone, or the worker copied it before that was noticed
+    assert again["tokens"] == computed["tokens"]
+    assert (again["cached"], engine.tell("failed_chunks")) in ((0, 4), (4 * CHUNK, 0))
     again = start_depot(url=depot.url, arena_mib=64, chunk_size=CHUNK)
     eventually(lambda: again.status()["instances"] == 1)
     engine.tell("meet")

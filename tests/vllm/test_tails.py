@@ -145,7 +145,7 @@ def test_a_request_aborted_in_a_load_after_its_preemption_leaves_no_tail(
     from vllm.v1.request import RequestStatus
 
     depot = start_depot("--verify", "always", arena_mib=8)
-    engine = start_by_hand(url=depot.url, steps=2, states=(LONG, LONG))
+    engine = start_by_hand(url=depot.url, steps=2, states=(LONG, LONG), plans_ahead=False)
     known = turn(engine, 0, prompt(1, 50))
     eventually(lambda: nothing_is_held(depot.status()))
     damage(depot)
