@@ -32,6 +32,7 @@ import pytest
 
 from kvdepot.protocol.counters import SERVER, TIER
 from tests.ports import free_port
+from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
 
 ROOT = Path(__file__).parents[1]
@@ -312,6 +313,15 @@ def _files_told(page: Path) -> set[str]:
     return set(re.findall(r"`([\w./-]+\.py)`", page.read_text()))
 
 
+def test_the_layers_of_the_architecture_are_those_that_are_tested_on_one_page() -> None:
+    assert len(ARCHITECTURE.read_bytes()) <= 8192
+    (picture,) = [block.text for block in blocks(ARCHITECTURE)]
+    drawn = [set(re.findall(r"[\w/]+", line)) for line in picture.splitlines()]
+    layers = [line.split() for line in LAYERS.split("\n") if line.strip()]
+    for names, line in zip(layers, reversed(drawn), strict=True):
+        assert {f"{name}/" if (SOURCE / name).is_dir() else name for name in names} <= line
+
+
 @pytest.mark.parametrize(
     "page", [ARCHITECTURE, *sorted(INTERNALS.glob("*.md")), DECISIONS, GLOSSARY],
     ids=lambda page: str(page.relative_to(ROOT)),
@@ -320,6 +330,12 @@ def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> 
     files = [f"/{path.relative_to(ROOT)}" for top in ("src", "tests", "tools") for path in ROOT.glob(f"{top}/**/*.py")]
     missing = {name for name in _files_told(page) if not any(path.endswith(f"/{name}") for path in files)}
     assert missing == set()
+
+
+def test_every_page_of_the_internals_and_every_decision_is_in_the_sites_navigation() -> None:
+    nav = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(nav) == len(set(nav))
+    assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
 
 # -- what stands in the operators' pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,6 +126,30 @@ def test_no_policy_exceeds_belady_nor_belady_the_infinite_cache(prompts: list[li
         assert hits(trace, policy, capacity) <= bound
     if capacity >= trace.unique:
         assert {hits(trace, policy, capacity) for policy in POLICIES} == {infinite}
+
+
+def most_hits(trace: Trace, capacity: int) -> int:
+    """Brute force: try every prefix-closed set of blocks that can be kept after each request."""
+    best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
+    for prompt in trace:
+        path = [tuple(prompt[: end + 1].tolist()) for end in range(len(prompt))]
+        following: dict[frozenset[tuple[int, ...]], int] = {}
+        for cached, count in best.items():
+            found = count + len(list(itertools.takewhile(cached.__contains__, path)))
+            there = sorted(cached.union(path))
+            for size in range(min(capacity, len(there)) + 1):
+                for kept in map(frozenset, itertools.combinations(there, size)):
+                    if all(block[:-1] in kept or len(block) == 1 for block in kept):
+                        following[kept] = max(following.get(kept, 0), found)
+        best = following
+    return max(best.values())
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=6), capacity=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_belady_is_the_most_a_cache_of_whole_prefixes_can_hit(prompts: list[list[int]], capacity: int) -> None:
+    trace = trace_of(*prompts)
+    assert hits(trace, "belady", capacity) == most_hits(trace, capacity)
 
 
 # -- made-up traces

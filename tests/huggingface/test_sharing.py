@@ -22,13 +22,10 @@ from tests.vllm.engines import Engine, prompt
 TOKENS = 700
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dtype = getattr(request, "param", "float32")
-    return engines.write_model(tmp_path_factory.mktemp("shared") / dtype, engines.LLAMA | {"torch_dtype": dtype})
-
-
-both_dtypes = pytest.mark.parametrize("folder", ["float32", "bfloat16"], indirect=True)
+    config = engines.LLAMA | {"torch_dtype": request.param}
+    return engines.write_model(tmp_path_factory.mktemp("shared") / request.param, config)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +69,6 @@ def is_exact(model: Any) -> bool:
     return bool(model.dtype == torch.float32)
 
 
-@both_dtypes
 def test_transformers_loads_what_an_engine_has_stored(
     engine: Engine, library: kvdepot.Depot, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,7 +86,6 @@ def test_transformers_loads_what_an_engine_has_stored(
     assert library.status().divided_engines == 0, "the engine's processes name two models"
 
 
-@both_dtypes
 def test_an_engine_loads_what_transformers_has_stored(engine: Engine, library: kvdepot.Depot, model: Any) -> None:
     (known, first), (tokens, ids), cache = prompts(1), prompts(2), PrefixCache(library, model, share_as="llama")
     own = engine.run(tokens, salt="not the one of transformers")

@@ -123,10 +123,11 @@ def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "chunk"),
     [
+        (LLAMA | WIDE, {"block_size": 32}, 32),
         (LLAMA | WIDE, {"block_size": 64, "tensor_parallel_size": 2}, 64),
         (WINDOWS | WIDE, {"block_size": 32, "dtype": "float32", "num_gpu_blocks_override": 512}, 32),
     ],
-    ids=["two ranks", "windows"],
+    ids=["gqa", "two ranks", "windows"],
 )
 def test_with_chunk_size_auto_turns_of_a_chat_end_at_the_engines_boundaries(
     config: dict[str, Any], options: dict[str, Any], chunk: int, start_depot: StartDepot, start_engine: StartEngine,
@@ -205,8 +206,9 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
 @pytest.mark.parametrize(
     ("kind", "rest", "decoded", "options"),
     [
+        ("gqa", 17, 400, {"num_gpu_blocks_override": 20, "max_model_len": 2048}),
         ("windows", 256 + 17, 700, {"num_gpu_blocks_override": 76, "max_model_len": 2048}),
-        ("states", -140, 350, {"num_gpu_blocks_override": 24, "max_model_len": 2560}),
+        ("states", -140, 500, {"num_gpu_blocks_override": 24, "max_model_len": 2560}),
     ],
 )
 def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(

@@ -82,11 +82,29 @@ def test_a_model_that_vllm_completes_as_it_builds_it_gets_what_it_stored(
     eventually(lambda: nothing_is_held(vllm_depot.status()))
 
 
+def test_processes_that_vllm_spawns_agree_on_a_drafter(
+    vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """vLLM as it comes: EAGLE-3's configuration is completed from the target's as the drafter is built."""
+    target = engines.write_model(tmp_path / "target", drafters.TARGET)
+    head = drafters.write_drafter(tmp_path / "eagle3", "eagle3", drafters.TARGET)
+    options: dict[str, Any] = {
+        "speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+        "dtype": "float32", "block_size": 32, "is_spawned": True,
+    }  # fmt: skip
+    engine = start_engine(target, vllm_depot.url, **options).wait_started()
+    tokens = [token % drafters.VOCABULARY for token in prompt(802, 3 * 256 + 17)]
+    before = vllm_depot.status()["chunks"]
+    assert engine.run(tokens)["cached"] == 0
+    eventually(lambda: vllm_depot.status()["chunks"] == before + 3)
+    same_as_own(engine, tokens, 3 * 256, exact=False)
+    engine.stop()
+
+
 @pytest.mark.parametrize("kind", ["states", "eagle3"])
 def test_the_ranks_of_an_engine_agree_with_its_scheduler(
     kind: str, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    """EAGLE-3's configuration is completed from the target's as the drafter is built."""
     options: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 2048}
     if kind == "states":
         model, tokens, cached = models["states"], prompt(803, 640 + 17), 640

@@ -19,7 +19,7 @@ from tests.vllm import drafters, engines
 from tests.vllm.engines import Engine, nothing_is_held
 
 CHUNK = 256
-DECODED = 60
+DECODED = 100
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -43,7 +43,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
     folder = tmp_path_factory.mktemp("drafters")
     target = engines.write_model(folder / "target", drafters.TARGET)
     small = engines.write_model(folder / "small", drafters.TARGET | {"num_hidden_layers": 1})
-    eagle = drafters.write_drafter(folder / "eagle", "eagle", drafters.TARGET)
+    eagles = {kind: drafters.write_drafter(folder / kind, kind, drafters.TARGET) for kind in ("eagle", "eagle3")}
     deepseek = drafters.write_mtp(folder / "mtp", drafters.DEEPSEEK)
     plain: dict[str, Any] = {"dtype": "float32", "block_size": 32}
     # vLLM computes prompts of such models in one step; its backend for AMX does not compute in float32.
@@ -52,11 +52,25 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculating]:
         "draft model": Speculating(
             target, {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3}, plain
         ),
-        "eagle": Speculating(target, {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 3}, plain),
+        **{
+            kind: Speculating(target, {"method": kind, "model": str(path), "num_speculative_tokens": 3}, plain)
+            for kind, path in eagles.items()
+        },
         "mtp": Speculating(
             deepseek, {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}, latent
         ),
     }
+
+
+@pytest.fixture(scope="module")
+def greedy(kinds: dict[str, Speculating]) -> Iterator[list[list[int]]]:
+    """What the target says to each of the prompts, without drafts."""
+    depot = Depot(arena_mib=64).wait_ready()
+    engine = Engine(kinds["eagle"].model, depot.url, **kinds["eagle"].options).wait_started()
+    yield [engine.run(tokens, max_tokens=DECODED)["tokens"] for tokens in PROMPTS]
+    engine.stop()
+    engine.close()
+    depot.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +93,21 @@ def speculated(engine: Engine, tokens: list[int], fresh: bool = True, **options:
     return result["tokens"], [result["cached"], *counted]
 
 
-@pytest.mark.parametrize("kind", ["draft model", "eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["draft model", "eagle", "eagle3", "mtp"])
 def test_tokens_and_accepted_drafts_after_a_hit_are_those_of_a_computed_prompt(
-    kind: str, vllm_depot: Depot, kinds: dict[str, Speculating], eagle: Engine
+    kind: str, vllm_depot: Depot, kinds: dict[str, Speculating], eagle: Engine, greedy: list[list[int]]
 ) -> None:
     """vLLM drafts for the last token of a prompt if it is the only one left to compute: here there are more."""
     engine = eagle if kind == "eagle" else kinds[kind].start(vllm_depot.url).wait_started()
-    for tokens in PROMPTS[:1] if kind == "mtp" else PROMPTS:  # whose backend takes half a minute for both
+    for tokens, expected in zip(PROMPTS, greedy, strict=True):
         computed, (nothing, drafted, accepted) = speculated(engine, tokens)
         assert nothing == 0 < accepted < drafted
         own, figures = speculated(engine, tokens, fresh=False)
         assert speculated(engine, tokens) == (own, figures)
         assert figures[0] == len(tokens) // CHUNK * CHUNK
         if kind != "mtp":  # another model, which this backend rounds in another way once a part of a prompt is cached
-            assert (own, figures[1:]) == (computed, [drafted, accepted])
+            assert (own, figures[1:]) == (expected, [drafted, accepted])
+            assert computed == expected
     if kind != "eagle":
         engine.stop()
         engine.close()
@@ -113,8 +128,8 @@ def test_a_chunk_is_shared_only_by_prompts_that_go_on_with_the_same_token(eagle:
     assert engine.run_fresh([*whole, *answer[:5]])["cached"] == 2 * CHUNK
     assert engine.run_fresh([*whole, (answer[0] + 1) % drafters.VOCABULARY])["cached"] == CHUNK
     # What was decoded, with drafts that were rejected in between.
-    decoded = engine.run_fresh(prompt(724, 2 * CHUNK - 10), max_tokens=290)["tokens"]
-    follows = [*prompt(724, 2 * CHUNK - 10), *decoded[:275], 5, 6, 7]
+    decoded = engine.run_fresh(prompt(724, CHUNK + 200), max_tokens=400)["tokens"]
+    follows = [*prompt(724, CHUNK + 200), *decoded[:330], 5, 6, 7]
     from_depot, figures = speculated(engine, follows)
     assert figures[0] == 3 * CHUNK
     assert speculated(engine, follows, salt="computed") == (from_depot, [0, *figures[1:]])

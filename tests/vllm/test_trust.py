@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,6 @@ def compared(depot: Depot) -> tuple[int, int]:
     return counters["compared_chunks"], counters["differing_chunks"]
 
 
-@pytest.fixture(scope="module")
-def writer(vllm_depot: Depot, models: dict[str, Path]) -> Iterator[Engine]:
-    """An engine that stores what others find."""
-    started = Engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_producer")
-    yield started.wait_started()
-    started.close()
-
-
 @pytest.mark.parametrize("kind", ["gqa", "windows", "states", "mla", "fp8"])
 def test_the_first_hit_is_computed_and_later_ones_are_loaded(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, kind: str
@@ -89,10 +81,10 @@ def test_the_first_hit_is_computed_and_later_ones_are_loaded(
 
 
 def test_prompts_of_a_single_step_are_compared_too(
-    writer: Engine, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     tokens = prompt(9, 600)
-    writer.run(tokens)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
     second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started()
     assert [second.run_fresh(tokens, max_tokens=1)["cached"] for _ in range(2)] == [0, 512]
 
@@ -118,8 +110,19 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
 # -- faults of an engine
 
 
+def other_weights(weights: dict[str, torch.Tensor]) -> None:
+    for name in weights:
+        weights[name] = weights[name].flip(0)
+
+
 def one_norm(weights: dict[str, torch.Tensor]) -> None:
     weights["model.layers.1.input_layernorm.weight"] *= 1.5
+
+
+def one_layer(weights: dict[str, torch.Tensor]) -> None:
+    for part in "qkvo":
+        name = f"model.layers.{{}}.self_attn.{part}_proj.weight"
+        weights[name.format(1)] = weights[name.format(0)].clone()
 
 
 def scaled_values(weights: dict[str, torch.Tensor]) -> None:
@@ -145,7 +148,7 @@ def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *(("gqa", each) for each in (one_norm, scaled_values, "stretch positions")),
+        *(("gqa", each) for each in (other_weights, one_norm, one_layer, scaled_values, "stretch positions")),
         *(("experts", each) for each in (one_norm, "stretch positions")),
     ],
 )
@@ -201,10 +204,10 @@ def test_each_adapter_has_its_own_first_hit(
 
 
 def test_an_engine_that_only_loads_also_compares_first(
-    writer: Engine, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     tokens = prompt(5, LENGTH)
-    writer.run(tokens)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_producer").wait_started().run(tokens)
     before = vllm_depot.status()["counters"]["stored_chunks"]
     consumer = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_consumer").wait_started()
     assert [consumer.run_fresh(tokens)["cached"] for _ in range(2)] == [0, WHOLE]
@@ -212,10 +215,10 @@ def test_an_engine_that_only_loads_also_compares_first(
 
 
 def test_with_trust_given_the_first_hit_is_loaded(
-    writer: Engine, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     tokens = prompt(6, LENGTH)
-    writer.run(tokens)
+    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
     second = start_engine(models["gqa"], vllm_depot.url, extra={"kvdepot.trust": "given"}).wait_started()
     assert second.run(tokens)["cached"] == WHOLE
 
