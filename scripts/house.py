@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_563,
-    "test lines": 50_429,
+    "source lines": 42_573,
+    "test lines": 50_523,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 98,

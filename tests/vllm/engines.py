@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,8 @@ class Engine:
 
         python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
 
-        arguments: vLLM's. Processes are forked from one that has imported vLLM.
+        arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of
+        CPU time; else they are forked from one that has imported vLLM.
         """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
@@ -432,7 +434,7 @@ def run_preempted(engine: Engine, prompts: list[list[int]], max_tokens: int) -> 
     assert engine.tell("preemptions") > 0, "the KV space was not tiny enough to test anything"
 
 
-def spoil_a_part(depot: Depot) -> None:
+def spoil_a_part(depot: Depot, is_meant: Callable[[ShardRecord], object] = lambda part: True) -> None:
     """Change one byte in the server's memory, of one chunk's part of a window or a state, if the model has any."""
     with (SHM / depot.name).open("r+b") as file:
         header = ArenaHeader.read(file.fileno(), file.name)
@@ -440,7 +442,9 @@ def spoil_a_part(depot: Depot) -> None:
         table = header.read_table(file.fileno())
         records = [record for _, record in Records(memoryview(table)).read().records]
         reaches = {r.number: r.groups[r.group][0] for r in records if isinstance(r, NamespaceRecord)}
-        part = max((r for r in records if isinstance(r, ShardRecord)), key=lambda r: reaches[r.namespace])
+        part = max(
+            (r for r in records if isinstance(r, ShardRecord) and is_meant(r)), key=lambda r: reaches[r.namespace]
+        )
         place = part.extents[0][0] + 1000
         (value,) = os.pread(file.fileno(), 1, place)
         os.pwrite(file.fileno(), bytes([value ^ 1]), place)

@@ -11,14 +11,12 @@ import pytest
 
 from kvdepot.client import admin
 from kvdepot.errors import Unavailable
-from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.arena_view import ArenaView
-from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.protocol import wire
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
-from tests.vllm.engines import nothing_is_held, output
+from tests.vllm.engines import nothing_is_held, output, spoil_a_part
 
 TOKENS = 3 * CHUNK + 9
 in_turn = pytest.mark.parametrize("steps", [1, 2])  # 2: they are built ahead
@@ -59,19 +57,6 @@ def add(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
     half, made = engine.scheduler.connector._scheduler, engine.add(name, tokens, **options)
     eventually(lambda: half._depot.client.pump() or half._depot._lookups[name].future.query())
     return made
-
-
-def spoil_what_is_summed(depot: Depot) -> None:
-    """Change a byte of each chunk that has a checksum, in the server's memory."""
-    with (SHM / depot.name).open("r+b") as file:
-        header = ArenaHeader.read(file.fileno(), file.name)
-        assert header is not None
-        records = [record for _, record in Records(memoryview(header.read_table(file.fileno()))).read().records]
-        places = [each.extents[0][0] for each in records if isinstance(each, ShardRecord) and each.checksum]
-        assert places
-        for place in places:
-            (value,) = os.pread(file.fileno(), 1, place)
-            os.pwrite(file.fileno(), bytes([value ^ 1]), place)
 
 
 @in_turn
@@ -196,7 +181,7 @@ def test_a_chunk_without_its_checksum_is_found_and_computed(depot: Depot, start:
     tokens = prompt(17, 24 * CHUNK + 9)  # one chunk in 16 has a checksum
     engine = start(tokens)
     copied = loads(engine)
-    spoil_what_is_summed(depot)
+    spoil_a_part(depot, lambda part: part.checksum)
     made = add(engine, "spoilt", tokens)
     engine.finish()
     check(made)

@@ -100,6 +100,11 @@ class Depot:
             config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
         )
 
+    @property
+    def withdrawals(self) -> int:
+        """The number of times that chunks were hidden from those who had found them."""
+        return self.index.namespaces.withdrawals
+
     # -- events
 
     def welcome(

@@ -320,21 +320,21 @@ class Sessions:
         """Where the last chunks of a match are, if an engine may copy them itself; the same as `Transfers.retrieve`
         allows."""
         is_plain = len(match.namespaces) == 1 and match.namespaces[0].is_simple and match.tail is None
-        if not (is_plain and match.chunks and lookup.pins) or self._config.verify == "always":
+        size = match.namespaces[0].sizes.get(0, 0) if is_plain else 0
+        if not (size and match.chunks and lookup.pins) or self._config.verify == "always":
             return None
-        first, namespace = max(0, match.chunks - wire.MAX_PLACES), match.namespaces[0]
+        namespace, most = match.namespaces[0], min(wire.MAX_PLACES, wire.MAX_PLACED_BYTES // size)
+        first, ranks = max(0, match.chunks - most), []
         hashes = lookup.hashes[first * HASH_BYTES : match.chunks * HASH_BYTES]
-        ranks, sizes = [], set()
         for rank in range(namespace.world_size):
             chunks = find(namespace, rank, hashes)
             shards = [chunk.shards[rank] for chunk in chunks if chunk is not None]
-            is_own = all(lookup.writer in ("", shard.writer) for shard in shards)
-            if len(shards) < len(chunks) or namespace.layouts.get(rank) != lookup.layout or not is_own:
+            is_right = all(shard.size == size and lookup.writer in ("", shard.writer) for shard in shards)
+            if len(shards) < len(chunks) or namespace.layouts.get(rank) != lookup.layout or not is_right:
                 return None
-            sizes |= {shard.size for shard in shards}
             sums = (hashes[at] < self._summed_below for at in range(0, len(hashes), HASH_BYTES))
             ranks.append([(each.extents, each.checksum * summed) for each, summed in zip(shards, sums, strict=True)])
-        return wire.Places(self._index.namespaces.withdrawals, first, sizes.pop(), ranks) if len(sizes) == 1 else None
+        return wire.Places(self._index.namespaces.withdrawals, first, size, ranks)
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:
         """Pin the matched chunks, if the lookup wants that. Raises Busy if max_pins would be exceeded."""

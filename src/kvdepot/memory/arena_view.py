@@ -37,16 +37,17 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class ArenaView:
-    """The arena of one run of a server, mapped readable and writable. Any thread."""
+    """The arena of one run of a server, mapped. Any thread."""
 
-    def __init__(self, name: str, boot: bytes) -> None:
-        """Map it. Raises LayoutError if it is not visible here, ArenaError or Unavailable if it is another server's."""
+    def __init__(self, name: str, boot: bytes, access: int = mmap.ACCESS_WRITE) -> None:
+        """access: ACCESS_READ or ACCESS_WRITE of `mmap`. Raises LayoutError if it is not visible here, ArenaError or
+        Unavailable if it is another server's."""
         self._fd = shm.open_shared(name)
         try:
             header = ArenaHeader.read(self._fd, name)
             if header is None or header.boot != boot:
                 raise Unavailable(f"arena {name} belongs to another server, or to none")
-            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size, access=access)
         except BaseException:
             os.close(self._fd)
             raise

@@ -33,8 +33,8 @@ MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
-MAX_PLACES = 64
-"""The answer to a lookup says where at most this many of the last chunks are."""
+MAX_PLACES, MAX_PLACED_BYTES = 64, 32 << 20
+"""The answer to a lookup says where at most this many of the last chunks are, and of these bytes on each rank."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_GROUPS = 64

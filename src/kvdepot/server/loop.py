@@ -229,7 +229,7 @@ class Server:
                 return
 
     def _act(self, actions: list[Action]) -> None:
-        if self._withdrawals != (number := self.depot.index.namespaces.withdrawals):
+        if self._withdrawals != (number := self.depot.withdrawals):
             self._withdrawals = number
             self.arena.note_withdrawals(number)  # before anyone hears of it
         for action in actions:

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import time
 from binascii import unhexlify
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -302,9 +303,9 @@ class PageStore:
         return pool.spec.shards([Transfer(request, parent, len(prefix or ()), hash_keys(keys), blocks)])
 
     def clear(self) -> bool:
-        """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s for each at most."""
-        models = {pool.spec.model for pool in self._pools.values()}
-        cleared = [admin.reset(self._client, model, _CLEAR_S) for model in models]
+        """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s at most."""
+        until, models = time.monotonic() + _CLEAR_S, {pool.spec.model for pool in self._pools.values()}
+        cleared = [admin.reset(self._client, model, max(0.0, until - time.monotonic())) for model in models]
         return all(cleared)
 
     def failed(self, exc: Exception) -> None:

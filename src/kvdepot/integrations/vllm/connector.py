@@ -3,14 +3,16 @@
 vLLM makes one in its scheduler and one in each worker, of the same class. Like vLLM's own connectors, each has one half
 and delegates to it: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored; the worker's half
 (worker.py) does it. Invariants: vLLM never reads a block that was not loaded completely; a step waits for the depot for
-50 ms at most, after a preemption or a reset (the times at the top of both files).
+50 ms at most, after a preemption or a reset (the times at the top of both files), and copies small loads by itself.
 
     request arrives       on_new_request              hash, send the lookup
-    request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
+    request is scheduled  get_num_new_matched_tokens  its answer (awaited 2 ms at most the first time, then 0.5 ms
+                                                      each step)
     blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
     step is built         build_connector_meta        loads; stores of chunks that earlier steps completed; preemptions
     worker, before        handle_preemptions          stores of preempted requests end or are voided; others are sent,
                                                       then loads, so that small ones end within this step
+    worker, before        start_load_kv               copies of small loads, on CPUs (in_step.py)
     worker, after         start_load_kv, get_finished loads of models with windows or states (on a GPU the step may
                                                       still run: they wait for an event on vLLM's own stream, as
                                                       stores do)

@@ -26,6 +26,7 @@ from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.copier import CopyPiece, checksum
+from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 log = init_logger(__name__)
 
-_STEP_BYTES = 32 << 20
-"""A step copies at most this many bytes on each rank: the other requests of the step wait some 5 ms for them."""
+_STEP_BYTES = wire.MAX_PLACED_BYTES
+"""A step copies at most this many bytes on each rank: the other requests of the step wait some 10 ms for them."""
 
 
 class StepLoad(NamedTuple):
@@ -97,7 +98,7 @@ class StepLoads:
             if self._view is None or self._view.key != arena[:2]:
                 if self._is_used:  # for a step that loads from the arena of the server before
                     return False
-                self._view = ArenaView(*arena[:2])
+                self._view = ArenaView(*arena[:2], mmap.ACCESS_READ)
             if not self._is_used:
                 self._use.enter_context(self._view.use(0.0))
                 self._is_used = True
@@ -151,7 +152,7 @@ class StepCopies:
         self._tried = arena
         try:
             self._tensors = self._tensors or HostTensors.of_process(self._layout, self._shared)
-            self._views = [*self._views[-1:], ArenaView(*arena)]
+            self._views = [*self._views[-1:], ArenaView(*arena, mmap.ACCESS_READ)]
             self.mapped = MappedArena(*arena, self._layout.fingerprint)
         except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space
             log.info("kvdepot: small loads take a step of their own: %s", exc)
