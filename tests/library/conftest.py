@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import kvdepot
-from kvdepot import Namespace, Shape, State
+from kvdepot import Namespace
 from kvdepot.status import Status
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.library.kv import SMALL, TOKENS
+from tests.library.kv import TOKENS, open_namespace
 
 Connect = Callable[[Depot], kvdepot.Depot]
 MakeNamespace = Callable[..., Namespace]
@@ -43,11 +43,6 @@ def connect(start_depot: StartDepot) -> Iterator[Connect]:
     yield start
     for each in made:
         each.close()
-
-
-def open_namespace(depot: kvdepot.Depot, revision: str, *shapes: Shape | State, dtype: str = "bfloat16") -> Namespace:
-    shape = shapes[0] if len(shapes) == 1 else list(shapes) or SMALL
-    return depot.namespace(model="toy", revision=revision, dtype=dtype, shape=shape, chunk_tokens=TOKENS)
 
 
 @pytest.fixture

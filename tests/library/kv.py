@@ -1,16 +1,18 @@
-"""KV for the library's tests: random bits, also of NaNs, that a seed determines in every process."""
+"""KV for the library's tests: random bits, also of NaNs, that a seed determines in every process. Imports no pytest."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot import Shape
+import kvdepot
+from kvdepot import Namespace, Shape, State
 
 Array = npt.NDArray[np.generic]
 
 TOKENS = 16
 """Tokens of a chunk."""
+COUNT = 6 * TOKENS
 SMALL = Shape(layers=2, heads=2, head_dim=8)
 
 
@@ -30,3 +32,19 @@ def cut(kv: Array, shape: Shape, first: int, end: int) -> Array:
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     ids: list[int] = np.random.default_rng(seed).integers(0, 1 << 32, count).tolist()
     return ids
+
+
+def open_namespace(depot: kvdepot.Depot, revision: str, *shapes: Shape | State, dtype: str = "bfloat16") -> Namespace:
+    shape = shapes[0] if len(shapes) == 1 else list(shapes) or SMALL
+    return depot.namespace(model="toy", revision=revision, dtype=dtype, shape=shape, chunk_tokens=TOKENS)
+
+
+def put(ns: Namespace, seed: int) -> int:
+    return ns.put(random_tokens(COUNT, seed), random_kv(SMALL, COUNT, seed))
+
+
+def check(ns: Namespace, seed: int) -> int:
+    """The tokens found of a sequence, whose bytes are right."""
+    found, n = ns.get(random_tokens(COUNT, seed))
+    assert n == 0 or np.array_equal(found, cut(random_kv(SMALL, COUNT, seed), SMALL, 0, n))
+    return n

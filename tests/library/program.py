@@ -15,8 +15,7 @@ import numpy as np
 
 import kvdepot
 from kvdepot.library import namespace as patched
-from tests.library.conftest import open_namespace
-from tests.library.kv import SMALL, cut, random_kv, random_tokens
+from tests.library.kv import SMALL, cut, open_namespace, random_kv, random_tokens
 from tests.programs import die_with_parent
 
 _copyto = np.copyto

@@ -12,10 +12,10 @@ import pytest
 
 import kvdepot
 from kvdepot.errors import ConfigError, KVDepotError, Unavailable
-from tests.cli.command import keygen
+from tests.cli.command import keygen, run
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.library.conftest import Connect, open_namespace
-from tests.library.kv import SMALL, TOKENS, random_kv, random_tokens
+from tests.library.conftest import Connect
+from tests.library.kv import SMALL, TOKENS, open_namespace, random_kv, random_tokens
 from tests.ports import free_port
 
 pytestmark = pytest.mark.faults
@@ -56,8 +56,7 @@ def test_the_server_that_kvdepot_url_names_is_used(server: Depot, monkeypatch: p
 
 SHARED = """
 import kvdepot
-from tests.library.conftest import open_namespace
-from tests.library.test_faults import check, put
+from tests.library.kv import check, open_namespace, put
 with kvdepot.connect() as depot:
     print(check(open_namespace(depot, "1"), 1), put(open_namespace(depot, "1"), 1), depot.status().pid)
 """
@@ -74,22 +73,19 @@ def test_the_users_shared_server_is_started_once_and_outlives_programs(tmp_path:
         assert first.stdout.split()[:2] == ["0", "96"], first.stderr
         assert second.stdout.split() == ["96", "96", first.stdout.split()[2]], second.stderr
     finally:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvdepot.cli", "stop"], env=os.environ | home, capture_output=True, timeout=HANG_S
-        )
+        done = run("stop", **home)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_with_keys_keeps_tenants_apart(tmp_path: Path, start_depot: StartDepot) -> None:
+def test_a_server_with_keys_keeps_tenants_apart(
+    tmp_path: Path, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = keygen(tmp_path / "keys", "alice", "bob", tenant="blue")
     keygen(keys, "carol", tenant="red")
     url = f"tcp://127.0.0.1:{free_port()}"
-    environ = os.environ.get("KVDEPOT_KEY")
-    os.environ["KVDEPOT_KEY"] = str(keys / "alice.key")  # for the fixture, which waits for the server
-    try:
+    with monkeypatch.context() as waiting:  # the fixture waits for the server
+        waiting.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
         server = start_depot("--keys", str(keys), "--verify", "always", url=url, chunk_size=TOKENS)
-    finally:
-        os.environ.pop("KVDEPOT_KEY") if environ is None else os.environ.update(KVDEPOT_KEY=environ)
     tokens, kv = random_tokens(3 * TOKENS), random_kv(SMALL, 3 * TOKENS)
     found = {}
     for name in ("alice", "bob", "carol"):
@@ -110,8 +106,7 @@ FORKED = """
 import os, sys
 import kvdepot
 from kvdepot.errors import BadRequest
-from tests.library.conftest import open_namespace
-from tests.library.test_faults import check, put
+from tests.library.kv import check, open_namespace, put
 
 depot = kvdepot.connect(sys.argv[1])
 ns = open_namespace(depot, "forked")
@@ -145,8 +140,7 @@ def test_a_forked_child_connects_itself_and_leaves_the_parents_alone(server: Dep
 EMBEDDED = """
 import os, sys
 import kvdepot
-from tests.library.conftest import open_namespace
-from tests.library.test_faults import check, put
+from tests.library.kv import check, open_namespace, put
 
 depot = kvdepot.connect("embedded")
 ns = open_namespace(depot, "1")

@@ -17,14 +17,13 @@ from kvdepot.library import namespace
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.faults.test_connection import Proxy
-from tests.library.conftest import Connect, StartProgram, at_rest, open_namespace
-from tests.library.kv import SMALL, TOKENS, cut, random_kv, random_tokens
+from tests.library.conftest import Connect, StartProgram, at_rest
+from tests.library.kv import COUNT, SMALL, TOKENS, check, open_namespace, put, random_kv, random_tokens
 from tests.ports import free_port
 from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
 
-COUNT = 6 * TOKENS
 OPTIONS: dict[str, Any] = {"arena_mib": 16, "chunk_size": TOKENS}
 Running = tuple[Depot, kvdepot.Depot, kvdepot.Namespace]
 
@@ -42,17 +41,6 @@ def running(start_depot: StartDepot, connect: Connect) -> Running:
 def again(start_depot: StartDepot, depot: Depot) -> Depot:
     """Another server in the same place."""
     return start_depot("--verify", "always", url=depot.url, name=depot.name, **OPTIONS)
-
-
-def put(ns: kvdepot.Namespace, seed: int) -> int:
-    return ns.put(random_tokens(COUNT, seed), random_kv(SMALL, COUNT, seed))
-
-
-def check(ns: kvdepot.Namespace, seed: int) -> int:
-    """The tokens found of a sequence, whose bytes are right."""
-    found, n = ns.get(random_tokens(COUNT, seed))
-    assert n == 0 or np.array_equal(found, cut(random_kv(SMALL, COUNT, seed), SMALL, 0, n))
-    return n
 
 
 # -- programs

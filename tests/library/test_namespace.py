@@ -16,8 +16,8 @@ from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.library.namespace import _copy_all
 from kvdepot.memory import shm
 from tests.conftest import Depot, StartDepot
-from tests.library.conftest import Connect, MakeNamespace, open_namespace
-from tests.library.kv import SMALL, TOKENS, Array, cut, random_kv, random_tokens
+from tests.library.conftest import Connect, MakeNamespace
+from tests.library.kv import SMALL, TOKENS, Array, cut, open_namespace, random_kv, random_tokens
 from tests.programs import module
 
 HEADS = Shape(layers=3, heads=2, head_dim=8, order="heads")
