@@ -60,11 +60,14 @@ MUTANTS = {
 HEAD = """
 import time
 
+import hypothesis
 import pytest
 from kvdepot.testing.tiers import TierConformance
 from tests.tiers.faulty import MemoryTier
 
 noticed = set()
+hypothesis.settings.register_profile("notice", phases=[hypothesis.Phase.generate])  # and not shrink what is noticed
+hypothesis.settings.load_profile("notice")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
@@ -102,7 +105,7 @@ def test_the_suite_notices_every_tier_that_has_one_thing_wrong(tmp_path: Path) -
     module.write_text("\n".join([HEAD, *bodies]))
     ended = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-q", "-s", "-p", "test_mutants", "-p", "no:cacheprovider",
+            sys.executable, "-m", "pytest", "-q", "-s", "-p", "test_mutants", "-p", "no:cacheprovider", "--tb=native",
             "--rootdir", str(tmp_path), str(module),
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": os.pathsep.join(
