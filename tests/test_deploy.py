@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,10 @@ def test_an_sdist_installs_into_an_empty_environment(built: dict[str, Path], tmp
     (place,) = empty.glob("lib/python*/site-packages")
     (place / "needs.pth").write_text(sysconfig.get_path("purelib"))  # after `place`, and without its own .pth files
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = subprocess.run(
-        [empty / "bin" / "kvdepot", "--version"], env=clean, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert said.stdout == f"kvdepot {kvdepot.__version__}\n"
-    found = subprocess.run(
-        [empty / "bin" / "python", "-c", "import kvdepot.web.app; print(kvdepot.__file__)"],
-        env=clean, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert Path(found.stdout).is_relative_to(place)
+    said = partial(subprocess.check_output, env=clean, cwd=tmp_path, text=True)
+    assert said([empty / "bin" / "kvdepot", "--version"]) == f"kvdepot {kvdepot.__version__}\n"
+    found = said([empty / "bin" / "python", "-c", "import kvdepot.web.app; print(kvdepot.__file__)"])
+    assert Path(found).is_relative_to(place)
 
 
 def test_the_package_contains_uplot_as_it_was_committed_with_its_hash() -> None:
@@ -275,11 +271,17 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What Helm's library makes of the chart, as objects; in a process of its own, because it is Go."""
-    yaml = module("yaml")
+@cache
+def render(values: str) -> Any:
+    """What Helm's library makes of the chart with these values; in a process of its own, because it is Go."""
     module("helm_python")
-    said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
+    return json.loads(run(sys.executable, "-c", _RENDER, CHART, values))
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chart as objects."""
+    yaml = module("yaml")
+    said = render(json.dumps(values))
     assert not said["lint"]["errors"], said["lint"]
     texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
     return [made for text in texts for made in yaml.safe_load_all(text) if made]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import stat
 import subprocess
@@ -27,7 +28,7 @@ from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.keys import salt_tag
 from tests.cli.command import keygen, run
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.protocol.raw import Raw
 from tests.server.process import kill
@@ -37,7 +38,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-SHM = Path("/dev/shm")
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
@@ -167,11 +167,17 @@ def secrets_in(folder: Path) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def made_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = keygen(tmp_path_factory.mktemp("made") / "keys", "alice", "bob")
+    keygen(folder, "carol", "charlie", tenant="blue")
+    return keygen(folder, "dora", tenant="red")
+
+
 @pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    keygen(tmp_path / "keys", "alice", "bob")
-    keygen(tmp_path / "keys", "carol", "charlie", tenant="blue")
-    return keygen(tmp_path / "keys", "dora", tenant="red")
+def keys(made_keys: Path, tmp_path: Path) -> Path:
+    """The test's own copy, modes included."""
+    return shutil.copytree(made_keys, tmp_path / "keys")
 
 
 @pytest.fixture

@@ -184,6 +184,14 @@ def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepo
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def publishing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
+    """A server of tests that leave nothing in it."""
+    depot = Depot("--kv-events", f"ipc://{tmp_path_factory.mktemp('publishing')}/events.sock", arena_mib=1)
+    yield depot.wait_ready()
+    depot.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -191,9 +199,9 @@ def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepo
         {"tokens": bytes(4 * CHUNK + 1)}, {"tokens": bytes(8 * CHUNK + 4)}, {"chunk_tokens": 0}, {"chunk_tokens": -1},
     ],
 )  # fmt: skip
-def test_a_description_that_does_not_fit_together_is_refused(host: Host, change: dict[str, Any]) -> None:
+def test_a_description_that_does_not_fit_together_is_refused(publishing: Depot, change: dict[str, Any]) -> None:
     good = {"parent": bytes(32), "hashes": bytes(32), "tokens": bytes(4 * CHUNK), "chunk_tokens": CHUNK}
-    client = Client(host.depot.url, host.depot.context)
+    client = Client(publishing.url, publishing.context)
     try:
         assert client.ask(wire.Describe(**good)).result(HANG_S) is None  # it fits, though it proves nothing
         with pytest.raises(BadRequest):
