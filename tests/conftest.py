@@ -57,6 +57,7 @@ busy with one of them alone."""
 MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
 """The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's further threads spin for a while after every start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
