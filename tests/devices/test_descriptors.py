@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cuda import descriptors
 from kvdepot.errors import DeviceError, LayoutError
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, SHM
 
 pytestmark = pytest.mark.faults
 
-SHM = Path("/dev/shm")
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 

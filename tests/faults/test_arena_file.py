@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,9 @@ from kvdepot.errors import ArenaError
 from kvdepot.keys import HASH_BYTES, ChunkChain
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.cli.command import run
+from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import MakeEngine
-from tests.server.process import run_serve
 
 pytestmark = pytest.mark.faults
 
@@ -71,15 +70,14 @@ def refused(depot: Left) -> str:
     """What a server says that does not start on this arena, and does not change it."""
     before = (SHM / depot.name).read_bytes()
     arguments = "--arena-gib", str(ARENA_BYTES / 2**30), "--chunk-size", "64"
-    ended = run_serve("--url", depot.url, "--arena-name", depot.name, *arguments)
+    ended = run("serve", "--url", depot.url, "--arena-name", depot.name, *arguments)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert depot.name in ended.stderr and (SHM / depot.name).read_bytes() == before
     return ended.stderr
 
 
 def check(depot: Left | Depot) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvdepot.cli", "check", "--arena-name", depot.name]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    return run("check", "--arena-name", depot.name)
 
 
 def flip(path: Path, offsets: list[int], chance: random.Random) -> None:

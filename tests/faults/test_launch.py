@@ -12,13 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvdepot.client import admin
 from kvdepot.client.launch import Shared
 from kvdepot.protocol.endpoints import holder
+from tests.cli.command import run
 from tests.conftest import HANG_S, SHM, Depot, eventually
 
 pytestmark = pytest.mark.faults
@@ -111,15 +111,6 @@ def hear(program: subprocess.Popen[str]) -> str:
     return program.stdout.readline().strip()
 
 
-def status(url: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", "status", "--json", "--url", url],
-        capture_output=True, text=True, check=True, timeout=HANG_S,
-    )  # fmt: skip
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def test_eight_engines_at_once_start_one_server_that_outlives_them(make_place: Callable[..., Place]) -> None:
     place = make_place()
     engines = [place.run(SHARES) for _ in range(8)]
@@ -136,7 +127,7 @@ def test_eight_engines_at_once_start_one_server_that_outlives_them(make_place: C
     assert log.stat().st_mode & 0o777 == 0o600
     parent = int(Path(f"/proc/{place.pid()}/stat").read_text().rpartition(")")[2].split()[1])
     assert parent not in [engine.pid for engine in engines]  # else it would die with an engine that kills its children
-    eventually(lambda: status(place.url)["clients"] == 1)  # this test's own
+    eventually(lambda: json.loads(run("status", "--json", "--url", place.url).stdout)["clients"] == 1)  # ours
 
 
 def test_a_server_is_started_although_the_engine_that_starts_it_is_killed(make_place: Callable[..., Place]) -> None:

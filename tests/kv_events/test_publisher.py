@@ -16,10 +16,9 @@ import zmq
 from kvdepot.kv_events import engine_view
 from kvdepot.kv_events import publisher as kv_events
 from kvdepot.kv_events.publisher import replay_endpoint
-from tests.cli.command import keygen
+from tests.cli.command import keygen, run
 from tests.conftest import Depot, StartDepot, clear, eventually
 from tests.kv_events.desk import CHUNK, A, Desk, Follower, described, keys, prompt
-from tests.server.process import run_serve
 
 StartDesk = Callable[..., Desk]
 Follow = Callable[..., Follower]
@@ -260,7 +259,7 @@ def test_a_second_server_takes_neither_events_nor_replays_away(
     follower = follow(endpoint)
     follower.wait(lambda router: follower.payloads)
     for taken in (endpoint, replay_endpoint(endpoint)):
-        ended = run_serve("--url", f"ipc://{tmp_path}/second.sock", "--kv-events", taken, "--arena-gib", "0.01")
+        ended = run("serve", "--url", f"ipc://{tmp_path}/second.sock", "--kv-events", taken, "--arena-gib", "0.01")
         assert ended.returncode == 1, ended
         assert f"another kvdepot server listens on {taken}" in ended.stderr
         assert "choose another --kv-events" in ended.stderr and "Traceback" not in ended.stderr
@@ -288,5 +287,5 @@ def test_with_keys_events_are_for_clients_with_a_key_and_no_tenant(
 
 
 def test_an_endpoint_that_is_open_to_other_hosts_needs_keys() -> None:
-    ended = run_serve("--kv-events", "tcp://0.0.0.0:5557", "--arena-gib", "0.01")
+    ended = run("serve", "--kv-events", "tcp://0.0.0.0:5557", "--arena-gib", "0.01")
     assert ended.returncode == 2 and "keygen" in ended.stderr and "tcp://0.0.0.0:5557" in ended.stderr

@@ -18,9 +18,7 @@ import pytest
 from kvdepot import locks
 from kvdepot.memory import shm
 from tests.client.engine import works
-from tests.conftest import HANG_S, StartDepot, eventually
-
-SHM = Path("/dev/shm")
+from tests.conftest import HANG_S, SHM, StartDepot, eventually
 
 
 @pytest.mark.faults

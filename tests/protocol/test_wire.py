@@ -7,7 +7,6 @@ import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,10 +18,9 @@ from kvdepot import errors
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import Depot
+from tests.conftest import SHM, Depot
 from tests.protocol.raw import Raw
 
-SHM = Path("/dev/shm")
 BLOCKS = 16
 BLOCK_BYTES = 64
 SIZE = BLOCKS * BLOCK_BYTES

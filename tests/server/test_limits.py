@@ -20,11 +20,10 @@ from kvdepot.errors import Busy, KVDepotError
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.protocol.raw import Raw
 
-SHM = Path("/dev/shm")
 ROOT_FOLDER = Path(__file__).parents[2]
 BLOCK_BYTES = 512
 

@@ -26,14 +26,14 @@ from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, Memory
 from kvdepot.protocol import wire
 from kvdepot.server import loop
 from kvdepot.server.loop import Server
+from tests.cli.command import run
 from tests.client.engine import CHUNK, Engine, works
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.server.process import kill, run_serve
+from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
 
-SHM = Path("/dev/shm")
 MIB = 1 << 20
 
 
@@ -119,7 +119,7 @@ def test_a_second_server_in_the_same_place_is_refused_and_the_first_goes_on(
 ) -> None:
     other = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     url, name = (small.url, other) if what == "socket" else (f"ipc://{tmp_path}/other.sock", small.name)
-    ended = run_serve("--url", url, "--arena-name", name, "--arena-gib", "0.01")
+    ended = run("serve", "--url", url, "--arena-name", name, "--arena-gib", "0.01")
     assert ended.returncode == 1
     assert "another kvdepot server" in ended.stderr and "Traceback" not in ended.stderr
     assert (small.url if what == "socket" else small.name) in ended.stderr
@@ -131,7 +131,7 @@ def test_a_second_server_in_the_same_place_is_refused_and_the_first_goes_on(
 @pytest.mark.parametrize(("gib", "said"), [("1000000", "does not fit in /dev/shm"), ("0.000001", "raise --arena-gib")])
 def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, said: str) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", name, "--arena-gib", gib)
+    ended = run("serve", "--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", name, "--arena-gib", gib)
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -358,7 +358,7 @@ def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: Sta
     url = f"tcp://127.0.0.1:{free_port()}"
     server = start_depot(url=url, arena_mib=8)
     assert works(server)
-    ended = run_serve("--url", url, "--arena-name", f"{server.name}-2", "--arena-gib", "0.01")
+    ended = run("serve", "--url", url, "--arena-name", f"{server.name}-2", "--arena-gib", "0.01")
     assert ended.returncode == 1
     assert url in ended.stderr
     assert "Traceback" not in ended.stderr

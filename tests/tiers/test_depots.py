@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,8 @@ import pytest
 import redis
 from tools.toy_engine import ToyEngine
 
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.cli.command import run
+from tests.conftest import Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
@@ -62,10 +61,6 @@ def tier(depot: Depot, number: int = 0) -> dict[str, Any]:
 
 def saved(depot: Depot, number: int = 0) -> int:
     return int(tier(depot, number)["counters"].get("saved_chunks", 0))
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvdepot.cli", *words], capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("kind", ["redis", "object", "file"])
@@ -122,7 +117,7 @@ def test_a_store_that_is_down_at_the_start_is_named_in_log_status_and_command(st
     shown = eventually(lambda: (now := tier(depot))["state"] == "circuit breaker open" and now)
     assert "Connection refused" in shown["error"] and shown["error_s"] >= 0
     eventually(lambda: f"tier redis://127.0.0.1:{port}/0: circuit breaker open" in depot.logged())
-    said = command("status", "--url", depot.url).stdout
+    said = run("status", "--url", depot.url).stdout
     assert "circuit breaker open" in said and "refused" in said
     with engine(depot) as here:
         assert here.store(1, CHUNKS)
@@ -181,7 +176,7 @@ def test_a_user_that_may_write_but_not_read_is_a_fault_for_all_who_look(
             eventually(lambda: client.dbsize() >= CHUNKS)
             number = itertools.count()
             eventually(lambda: here.hits([next(number) % 8], CHUNKS) < CHUNKS and tier(depot)["state"] == "reads fail")
-            done = command("status", "--url", depot.url)
+            done = run("status", "--url", depot.url)
             assert "reads fail" in done.stdout and "getrange" in done.stdout
             assert "reads fail while other calls succeed" in depot.logged()
             before = client.dbsize()
