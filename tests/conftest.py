@@ -27,16 +27,6 @@ from kvdepot.errors import KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
 
-with contextlib.suppress(ImportError):  # an environment for GPU tests may lack it
-    from hypothesis import HealthCheck, settings
-
-    # Hypothesis bounds the time of each example and of making them: on a busy machine any property breaks that.
-    usual = settings()
-    settings.register_profile(
-        "busy machine", usual, deadline=None, suppress_health_check=[*usual.suppress_health_check, HealthCheck.too_slow]
-    )
-    settings.load_profile("busy machine")
-
 try:
     import click  # noqa: F401
 except ImportError:  # an environment for GPU tests may lack it
@@ -58,6 +48,17 @@ MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
 """The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's further threads spin for a while after every start
+
+
+def pytest_configure() -> None:
+    """Hypothesis bounds the time of each example and of making them: on a busy machine any property breaks that."""
+    with contextlib.suppress(ImportError):  # an environment for GPU tests may lack it
+        from hypothesis import HealthCheck, settings  # here: programs of the tests import this file, too
+
+        usual = settings()
+        checks = [*usual.suppress_health_check, HealthCheck.too_slow]
+        settings.register_profile("busy machine", usual, deadline=None, suppress_health_check=checks)
+        settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -220,6 +221,5 @@ def start_depot() -> Iterator[StartDepot]:
 @pytest.fixture(scope="module")
 def depot() -> Iterator[Depot]:
     """One server for a module's tests; they use model names of their own."""
-    server = Depot().wait_ready()
-    yield server
-    server.close()
+    with contextlib.closing(Depot()) as server:
+        yield server.wait_ready()

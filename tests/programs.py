@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,6 +23,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def missing(what: str) -> None:
+    import pytest  # programs of the tests import this file, too
+
     if os.environ.get("CI"):
         pytest.fail(f"{what} is missing")
     pytest.skip(f"{what} is missing")

@@ -47,9 +47,8 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module")
 def loopback() -> Iterator[Depot]:
     """A server that every user of this host can reach."""
-    server = Depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8).wait_ready()
-    yield server
-    server.close()
+    with contextlib.closing(Depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)) as server:
+        yield server.wait_ready()
 
 
 @pytest.fixture

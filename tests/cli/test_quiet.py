@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -16,16 +17,17 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.cli.command import heed_signals, run
 from tests.client.engine import CHUNK, Engine, engine_with_a_chunk
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, eventually
 from tests.web.conftest import Web
 
 pytestmark = pytest.mark.faults
 
 
-@pytest.fixture
-def web(start_depot: StartDepot) -> Web:
-    """A server with HTTP, at the log level that it has by default."""
-    return Web(start_depot("--http", "127.0.0.1:0"))
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    """A server with HTTP, at the log level that it has by default. The last test ends it."""
+    with contextlib.closing(Depot("--http", "127.0.0.1:0")) as depot:
+        yield Web(depot.wait_ready())
 
 
 @pytest.fixture

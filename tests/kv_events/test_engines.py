@@ -187,9 +187,9 @@ def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepo
 @pytest.fixture(scope="module")
 def publishing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
     """A server of tests that leave nothing in it."""
-    depot = Depot("--kv-events", f"ipc://{tmp_path_factory.mktemp('publishing')}/events.sock", arena_mib=1)
-    yield depot.wait_ready()
-    depot.close()
+    endpoint = f"ipc://{tmp_path_factory.mktemp('publishing')}/events.sock"
+    with contextlib.closing(Depot("--kv-events", endpoint, arena_mib=1)) as depot:
+        yield depot.wait_ready()
 
 
 @pytest.mark.parametrize(

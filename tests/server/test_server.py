@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import shutil
@@ -108,9 +109,8 @@ def test_a_server_without_standard_files_keeps_their_numbers_from_its_own(tmp_pa
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Depot]:
-    server = Depot(arena_mib=4).wait_ready()
-    yield server
-    server.close()
+    with contextlib.closing(Depot(arena_mib=4)) as server:
+        yield server.wait_ready()
 
 
 @pytest.mark.parametrize("what", ["socket", "arena"])
