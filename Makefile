@@ -13,7 +13,7 @@ endif
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
-.PHONY: help site demo demo-cluster test test-fast test-versions sim lint types fmt bench test-gpu bench-gpu clean
+.PHONY: help site demo demo-cluster test test-fast versions test-versions sim lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       kvdepot certify on two small models; then chats with the depot and without; writes pages to build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
@@ -46,7 +46,8 @@ test-fast: $(EVERYTHING)
 OLDER_VLLM := 0.30.0 0.31.0
 NEWER_VLLM := 0.33.0
 VERSIONS ?= $(OLDER_VLLM) $(NEWER_VLLM)
-test-versions: $(EVERYTHING) $(VERSIONS:%=$(VENV)-versions/%/ready)
+versions: $(VERSIONS:%=$(VENV)-versions/%/ready)
+test-versions: $(EVERYTHING) versions
 	$(BIN)/python -m scripts.test_versions $(VERSIONS)
 
 SEEDS ?= 10000
