@@ -322,7 +322,10 @@ def _do_not_spin() -> None:
 def _do_once() -> None:
     """What each of an engine's processes would do again, which takes a second of CPU time per engine."""
     import torch._dynamo.trace_rules as rules
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+
+    registry._run_in_subprocess = lambda function: function()  # which would import vLLM to look at a class of a model
 
     rules.get_torch_obj_rule_map()
     # Loggers below vLLM's: each process gives them the level that they have.
