@@ -296,6 +296,7 @@ def import_vllm() -> None:
         from triton.backends import backends
 
         backends["cpu"] = backends["nvidia"]  # vLLM looks whether there is one, and the interpreter for none
+    gc.disable()  # nearly all that is made here stays
     import vllm
 
     assert vllm.LLM
@@ -310,6 +311,7 @@ def import_vllm() -> None:
     gc.collect()
     gc.freeze()  # an engine's start and end collect garbage several times
     gc.unfreeze = lambda: None  # type: ignore[assignment]
+    gc.enable()
 
 
 def _do_not_spin() -> None:
