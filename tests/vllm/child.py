@@ -23,9 +23,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
+import importlib.metadata
 import json
 import logging.config
+import math
 import os
 import select
 import signal
@@ -297,6 +298,8 @@ def import_vllm() -> None:
 
         backends["cpu"] = backends["nvidia"]  # vLLM looks whether there is one, and the interpreter for none
     gc.disable()  # nearly all that is made here stays
+    points = importlib.metadata.entry_points()  # which engines would read from hundreds of files, several times each
+    importlib.metadata.entry_points = points.select
     import vllm
 
     assert vllm.LLM
@@ -315,10 +318,19 @@ def import_vllm() -> None:
 
 
 def _do_not_spin() -> None:
-    """Have cores and workers sleep between looks for each other's messages: for a second, vLLM only yields."""
+    """Have cores and workers sleep until there is a message from each other: for a second, vLLM only yields."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
+    wait = shm_broadcast.SpinCondition.wait
+
+    def wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
+        last, is_busy = condition.last_read, time.monotonic() <= condition.last_read + condition.busy_loop_s
+        condition.last_read = -math.inf  # long ago
+        wait(condition, 5 if is_busy else timeout_ms)
+        condition.last_read = last
+
+    shm_broadcast.SpinCondition.wait = wait_asleep
 
 
 def _do_once() -> None:
