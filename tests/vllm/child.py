@@ -42,28 +42,15 @@ from tests.vllm import insides, preloaded
 
 MESSAGE_BYTES = 1 << 20
 USED = (
-    "kvdepot.client.admin",
-    "kvdepot.client.launch",
-    "kvdepot.client.scheduler",
-    "kvdepot.client.worker",
-    "kvdepot.devices.cpu",
-    "vllm.entrypoints.launchers.cli_args",
-    "vllm.lora.worker_manager",
+    "kvdepot.client.admin", "kvdepot.client.launch", "kvdepot.client.scheduler", "kvdepot.client.worker",
+    "kvdepot.devices.cpu", "vllm.entrypoints.launchers.cli_args", "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.models.deepseek_mtp",
-    "vllm.model_executor.models.deepseek_v2",
-    "vllm.model_executor.models.gemma3",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.llama_eagle",
-    "vllm.model_executor.models.llama_eagle3",
-    "vllm.model_executor.models.qwen3_next",
-    "vllm.model_executor.warmup.kernel_warmup",
-    "vllm.models.deepseek_v4",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-)
+    "vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.gemma3", "vllm.model_executor.models.llama", "vllm.model_executor.models.llama_eagle",
+    "vllm.model_executor.models.llama_eagle3", "vllm.model_executor.models.qwen3_next",
+    "vllm.model_executor.warmup.kernel_warmup", "vllm.models.deepseek_v4", "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
 """What an engine imports when it starts; one that is missing here, or gone from vLLM, costs time only."""
 
 

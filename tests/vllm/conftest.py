@@ -38,13 +38,12 @@ def _inspect_models_here() -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     return {
-        "gqa": engines.write_model(base / "gqa", engines.LLAMA),
-        "mla": engines.write_model(base / "mla", engines.MLA),
+        "gqa": engines.write_model(base / "gqa", engines.LLAMA), "mla": engines.write_model(base / "mla", engines.MLA),
         "experts": engines.write_model(base / "experts", engines.EXPERTS),
         "windows": engines.write_model(base / "windows", engines.WINDOWS),
         "mistral": engines.write_model(base / "mistral", engines.MISTRAL),
         "states": engines.write_model(base / "states", engines.STATES),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

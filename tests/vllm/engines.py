@@ -246,6 +246,7 @@ class Nursery:
         return None
 
     def _start(self, address: str, python: str) -> None:
+        assert not (self._process and self._process.poll()), "it has failed"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(address)
@@ -253,12 +254,10 @@ class Nursery:
                 return
             listener.listen()
             self._process = subprocess.Popen(  # ends with its last connection
-                [python, "-m", "tests.vllm.child", str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                cwd=ROOT,
+                [python, "-m", "tests.vllm.child", str(listener.fileno())], stdin=subprocess.DEVNULL, cwd=ROOT,
                 env=self._environ() | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks must have one thread
-            )
+                pass_fds=[listener.fileno()],
+            )  # fmt: skip
 
     def _environ(self) -> dict[str, str]:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -299,15 +298,9 @@ class Engine:
     """One vLLM engine with `KVDepotConnector`: its front end, engine core and workers in processes of their own."""
 
     def __init__(
-        self,
-        model: Path,
-        url: str,
-        role: str = "kv_both",
-        extra: dict[str, Any] | None = None,
-        python: str = sys.executable,
-        model_runner: str = "V1",
-        **arguments: Any,
-    ) -> None:
+        self, model: Path, url: str, role: str = "kv_both", extra: dict[str, Any] | None = None,
+        python: str = sys.executable, model_runner: str = "V1", **arguments: Any,
+    ) -> None:  # fmt: skip
         """Start one. By default it loads its first hit, as tests of what is loaded start fresh engines for single
         prompts; test_trust.py has the others.
 
