@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -57,6 +58,15 @@ busy with one of them alone."""
 MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
 """The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported, nor look at them whenever some is: they stay."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
