@@ -312,6 +312,7 @@ class Engine:
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
+            "mamba_ssm_cache_dtype": "float32",  # else it, and with it the length of blocks, depends on the processor
             "kv_transfer_config": {
                 "kv_connector": "KVDepotConnector",
                 "kv_role": role,
