@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -59,6 +60,15 @@ def pytest_configure() -> None:
         checks = [*usual.suppress_health_check, HealthCheck.too_slow]
         settings.register_profile("busy machine", usual, deadline=None, suppress_health_check=checks)
         settings.load_profile("busy machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while modules are imported, nor look at them whenever some is: they stay."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -115,6 +115,21 @@ def test_counters_say_what_leases_held_for_how_long_and_what_lookups_found_of_it
     assert counters["leased_hit_tokens"] == 7
 
 
+def test_a_leased_chain_that_a_failed_store_breaks_is_leased_no_more_before_the_gap(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 4)
+    desk.ask(blue, store(chain))
+    desk.ask(blue, lease(chain))
+    (namespace,) = desk.index.namespaces.all()
+    leased = [namespace.chunks[chain.slice(i, i + 1)] for i in range(4)]
+    desk.index.mark_corrupt(leased[2], 0)
+    desk.send(blue, store(chain))
+    desk.finish(desk.copies()[0], False)
+    assert leased[2].gone
+    desk.ask(blue, wire.EndLease("l"))
+    assert [chunk.leases for chunk in leased] == [0, 0, 0, 0]
+
+
 # -- growth
 
 

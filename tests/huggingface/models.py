@@ -11,43 +11,19 @@ import transformers
 VOCABULARY = 512
 CHUNK = 16
 _SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
 _STATES = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 _LATENT = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 4,
-}
+    "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 4,
+}  # fmt: skip
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 KINDS = {
     "llama": ("Llama", "LlamaConfig", {}),

@@ -67,7 +67,7 @@ MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (rotation_by_length, ConfigError, "rotary embeddings of type 'dynamic'"),
     (that_ignores_its_cache, ConfigError, "in two parts gives other logits"),
     (a_path, BadRequest, "pass a model of transformers.*not str"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make_model", "error", "message"), MODELS, ids=[each[0].__name__ for each in MODELS])
@@ -124,18 +124,14 @@ def test_caches_that_are_not_served_are_refused(library: kvdepot.Depot) -> None:
     ("ids", "message"),
     [
         (IDS.float(), r"must be integers \[tokens\] or \[batch, tokens\], not torch.float32 \[1, 50\]"),
-        (IDS > 5, "not torch.bool"),
-        ("a prompt", r"as tokenizer\(...\).input_ids gives them"),
+        (IDS > 5, "not torch.bool"), ("a prompt", r"as tokenizer\(...\).input_ids gives them"),
         (["a", "prompt"], r"as tokenizer\(...\).input_ids gives them"),
         (None, r"as tokenizer\(...\).input_ids gives them"),
-        ([[1, 2], [3]], r"as tokenizer\(...\).input_ids gives them"),
-        (IDS[None], r"not torch.int64 \[1, 1, 50\]"),
-        ([], "input_ids"),
-        (torch.zeros(1, 0, dtype=torch.long), "empty"),
-        (-IDS, "integers in"),
+        ([[1, 2], [3]], r"as tokenizer\(...\).input_ids gives them"), (IDS[None], r"not torch.int64 \[1, 1, 50\]"),
+        ([], "input_ids"), (torch.zeros(1, 0, dtype=torch.long), "empty"), (-IDS, "integers in"),
         (IDS + (1 << 40), "integers in"),
     ],
-)
+)  # fmt: skip
 def test_what_are_no_tokens_is_refused(library: kvdepot.Depot, ids: Any, message: str) -> None:
     model = make(seed=7)
     cache = PrefixCache(library, model, CHUNK)

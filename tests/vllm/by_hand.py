@@ -191,16 +191,9 @@ class Engine:
     """A scheduler and a worker. Only one at a time can be in a process."""
 
     def __init__(
-        self,
-        url: str,
-        model: Path,
-        steps: int = 1,
-        blocks: int = 64,
-        window: int = 0,
-        states: Sequence[int] = (),
-        plans_ahead: bool = True,
-        **extra: Any,
-    ) -> None:
+        self, url: str, model: Path, steps: int = 1, blocks: int = 64, window: int = 0, states: Sequence[int] = (),
+        plans_ahead: bool = True, **extra: Any,
+    ) -> None:  # fmt: skip
         """steps: how many are under way at a time, 2 with asynchronous scheduling. window: of sliding windows; 0: full
         attention. states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as
         Qwen3-Next; empty: without. extra: our settings.
@@ -259,12 +252,9 @@ class Engine:
         from vllm.v1.request import Request
 
         params = SamplingParams(
-            max_tokens=says,
-            ignore_eos=True,
-            detokenize=False,
-            stop_token_ids=[*stops],
+            max_tokens=says, ignore_eos=True, detokenize=False, stop_token_ids=[*stops],
             extra_args={"kv_transfer_params": hints} if hints else None,
-        )
+        )  # fmt: skip
         made = Request(name, list(prompt), params, None, block_hasher=self._hasher)
         self.worker.texts[name] = Text(prompt)
         self.worker.prompts[name] = len(prompt)

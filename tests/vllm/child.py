@@ -1,9 +1,9 @@
 """vLLM engines in processes of their own, each driven by JSON lines: one command in, one answer out.
 
-Run as `python -m tests.vllm.child FD PARENT`: vLLM is imported once, which takes longer than to start an engine. Then
-each message on the socket FD forks a process (`fork`), or waits for one that has ended (`wait`). An engine reads its
-commands from the socket that came with its message, logs to the file that came with it, and keeps a locked file as long
-as one of its processes is there. All die with PARENT.
+Run as `python -m tests.vllm.child FD`: vLLM is imported once, which takes longer than to start an engine. Then each
+message on a connection to the socket FD forks a process (`fork`), or waits for one that has ended (`wait`). An engine
+reads its commands from the socket that came with its message, logs to the file that came with it, and keeps a locked
+file as long as one of its processes is there. It ends with its connection, and this process with the last one.
 
 Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step
 (one), abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are
@@ -23,10 +23,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
+import importlib.metadata
 import json
 import logging.config
+import math
 import os
+import select
+import signal
 import socket
 import sys
 import time
@@ -39,28 +42,15 @@ from tests.vllm import insides, preloaded
 
 MESSAGE_BYTES = 1 << 20
 USED = (
-    "kvdepot.client.admin",
-    "kvdepot.client.launch",
-    "kvdepot.client.scheduler",
-    "kvdepot.client.worker",
-    "kvdepot.devices.cpu",
-    "vllm.entrypoints.launchers.cli_args",
-    "vllm.lora.worker_manager",
+    "kvdepot.client.admin", "kvdepot.client.launch", "kvdepot.client.scheduler", "kvdepot.client.worker",
+    "kvdepot.devices.cpu", "vllm.entrypoints.launchers.cli_args", "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.models.deepseek_mtp",
-    "vllm.model_executor.models.deepseek_v2",
-    "vllm.model_executor.models.gemma3",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.llama_eagle",
-    "vllm.model_executor.models.llama_eagle3",
-    "vllm.model_executor.models.qwen3_next",
-    "vllm.model_executor.warmup.kernel_warmup",
-    "vllm.models.deepseek_v4",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-)
+    "vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.gemma3", "vllm.model_executor.models.llama", "vllm.model_executor.models.llama_eagle",
+    "vllm.model_executor.models.llama_eagle3", "vllm.model_executor.models.qwen3_next",
+    "vllm.model_executor.warmup.kernel_warmup", "vllm.models.deepseek_v4", "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
 """What an engine imports when it starts; one that is missing here, or gone from vLLM, costs time only."""
 
 
@@ -294,6 +284,9 @@ def import_vllm() -> None:
         from triton.backends import backends
 
         backends["cpu"] = backends["nvidia"]  # vLLM looks whether there is one, and the interpreter for none
+    gc.disable()  # nearly all that is made here stays
+    points = importlib.metadata.entry_points()  # which engines would read from hundreds of files, several times each
+    importlib.metadata.entry_points = points.select
     import vllm
 
     assert vllm.LLM
@@ -308,19 +301,32 @@ def import_vllm() -> None:
     gc.collect()
     gc.freeze()  # an engine's start and end collect garbage several times
     gc.unfreeze = lambda: None  # type: ignore[assignment]
+    gc.enable()
 
 
 def _do_not_spin() -> None:
-    """Have cores and workers sleep between looks for each other's messages: for a second, vLLM only yields."""
+    """Have cores and workers sleep until there is a message from each other: for a second, vLLM only yields."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
+    wait = shm_broadcast.SpinCondition.wait
+
+    def wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
+        last, is_busy = condition.last_read, time.monotonic() <= condition.last_read + condition.busy_loop_s
+        condition.last_read = -math.inf  # long ago
+        wait(condition, 5 if is_busy else timeout_ms)
+        condition.last_read = last
+
+    shm_broadcast.SpinCondition.wait = wait_asleep
 
 
 def _do_once() -> None:
     """What each of an engine's processes would do again, which takes a second of CPU time per engine."""
     import torch._dynamo.trace_rules as rules
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+
+    registry._run_in_subprocess = lambda function: function()  # which would import vLLM to look at a class of a model
 
     rules.get_torch_obj_rule_map()
     # Loggers below vLLM's: each process gives them the level that they have.
@@ -332,39 +338,73 @@ def _do_once() -> None:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     import_vllm()
-    end_server = preloaded.start_server()
-    while True:
-        message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
-        if not message:
-            return end_server()
-        asked = json.loads(message)
-        if asked["do"] == "wait":
-            _, status = os.waitpid(asked["pid"], 0)
-            requests.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        sys.stdout.flush()
-        me = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent(me)
-            os.setpgid(0, 0)  # its test ends the group
-            requests.close()
-            channel, log, alive = fds
-            # Spawned processes have no file of their parent's but its output.
-            output = alive if asked["arguments"].get("is_spawned") else log
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(log)
-            preloaded.keep(alive)
-            os.environ.clear()
-            os.environ.update(asked["environ"])
-            end(serve, socket.socket(fileno=channel), asked["arguments"])
-        for fd in fds:
-            os.close(fd)
-        requests.send(json.dumps(pid).encode())
+    end_server = preloaded.start_server(listener)
+    clients: dict[socket.socket, set[int]] = {}  # with their engines
+    is_wanted = True
+    while is_wanted:
+        for ready in select.select([listener, *clients], [], [])[0]:
+            if ready is listener:
+                client = listener.accept()[0]
+                clients[client] = set()
+                answer(client, "ready")
+            elif asked := receive(ready):
+                serve_client(ready, *asked, clients[ready], [listener, *clients])
+            else:
+                ready.close()
+                for pid in clients.pop(ready):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                is_wanted = bool(clients)
+    end_server()
+    os._exit(0)  # whoever has connected meanwhile gets no answer, and starts another
+
+
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    with contextlib.suppress(ConnectionError):
+        message, fds, _, _ = socket.recv_fds(client, MESSAGE_BYTES, 3)
+        if message:
+            return json.loads(message), fds
+    return None
+
+
+def answer(client: socket.socket, value: Any) -> None:
+    with contextlib.suppress(ConnectionError):  # it has ended
+        client.send(json.dumps(value).encode())
+
+
+def serve_client(
+    client: socket.socket, asked: dict[str, Any], fds: list[int], engines: set[int], unwanted: list[socket.socket]
+) -> None:
+    """Do what a client asks for. unwanted: what an engine has to close."""
+    if asked["do"] == "wait":
+        _, status = os.waitpid(asked["pid"], 0)
+        engines.remove(asked["pid"])
+        answer(client, os.waitstatus_to_exitcode(status))
+        return
+    sys.stdout.flush()
+    me = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(me)
+        os.setpgid(0, 0)  # its test ends the group
+        for each in unwanted:
+            each.close()
+        channel, log, alive = fds
+        # Spawned processes have no file of their parent's but its output.
+        output = alive if asked["arguments"].get("is_spawned") else log
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(log)
+        preloaded.keep(alive)
+        os.environ.clear()
+        os.environ.update(asked["environ"])
+        end(serve, socket.socket(fileno=channel), asked["arguments"])
+    for fd in fds:
+        os.close(fd)
+    engines.add(pid)
+    answer(client, pid)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,24 @@ def vllm_depot() -> Iterator[Depot]:
     server.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _inspect_models_here() -> None:
+    """vLLM would import itself in another process to look at the class of each model."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     return {
-        "gqa": engines.write_model(base / "gqa", engines.LLAMA),
-        "mla": engines.write_model(base / "mla", engines.MLA),
+        "gqa": engines.write_model(base / "gqa", engines.LLAMA), "mla": engines.write_model(base / "mla", engines.MLA),
         "experts": engines.write_model(base / "experts", engines.EXPERTS),
         "windows": engines.write_model(base / "windows", engines.WINDOWS),
         "mistral": engines.write_model(base / "mistral", engines.MISTRAL),
         "states": engines.write_model(base / "states", engines.STATES),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -67,11 +67,10 @@ def write_drafter(folder: Path, kind: str, config: dict[str, Any]) -> Path:
     shapes = {
         "fc": (hidden, 2 * hidden),
         **{f"{first}.self_attn.{part}_proj": (config["num_key_value_heads"] * width, seen) for part in "kv"},
-        f"{first}.self_attn.q_proj": (heads * width, seen),
-        f"{first}.self_attn.o_proj": (hidden, heads * width),
+        f"{first}.self_attn.q_proj": (heads * width, seen), f"{first}.self_attn.o_proj": (hidden, heads * width),
         **{f"{first}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")},
         f"{first}.mlp.down_proj": (hidden, inner),
-    }
+    }  # fmt: skip
     norms = [f"{first}.post_attention_layernorm"]
     if kind == "eagle3":
         shapes["lm_head"] = (config["vocab_size"], hidden)

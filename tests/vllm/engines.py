@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,18 +227,37 @@ class Nursery:
     """The process that has imported vLLM, of the environment with this Python, and forks engines (see child.py)."""
 
     def __init__(self, python: str, model_runner: str) -> None:
+        """Connect to the one of this test run, whose workers share it; start it if there is none."""
         self._runner = V2 if model_runner == "V2" else {}
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.settimeout(START_S)
         self._lock = threading.Lock()
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, "-m", "tests.vllm.child", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd=ROOT,
+        self._process: subprocess.Popen[bytes] | None = None
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        address = f"\0kvdepot-test-nursery-{run}-{model_runner}-{zlib.crc32(python.encode())}"  # not a file
+        self._channel = eventually(lambda: self._connect(address) or self._start(address, python), START_S)
+
+    def _connect(self, address: str) -> socket.socket | None:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.settimeout(START_S)
+        with contextlib.suppress(ConnectionError):
+            channel.connect(address)
+            if channel.recv(16):
+                return channel
+        channel.close()
+        return None
+
+    def _start(self, address: str, python: str) -> None:
+        assert not (self._process and self._process.poll()), "it has failed"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(address)
+            except OSError:  # another worker is about to start it, or it is about to end
+                return
+            listener.listen()
+            self._process = subprocess.Popen(  # ends with its last connection
+                [python, "-m", "tests.vllm.child", str(listener.fileno())], stdin=subprocess.DEVNULL, cwd=ROOT,
                 env=self._environ() | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks must have one thread
-            )
+                pass_fds=[listener.fileno()],
+            )  # fmt: skip
 
     def _environ(self) -> dict[str, str]:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -261,11 +281,9 @@ class Nursery:
 
     def close(self) -> None:
         self._channel.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_S)
+        if self._process:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # others go on
+                self._process.wait(END_S)
 
 
 @functools.cache
@@ -280,15 +298,9 @@ class Engine:
     """One vLLM engine with `KVDepotConnector`: its front end, engine core and workers in processes of their own."""
 
     def __init__(
-        self,
-        model: Path,
-        url: str,
-        role: str = "kv_both",
-        extra: dict[str, Any] | None = None,
-        python: str = sys.executable,
-        model_runner: str = "V1",
-        **arguments: Any,
-    ) -> None:
+        self, model: Path, url: str, role: str = "kv_both", extra: dict[str, Any] | None = None,
+        python: str = sys.executable, model_runner: str = "V1", **arguments: Any,
+    ) -> None:  # fmt: skip
         """Start one. By default it loads its first hit, as tests of what is loaded start fresh engines for single
         prompts; test_trust.py has the others.
 
@@ -300,6 +312,7 @@ class Engine:
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
+            "mamba_ssm_cache_dtype": "float32",  # else it, and with it the length of blocks, depends on the processor
             "kv_transfer_config": {
                 "kv_connector": "KVDepotConnector",
                 "kv_role": role,

@@ -72,9 +72,9 @@ class _Context(context.SpawnContext):
     Process = _Process
 
 
-def start_server() -> Callable[[], None]:
+def start_server(*unwanted: socket.socket) -> Callable[[], None]:
     """Fork a server from this process, whose children and theirs then start processes from it where they would spawn
-    them. Returns what ends it.
+    them. unwanted: what it closes. Returns what ends it.
     """
     address = f"\0kvdepot-test-preloaded-{os.getpid()}"  # not a file: none is left behind
     with socket.socket(socket.AF_UNIX) as listener:
@@ -88,6 +88,8 @@ def start_server() -> Callable[[], None]:
         pid = os.fork()
         if pid == 0:
             os.close(alive_w)
+            for each in unwanted:
+                each.close()
             forkserver.main(listener.fileno(), alive_r, [])
             os._exit(0)
     os.close(alive_r)

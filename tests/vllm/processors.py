@@ -50,10 +50,9 @@ def write_seeing_model(folder: Path) -> Path:
         f"{encoder}.embeddings.patch_embedding": (width, 3, _PATCH, _PATCH),
         f"{encoder}.embeddings.position_embedding": ((_TILE // _PATCH) ** 2, width),
         **{f"{layer}.self_attn.{part}_proj": (width, width) for part in ("q", "k", "v", "out")},
-        f"{layer}.mlp.fc1": (inner, width),
-        f"{layer}.mlp.fc2": (width, inner),
+        f"{layer}.mlp.fc1": (inner, width), f"{layer}.mlp.fc2": (width, inner),
         "model.connector.modality_projection.proj": (LLAMA["hidden_size"], width * _SCALE**2),
-    }
+    }  # fmt: skip
     norms = {f"{layer}.layer_norm1": width, f"{layer}.layer_norm2": width, f"{encoder}.post_layernorm": width}
     drawn = draw(shapes, norms, LLAMA)
     for name in (*shapes, *norms):

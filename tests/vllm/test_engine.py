@@ -15,21 +15,9 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import (
-    LLAMA,
-    WIDE,
-    WINDOWS,
-    Engine,
-    nothing_is_held,
-    output,
-    prompt,
-    run_preempted,
-    same_as_own,
-    spoil_a_part,
-    write_lora,
-    write_model,
-)
+from tests.vllm.engines import LLAMA, WIDE, WINDOWS, Engine, nothing_is_held, output, prompt, same_as_own
 from tests.vllm.test_beside import beside
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -40,7 +28,7 @@ STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_overrid
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str]]:
     """LoRA adapters that are there before the engine is."""
     folder = tmp_path_factory.mktemp("adapters")
-    return [(name, i + 1, str(write_lora(folder / name, i))) for i, name in enumerate(("red", "blue"))]
+    return [(name, i + 1, str(engines.write_lora(folder / name, i))) for i, name in enumerate(("red", "blue"))]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +122,7 @@ def test_with_chunk_size_auto_turns_of_a_chat_end_at_the_engines_boundaries(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     depot = start_depot(arena_mib=256, chunk_size="auto")
-    engine = start_engine(write_model(tmp_path / "model", config), depot.url, **options).wait_started()
+    engine = start_engine(engines.write_model(tmp_path / "model", config), depot.url, **options).wait_started()
     turns = [prompt(97, 3 * chunk + 5)]
     for turn in range(11):
         turns.append(turns[-1] + prompt(400 + turn, 40 + 13 * turn))
@@ -178,7 +166,7 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     engine = start_engine(models[kind], depot.url, **options).wait_started()
     tokens = prompt(350, 3 * chunk + 11)
     cold = engine.run(tokens)
-    spoil_a_part(depot)  # one part that is not what was stored fails the load of a model with several as a whole
+    engines.spoil_a_part(depot)  # one wrong part fails the load of a model with several as a whole
     recomputed = engine.run_fresh(tokens)
     assert depot.status()["counters"]["corrupt_chunks"] == 1
     assert engine.tell("failed_chunks") == 1
@@ -219,7 +207,7 @@ def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
     options = {**KINDS[kind].options, **options, "extra": {"kvdepot.save_decode": True}}
     engine = start_engine(models[kind], depot.url, **options).wait_started()
     prompts = [prompt(340 + i, 2 * chunk + rest + i) for i in range(4)]
-    run_preempted(engine, prompts, max_tokens=decoded)
+    engines.run_preempted(engine, prompts, max_tokens=decoded)
     for number, tokens in enumerate(prompts):
         from_depot, own = engine.run_fresh(tokens), engine.run(tokens)
         assert from_depot["cached"] == own["cached"] == len(tokens) // chunk * chunk

@@ -46,16 +46,11 @@ def test_one_group_of_which_all_is_needed_is_told_as_before_there_were_groups() 
 @pytest.mark.parametrize(
     ("window", "block", "told"),
     [
-        (1, 16, GroupSpec(1, 1)),
-        (17, 16, GroupSpec(1, 1)),
-        (18, 16, GroupSpec(1, 2)),
-        (257, 16, GroupSpec(1, 16)),
-        (258, 16, GroupSpec(2, 16)),
-        (512, 128, GroupSpec(2, 2)),
-        (1024, 16, GroupSpec(4, 16)),
+        (1, 16, GroupSpec(1, 1)), (17, 16, GroupSpec(1, 1)), (18, 16, GroupSpec(1, 2)), (257, 16, GroupSpec(1, 16)),
+        (258, 16, GroupSpec(2, 16)), (512, 128, GroupSpec(2, 2)), (1024, 16, GroupSpec(4, 16)),
         (4096, 256, GroupSpec(16, 1)),
     ],
-)
+)  # fmt: skip
 def test_a_window_reaches_back_over_the_chunks_with_tokens_that_the_next_one_sees(
     window: int, block: int, told: GroupSpec
 ) -> None:

@@ -13,11 +13,9 @@ from kvdepot.integrations.vllm.hints import Limits, read_hints
 
 
 def request(
-    params: object = None,
-    actions: list[tuple[str, dict[str, Any]]] | None = None,
-    version: str = "1",
+    params: object = None, actions: list[tuple[str, dict[str, Any]]] | None = None, version: str = "1",
     salt: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """vLLM's request `r`, with this under `kvdepot`, these actions and this cache salt."""
     given = {"kv_transfer_params": {"kvdepot": params, "do_remote_decode": False}} if params is not None else None
     hints = None
@@ -67,22 +65,16 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (7, "expected `object`, got `int`"),
-        ({"retain_s": 0}, "retain_s"),
-        ({"retain_s": "600"}, "retain_s: expected `int | null`, got `str`"),
-        ({"retain_s": 1 << 40}, "retain_s"),
-        ({"expire_s": -1}, "expire_s"),
-        ({"priority": 101, "retain_s": 1}, "priority"),
-        ({"session": ""}, "session"),
-        ({"session": "s" * 201}, "session"),
-        ({"retain_s": 1, "session": "a/expire"}, "ends with /expire"),
+        (7, "expected `object`, got `int`"), ({"retain_s": 0}, "retain_s"),
+        ({"retain_s": "600"}, "retain_s: expected `int | null`, got `str`"), ({"retain_s": 1 << 40}, "retain_s"),
+        ({"expire_s": -1}, "expire_s"), ({"priority": 101, "retain_s": 1}, "priority"), ({"session": ""}, "session"),
+        ({"session": "s" * 201}, "session"), ({"retain_s": 1, "session": "a/expire"}, "ends with /expire"),
         ({"release": True, "session": "a@0123456789abcdef"}, "requests with a cache salt"),
         ({"max_load_tokens": -1}, "max_load_tokens: expected `int` >= 0"),
-        ({"max_load_tokens": "many"}, "max_load_tokens"),
-        ({"retains": 600}, "object contains unknown field `retains`"),
+        ({"max_load_tokens": "many"}, "max_load_tokens"), ({"retains": 600}, "object contains unknown field `retains`"),
         ({"release": True, "retain_s": 600}, "either `release`"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: object, said: str) -> None:
     hints, reason = read(params)
     assert hints == ((), (), True, None)
@@ -92,12 +84,10 @@ def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: objec
 @pytest.mark.parametrize(
     ("action", "version", "said"),
     [
-        (("retain", {}), "1", "retain_s"),
-        (("pin", {"retain_s": 1}), "1", "retain_s"),
-        (("pin", {}), "2", "version '2' is not '1'"),
-        (("release", {"session": 7}), "1", "session"),
+        (("retain", {}), "1", "retain_s"), (("pin", {"retain_s": 1}), "1", "retain_s"),
+        (("pin", {}), "2", "version '2' is not '1'"), (("release", {"session": 7}), "1", "session"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_action_is_refused_with_the_reason(action: Any, version: str, said: str) -> None:
     hints, reason = read(None, [action], version=version)
     assert hints == ((), (), True, None)

@@ -141,7 +141,8 @@ def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--host", "127.0.0.1", "--served-model-name", "served", "--max-model-len", "4096", "--enforce-eager",
-        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--mamba-ssm-cache-dtype", "float32",
+        "--kv-transfer-config", json.dumps(transfer),
         "--shutdown-timeout", str(int(END_S)),  # by default it kills its processes at once
     ]  # fmt: skip
     environ = os.environ | ENVIRON | {"VLLM_SERVER_DEV_MODE": "1"}  # which lets a request reset the prefix cache

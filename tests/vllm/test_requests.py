@@ -128,12 +128,10 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(enable_sleep_mode=False, runner_type="generate"),
-        weight_transfer_config=None,
-        speculative_config=None,
-        num_prefill_lookahead_tokens=2,
+        model_config=SimpleNamespace(enable_sleep_mode=False, runner_type="generate"), weight_transfer_config=None,
+        speculative_config=None, num_prefill_lookahead_tokens=2,
         cache_config=SimpleNamespace(use_replayssm=False, use_kda_recoverssm=False),
-    )
+    )  # fmt: skip
     refuse_unserved(config, cache)
     config.weight_transfer_config = object()
     with pytest.raises(ConfigError, match="weight_transfer_config"):

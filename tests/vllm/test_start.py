@@ -96,12 +96,9 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
 
 
 def test_an_engine_runs_without_its_server_and_connects_when_it_comes(
-    home: Shared,
-    start_depot: StartDepot,
-    models: dict[str, Path],
-    start_engine: StartEngine,
+    home: Shared, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     url = home.url.replace("depot.sock", "late.sock")
     monkeypatch.setenv("KVDEPOT_URL", url)  # as for every command: so the engine starts no server
     tokens = prompt(42, 2 * 256 + 9)

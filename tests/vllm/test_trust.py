@@ -153,13 +153,9 @@ def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable
     ],
 )
 def test_an_engine_that_computes_other_kv_shares_nothing(
-    start_depot: StartDepot,
-    models: dict[str, Path],
-    start_engine: StartEngine,
-    spoil: Callable[..., None],
-    kind: str,
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, spoil: Callable[..., None], kind: str,
     change: Callable[..., None] | str,
-) -> None:
+) -> None:  # fmt: skip
     depot = start_depot(arena_mib=64)
     shared, own = prompt(1, LENGTH), prompt(2, LENGTH)
     first = start_engine(models[kind], depot.url, extra=EARNED).wait_started()

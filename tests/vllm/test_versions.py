@@ -58,12 +58,11 @@ def signature(function: ast.FunctionDef) -> dict[str, Any]:
     given = function.args
     marks = {ast.unparse(mark) for mark in function.decorator_list} & {"property", "classmethod", "staticmethod"}
     return {
-        "kind": sorted(marks),
-        "names": [each.arg for each in (*given.posonlyargs, *given.args)],
+        "kind": sorted(marks), "names": [each.arg for each in (*given.posonlyargs, *given.args)],
         "only named": [each.arg for each in given.kwonlyargs],
         "rest": [each.arg for each in (given.vararg, given.kwarg) if each],
         "defaults": [ast.unparse(each) for each in (*given.defaults, *(d for d in given.kw_defaults if d))],
-    }
+    }  # fmt: skip
 
 
 def imported() -> Iterator[tuple[str, str, str]]:

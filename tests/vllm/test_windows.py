@@ -97,12 +97,9 @@ def test_states_are_stored_at_the_ends_of_prompts_and_every_so_many_chunks(
 ) -> None:
     depot = start_depot(arena_mib=64)
     engine = start_engine(
-        models["states"],
-        depot.url,
-        extra={"kvdepot.boundary_chunks": 2},
-        prefix_cache_retention_interval=None,
+        models["states"], depot.url, extra={"kvdepot.boundary_chunks": 2}, prefix_cache_retention_interval=None,
         **STATES,
-    ).wait_started()
+    ).wait_started()  # fmt: skip
     tokens = prompt(620, 5 * STATE_CHUNK + 17)
     engine.run(tokens)
     (model,) = depot.status()["namespaces"]

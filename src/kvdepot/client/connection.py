@@ -266,7 +266,8 @@ class Connection:
         except msgspec.ValidationError as exc:
             self._refused(ProtocolError(f"the welcome from {self._url} is malformed: {exc}"))
             return
-        if self.has_met and self.requests.has_registrations:
+        recovery = self.requests.to_recover()
+        if self.has_met and recovery:
             log.info("reconnected to %s; registering again", self._url)
         server = self._handshake.finish()
         self.incarnation = server.incarnation
@@ -278,7 +279,7 @@ class Connection:
         copies = [n for n in self._unanswered if isinstance(pending[n].request, COPY) and n not in held]
         self._servers.succeed(server, copies)
         self._go(Change.WELCOME, self._patience_s)
-        for request in self.requests.to_recover():
+        for request in recovery:
             if not self._ask_own(request):
                 self.lose(self._cut_off())
                 return

@@ -49,10 +49,6 @@ class Requests:
         self.parked: set[int] = set()
         self._registrations: dict[int, _Registration] = {}  # by instance
 
-    @property
-    def has_registrations(self) -> bool:
-        return bool(self._registrations)
-
     def note(self, request: wire.Request) -> None:
         """Record how a request that is about to be made changes registrations, and requests under way."""
         match request:

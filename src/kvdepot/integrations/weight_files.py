@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 SETTLED_S = 2.0
-"""Weights that changed less than this before an engine was started count as changed while it loaded them."""
+"""Weights that changed less than this before an engine began to load count as changed while it loaded them: the clocks
+of file systems lag behind ours."""
 _MAX_FILES = 20_000
 _MAX_LINKS = 40
 """Linux's limit: beyond it, a path counts as a loop."""

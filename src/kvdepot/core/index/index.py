@@ -299,6 +299,10 @@ class Index:
             return
         self.held -= chunk.holds
         chunk.holds = 0
+        leased = chunk.parent if chunk.leases else None
+        while leased is not None:  # a lease of a chunk behind the gap keeps none of those before it
+            leased.leases -= chunk.leases
+            leased = leased.parent if leased.position else None
         before = self._unlink(chunk, _FAILED, 0)
         if before is not None:
             self.remove(before, _DROPPED)

@@ -91,7 +91,9 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
         if not group.reach:
             end = _chain(group, hashes[: end * HASH_BYTES]).matched
     bounded = [(group, group.reach) for group in groups if group.reach]
-    end = deepest_boundary(bounded, end, lambda group, i: _can_be_found(_part(group, hashes, i)))
+    end = deepest_boundary(
+        bounded, end, lambda group, i: (part := _part(group, hashes, i)) is not None and is_there(part)
+    )
     found: list[Chunk] = []
     parts = 0
     for group in groups:
@@ -117,10 +119,6 @@ def last_chained(pin: Pin) -> Chunk | None:
 
 def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:
     return namespace.chunks.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
-
-
-def _can_be_found(chunk: Chunk | None) -> bool:
-    return chunk is not None and is_there(chunk)
 
 
 def _chain(namespace: Namespace, hashes: bytes) -> Pin:

@@ -124,17 +124,16 @@ def _describe(model: torch.nn.Module) -> str:
     ]
     peft = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
     facts = [type(model).__qualname__, model.config.to_dict(), kernels, adapters, peft, casts]
-    return json.dumps(_without_places(facts), sort_keys=True, default=_as_json)
+    return json.dumps(
+        _without_places(facts), sort_keys=True,
+        default=lambda each: sorted(map(str, each)) if isinstance(each, set | frozenset) else str(each),
+    )  # fmt: skip
 
 
 def _without_places(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _without_places(each) for key, each in value.items() if key not in _ELSEWHERE}
     return [_without_places(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _as_json(value: object) -> object:
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _values(value: object, name: re.Pattern[str]) -> Iterator[object]:

@@ -35,7 +35,7 @@ from kvdepot.integrations.vllm.versions import (
     lookahead_tokens,
     notifies_of_sleep,
 )
-from kvdepot.integrations.weight_files import ALL_KINDS, Kind, find_weights, kinds_read
+from kvdepot.integrations.weight_files import ALL_KINDS, SETTLED_S, Kind, find_weights, kinds_read
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
@@ -180,9 +180,6 @@ _TOWERS = {"ultravox": ("audio_model_id", "text_model_id")}
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
 """Methods without KV of their own (medusa and mlp_speculator exist before vLLM 0.33); and those whose KV at a position
 depends on the tokens up to it, or as many after it as vLLM's `num_prefill_lookahead_tokens` says."""
-_SETTLED_S = 2.0
-"""Files that changed less than this before the engine began to load count as changed during the load: the clocks of
-file systems lag behind ours."""
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -307,7 +304,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)
-        if found.changed_at > since - _SETTLED_S:
+        if found.changed_at > since - SETTLED_S:
             log.warning(
                 "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. "
                 "Restart the engine to share it",

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import zmq
 from vllm.logger import init_logger
 
+from kvdepot.client.calls import OwnClient
 from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.errors import ArenaError, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.settings import PASSING, REQUIRED_S, ServerPlace
@@ -56,8 +56,7 @@ class ServerLink:
         """
         self._half = half
         self._place = place
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._client: Client | None = None
+        self._client: OwnClient | None = None
         self._make: Callable[[Client], object] | None = None
         self._made: object = None  # by the thread, which does not touch it any more
         self._is_connected = False
@@ -75,9 +74,8 @@ class ServerLink:
     def __repr__(self) -> str:
         return f"<ServerLink to {self._place.url}, {self._half!r}>"
 
-    def _open(self) -> Client:
-        place = self._place
-        return Client(place.url, self._context, key=place.key, engine=place.engine[: wire.MAX_CLIENT_NAME])
+    def _open(self) -> OwnClient:
+        return OwnClient(self._place.url, self._place.key, self._place.engine)
 
     # -- on the engine's thread
 
@@ -143,7 +141,6 @@ class ServerLink:
             self._half.shutdown()
         if self._client is not None:
             self._client.close()
-        self._context.term()
         self._place.close()
 
     # -- on the thread
