@@ -13,6 +13,13 @@ if importlib.util.find_spec("transformers") is None and not os.environ.get("CI")
     collect_ignore_glob = ["test_*.py"]  # vLLM brings it
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _multiply_fast() -> None:
+    from tests import bfloat16
+
+    bfloat16.multiply_in_32_bits()
+
+
 @pytest.fixture(scope="module")
 def depot() -> Iterator[Depot]:
     """One server for a module's tests, whose clients choose their chunks."""

@@ -285,6 +285,9 @@ def import_vllm() -> None:
 
         backends["cpu"] = backends["nvidia"]  # vLLM looks whether there is one, and the interpreter for none
     gc.disable()  # nearly all that is made here stays
+    from tests import bfloat16
+
+    bfloat16.multiply_in_32_bits()
     points = importlib.metadata.entry_points()  # which engines would read from hundreds of files, several times each
     importlib.metadata.entry_points = points.select
     import vllm
