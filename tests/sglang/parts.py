@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import sys
 import threading
-import types
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -21,21 +19,8 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed (docs/sglang.md)", allow_module_level=True)
 
 import torch
-import transformers  # noqa: F401 - looks for torchvision before it is stubbed
 
-
-class _Stub(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-if importlib.util.find_spec("torchvision") is None:
-    for _name in ("", ".io", ".transforms", ".transforms.functional"):
-        sys.modules[f"torchvision{_name}"] = _Stub(f"torchvision{_name}")
+from tests.sglang import stubs  # noqa: F401 - before SGLang is imported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
