@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_573,
-    "test lines": 50_523,
+    "source lines": 42_566,
+    "test lines": 50_781,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
-    "Any": 98,
+    "Any": 97,
     "docstrings that are fragments": 7,
     "classes that share a name": 30,
     "test names above 80 characters": 0,

@@ -82,7 +82,7 @@ def test_an_engine_loads_what_another_computed_until_its_weights_change(
 ) -> None:
     model, other = _save(tmp_path / "model", 0), _save(tmp_path / "other", 1)
     settled_at = time.time() + SETTLED_S + 0.5
-    eventually(lambda: time.time() > settled_at)  # engines that start sooner may have read other files, and share nothing
+    eventually(lambda: time.time() > settled_at)  # engines that start sooner may have read other files
     depot = start_depot(chunk_size="auto")
     settings = json.dumps(extra(depot.url, prefetch_threshold=16, hicache_storage_pass_prefix_keys=True))
     alone, first = _Engine(model), _Engine(model, settings)
