@@ -40,6 +40,10 @@ STATES_OF_EXPERTS = engines.STATES | {"mlp_only_layers": []}
 """Rounding depends on the batch, and decides between experts."""
 FP8, RANKS = {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}
 OPTIONS: dict[str, dict[str, Any]] = {"states": STATES, "gqa": RANKS, "fp8": FP8}
+CAN_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+KINDS = ["gqa", "windows", "states", "mla", pytest.param("fp8", marks=pytest.mark.skipif(not CAN_FP8, reason=(
+    "vLLM keeps KV in 8 bits only on x86 processors with AVX-512 or AMX"
+)))]  # fmt: skip
 
 
 def forget_all(depot: Depot) -> None:
@@ -57,7 +61,7 @@ def compared(depot: Depot) -> tuple[int, int]:
     return counters["compared_chunks"], counters["differing_chunks"]
 
 
-@pytest.mark.parametrize("kind", ["gqa", "windows", "states", "mla", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_first_hit_is_computed_and_later_ones_are_loaded(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, kind: str
 ) -> None:
