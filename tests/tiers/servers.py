@@ -13,7 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -171,12 +171,17 @@ def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
     return None if size < 0 else bytes(area[:size])
 
 
-def works(call: Callable[[], object]) -> bool:
-    """Whether a call of a tier gives something true, and no error."""
-    try:
-        return bool(call())
-    except TierError:
-        return False
+def answered(call: Callable[[], Any]) -> Any:
+    """What a call of a tier returns as soon as its store, which may be busy, answers."""
+    answers: list[Any] = []
+
+    def is_there() -> bool:
+        with contextlib.suppress(TierError):
+            answers.append(call())
+        return bool(answers)
+
+    eventually(is_there)
+    return answers[0]
 
 
 def assert_all_fail(tier: Tier, says: str) -> None:
@@ -226,6 +231,6 @@ class StoreFaults:
         with own.stopped():
             assert_all_fail(tier, self.hung)
         # The server may have received the removal, and be busy with more that it was asked while it hung.
-        eventually(lambda: works(lambda: tier.usage() and get(tier, 1, len(data)) in (data, None)))
-        eventually(lambda: works(lambda: put(tier, 2, data) and get(tier, 2, len(data)) == data))
+        assert answered(tier.usage) and answered(lambda: get(tier, 1, len(data))) in (data, None)
+        assert answered(lambda: put(tier, 2, data)) and answered(lambda: get(tier, 2, len(data))) == data
         tier.close()

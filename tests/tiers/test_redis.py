@@ -15,7 +15,7 @@ from kvdepot.errors import TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
 from tests.conftest import ends, eventually
-from tests.tiers.servers import RedisServer, Server, StoreFaults, get, need, put, redis_cluster, works
+from tests.tiers.servers import RedisServer, Server, StoreFaults, answered, get, need, put, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
@@ -276,7 +276,7 @@ def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: 
     server.start()
     with pytest.raises(TierError, match=r"(?i)loading"):
         tier.usage()
-    eventually(lambda: works(tier.usage))
+    answered(tier.usage)
     assert get(tier, 99) == bytes(1000)
 
 
@@ -337,7 +337,7 @@ def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[Redi
             with ends(), pytest.raises(TierError):
                 call()
     eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster))
-    assert eventually(lambda: works(tier.usage))
+    assert answered(tier.usage)
     assert tier.find(names) == [True] * 30
 
 
