@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_566,
-    "test lines": 50_794,
+    "source lines": 42_033,
+    "test lines": 50_266,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,

@@ -6,7 +6,7 @@ import pytest
 
 from kvdepot.core.tiering.tier import facts_of
 from kvdepot.protocol import wire
-from kvdepot.protocol.model_names import key_of_model, name_model
+from kvdepot.protocol.model_names import name_model
 from tests.core.desk import Desk, layout, lookup, prompt, retrieve, store
 from tests.core.groups import BLOCKS as PER_CHUNK
 
@@ -65,15 +65,4 @@ def test_a_question_gives_a_model_no_name() -> None:
     desk.ask(b"one", wire.Count(SECOND))
     desk.ask(b"one", wire.Forget("x" * (wire.MAX_REQUEST_ID + 1) + SECOND))
     desk.ask(b"one", _register(FIRST))
-    assert [each.model for each in desk.depot.status().namespaces] == [FIRST]
-
-
-def test_a_key_stands_for_the_name_that_an_engines_other_process_gives() -> None:
-    desk, chain, key = Desk(), prompt("p", 3), key_of_model(FIRST)
-    desk.hello(b"one"), desk.hello(b"two")
-    assert desk.ask(b"one", lookup(chain, "early", model=key)) == 0
-    desk.ask(b"two", _register(FIRST))
-    desk.ask(b"two", store(chain, model=FIRST))
-    desk.settle()
-    assert desk.ask(b"one", lookup(chain, "late", model=key)) == 3
     assert [each.model for each in desk.depot.status().namespaces] == [FIRST]

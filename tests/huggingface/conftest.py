@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 
@@ -19,14 +18,6 @@ def _multiply_fast() -> None:
     from tests import bfloat16
 
     bfloat16.multiply_in_32_bits()
-
-
-@pytest.fixture(autouse=True)
-def _log_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's part of the package, which another test may have used in this process, shows each line again."""
-    ours = logging.getLogger("kvdepot")
-    for name, value in {"handlers": [], "parent": logging.getLogger(), "propagate": True}.items():
-        monkeypatch.setattr(ours, name, value)
 
 
 @pytest.fixture(scope="module")

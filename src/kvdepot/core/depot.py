@@ -43,7 +43,6 @@ from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.layout import Layout
-from kvdepot.protocol.model_names import is_key
 from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
@@ -141,8 +140,7 @@ class Depot:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
             models = [part.model for part in getattr(request, "shards", ())] or [getattr(request, "model", "")]
-            # Else it is the server's own name already; a key has none until an engine has given the model one.
-            if any(model and (model != client.model or is_key(model)) for model in models):
+            if any(model and model != client.model for model in models):  # else it is the server's own name already
                 request = self._naming.rename(request, client.tenant)
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:

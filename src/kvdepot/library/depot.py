@@ -100,8 +100,3 @@ class Depot:
         ends. Safe twice."""
         if self._link.close() and self._server is not None:
             self._server.close()
-
-
-def open_namespace(depot: Depot, facts: ModelFacts) -> Namespace:
-    """The namespace of facts that have a chunk size. Does not block."""
-    return Namespace(depot._link, facts)

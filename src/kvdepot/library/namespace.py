@@ -102,10 +102,6 @@ class ModelFacts:
         size = shape.size if isinstance(shape, State) else shape.values * self.chunk_tokens * ITEM_BYTES[self.dtype]
         return copied_by_client(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}", wire.MAX_CHUNKS)
 
-    def moves(self, arrays: list[Plain], shape: Shape, first_token: int) -> Moves:
-        """The copies of chunks of a shape to or from arrays that begin with this token."""
-        return _TokenMoves(arrays, shape, self.chunk_tokens, first_token)
-
     def spec(self) -> ShardSpec:
         """The namespace as the server knows it."""
         groups = tuple(GroupSpec(shape.reach(self.chunk_tokens), 1) for shape in self.shapes)
@@ -311,7 +307,7 @@ class Namespace:
         reach = self.facts.shapes[group].reach(self.chunk_tokens)
         return max(0, count - reach) if reach else 0
 
-    def _source(self, group: int, kv: Kv, tokens: int, count: int) -> tuple[int, Moves]:
+    def _source(self, group: int, kv: Kv, tokens: int, count: int) -> tuple[int, _Moves]:
         """The first chunk that an argument of `put` has, and how chunks are copied from it. Raises BadRequest."""
         shape, size = self.facts.shapes[group], self.chunk_tokens
         if isinstance(shape, State):
@@ -323,7 +319,7 @@ class Namespace:
         needed = tokens - first * size
         if not needed <= held <= tokens:
             raise BadRequest(f"KV of {held} tokens for {tokens} tokens, of which the last {needed} are needed")
-        return first, self.facts.moves(arrays, shape, tokens - held)
+        return first, _TokenMoves(arrays, shape, size, tokens - held)
 
     def _empty(self, group: int, count: int) -> tuple[Plain, int]:
         """Arrays for what a shape needs of `count` chunks, and the number of their first token."""
@@ -333,12 +329,12 @@ class Namespace:
         held = (count - first) * self.chunk_tokens
         return np.empty(shape.sized(held), f"u{ITEM_BYTES[self.facts.dtype]}"), first * self.chunk_tokens
 
-    def _target(self, group: int, kv: Kv, first_token: int) -> Moves:
+    def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
         """Views for copying chunks into arrays that begin with this token."""
         shape = self.facts.shapes[group]
         if isinstance(shape, State):
             return _StateMoves(kv, shape.size)
-        return self.facts.moves(layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])[0], shape, first_token)
+        return _TokenMoves(layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])[0], shape, self.chunk_tokens, first_token)
 
     # -- the server
 
@@ -378,7 +374,7 @@ class Namespace:
 
     def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> list[wire.Shards]:
         """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
-        blocks = pack_block_ids(range((end - first) * self._spec.blocks_of(group)))
+        blocks = pack_block_ids(range(end - first))
         parent, hashes = chain.parent(first), chain.slice(first, end)
         return self._spec.shards([Transfer(request, parent, first, hashes, blocks, group=group)])
 
@@ -413,7 +409,7 @@ class Namespace:
 
         return self._call(load)
 
-    def _move(self, client: Client, message: wire.Store | wire.Retrieve, first: int, moves: Moves) -> object:
+    def _move(self, client: Client, message: wire.Store | wire.Retrieve, first: int, moves: _Moves) -> object:
         """The answer to a store or retrieve, whose chunks are copied here; False if its server was replaced.
 
         first: number of its first chunk.
@@ -488,7 +484,7 @@ def _copy_all(copy: Callable[[wire.Place], None], places: Sequence[wire.Place], 
         raise errors[0]
 
 
-def _copy(arena: Bytes, place: wire.Place, *, moves: Moves, first: int, is_store: bool) -> None:
+def _copy(arena: Bytes, place: wire.Place, *, moves: _Moves, first: int, is_store: bool) -> None:
     """Copy one chunk to or from its place in the arena. first: number of the first chunk that was asked for."""
     parts = views(arena, place.extents, 0, moves.size)
     chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -499,7 +495,7 @@ def _copy(arena: Bytes, place: wire.Place, *, moves: Moves, first: int, is_store
             part[:], chunk = chunk[: len(part)], chunk[len(part) :]
 
 
-class Moves(Protocol):
+class _Moves(Protocol):
     """The caller's arrays, and the bytes of chunks that belong to them. size: bytes of a chunk."""
 
     size: int

@@ -1,6 +1,5 @@
 """Names of models that engines describe themselves: `NAME@kv-DIGEST`. The digest identifies the model: NAME is for
-people, and engines may give different ones, or leave it to another process to name the model. Any other name identifies
-its model as a whole."""
+people, and engines may give different ones. Any other name identifies its model as a whole."""
 
 from __future__ import annotations
 
@@ -17,8 +16,3 @@ def key_of_model(model: str) -> str:
     """The part of a name that identifies the model."""
     _, mark, digest = model.rpartition(_MARK)
     return mark + digest if mark and len(digest) == _DIGITS else model
-
-
-def is_key(model: str) -> bool:
-    """Whether this is the part that identifies a model, without a name."""
-    return model.startswith(_MARK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
 from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
-from kvdepot.integrations.huggingface.sharing import SharedPrefixes
 
 if TYPE_CHECKING:
     from kvdepot.library.depot import Depot
@@ -74,22 +73,18 @@ class PrefixCache:
     """The prefixes of a model in a depot.
 
     depot: from `kvdepot.connect`. model: of transformers, in evaluation mode. chunk_tokens: as of `Depot.namespace`.
-    share_as: the name under which engines of the same weights share their chunks (`kvdepot.share_as`); empty: none.
     Reads a part of all weights and computes a few tokens. Raises ConfigError for a model that is not served, and says
     why; BadRequest for an argument that is wrong.
     """
 
-    def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0, share_as: str = "") -> None:
+    def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0) -> None:
         refuse_unserved(model)
         self._depot = depot
         self._model = model
         self._asked_tokens = chunk_tokens
         self._media = media_tokens(model)
         self._opened: dict[bytes, _Opened] = {}
-        self._shared: tuple[str, SharedPrefixes] | None = None  # by the version of the model for which the user vouches
-        opened = self._open()
-        if share_as:
-            self._shared = opened.revision, SharedPrefixes(depot, share_as, model, opened.layout)
+        self._open()
         self._check_continuation()
 
     def __repr__(self) -> str:
@@ -111,7 +106,7 @@ class PrefixCache:
         past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
         """
         prompts = self._prompts(input_ids, attention_mask)
-        opened = self._open(prompts)
+        opened = self._open()
         layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
         if len(prompts.pads) > 1 and not layout.is_plain:
             prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
@@ -134,7 +129,7 @@ class PrefixCache:
         states have passed, the end of the last whole chunk.
         """
         prompts = self._prompts(input_ids, None)
-        opened = self._open(prompts)
+        opened = self._open()
         revision = getattr(past, "kvdepot_revision", opened.revision)
         if revision != opened.revision:
             raise BadRequest("the cache is of another model, or the weights were changed since: compute it again")
@@ -150,7 +145,7 @@ class PrefixCache:
         to use, such as a StaticCache. Raises BadRequest, also for arguments that are not served.
         """
         prompts = self._prompts(input_ids, attention_mask)
-        opened = self._open(prompts)
+        opened = self._open()
         given, copies = arguments.pop("past_key_values", None), self._copies(arguments)
         is_single = given is None and copies == 1 and prompts.pads == [0]
         caches = []
@@ -170,7 +165,7 @@ class PrefixCache:
             row[:pad] = 0
         arguments |= {"input_ids": prompts.ids.to(device), "attention_mask": mask.to(device), "past_key_values": past}
         answer = self._model.generate(**arguments, cache_implementation=None)
-        if is_single and not opened.layout.states and self._open() == opened:
+        if is_single and not opened.layout.states and self._open() is opened:
             sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
             with contextlib.suppress(BadRequest):  # a way of decoding that took tokens back
                 opened.layout.check(past, 1)
@@ -179,9 +174,8 @@ class PrefixCache:
 
     # -- the depot
 
-    def _open(self, prompts: _Prompts | None = None) -> _Opened:
-        """The namespace of the model as it is now. prompts: of which others may have stored chunks that prove to be
-        those of this model. Raises BadRequest if it is in training, ConfigError as the class."""
+    def _open(self) -> _Opened:
+        """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
         training = [module for module in self._model.modules() if module.training]
         if any(any(module.children()) or "dropout" in type(module).__name__.lower() for module in training):
             raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
@@ -206,10 +200,6 @@ class PrefixCache:
                 chunk_tokens=self._asked_tokens,
             )
             found = self._opened[mark] = _Opened(layout, namespace, revision)
-        if self._shared is not None and self._shared[0] == found.revision:
-            rows, layout = [tokens for tokens, _ in prompts or ()], found.layout
-            shared = self._shared[1].namespace(rows, lambda ids: layout.read(self._probe(ids)[1], 0)[0].pairs)
-            found = replace(found, namespace=shared or found.namespace)
         self._namespace = found.namespace
         return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
 from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import SchedulerClient
@@ -24,12 +23,10 @@ from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
-from kvdepot.integrations.vllm.sharing import describe_blocks, shared_namespace
 from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
-from kvdepot.protocol.model_names import key_of_model
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +46,7 @@ class EngineProcess:
         refuse_unserved(vllm_config, kv_cache_config)
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self.rank = rank or 0
-        if settings.share_as:
-            self.model = shared_namespace(vllm_config, kv_cache_config, settings.share_as)
-            self._wire_model = key_of_model(self.model)  # the worker knows the rest of the name: `share_kv`
-        else:
-            self.model = self._wire_model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
+        self.model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
         self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
         # A user may give several starts of an engine one id.
         self.writer = f"{name_start(vllm_config)} {self.engine_id}"[: wire.MAX_CLIENT_NAME]
@@ -71,12 +64,7 @@ class EngineProcess:
 
     def share_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
-        layouts = share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
-        if not self._settings.share_as:
-            return layouts
-        blocks = describe_blocks(self._vllm_config, kv_caches, layouts[0])
-        self._wire_model = blocks.name(self.model)
-        return [replace(layouts[0], fingerprint=blocks.fingerprint)]
+        return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
 
     def connect_scheduler(self, client: Client) -> ConnectedParts:
         """The values that the scheduler's half needs. Raises KVDepotError."""
@@ -117,7 +105,7 @@ class EngineProcess:
         replicas = tensor_replicas(self._kv_cache_config)
         ranks, rank = self._ranks // replicas, self.rank // replicas
         least = self._least_tokens(ranks) if client.has_free_chunks else client.chunk_size
-        spec = ShardSpec.fit_blocks(self._wire_model, ranks, rank, least, self._alignment)
+        spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
             "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",

@@ -34,7 +34,6 @@ from kvdepot.errors import (
     UnknownInstance,
     VersionMismatch,
 )
-from kvdepot.integrations.shared_layout import check_name
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
 
@@ -67,7 +66,6 @@ class ConnectorSettings:
     - events_topic: the name under which routers know this engine (events.py); empty: none
     - trust: earned (other engines' chunks are loaded once some were compared with what this one computes, trust.py) or
       given
-    - share_as: the name under which other front ends share this engine's chunks (sharing.py); empty: none
     """
 
     url: str = ""
@@ -79,7 +77,6 @@ class ConnectorSettings:
     weights_run: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
-    share_as: str = ""
     trust: str = "earned"
 
     @property
@@ -114,8 +111,6 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
     settings = ConnectorSettings(**given)
     if len(settings.events_topic.encode()) > MAX_TOPIC:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
-    if settings.share_as:
-        check_name(settings.share_as)
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
     for name, words in (("start", _STARTS), ("save_decode", _SAVES), ("trust", _TRUSTS)):
