@@ -167,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
     ] = 64
     gpu_dma_from_kib: Annotated[
-        int, _copies("KiB per copy from which on copy engines are used; 0: for all", ge=0, le=1 << 20)
+        int, _copies("size of a copy from which on copy engines are used, in KiB; 0: always", "SIZE", ge=0, le=1 << 20)
     ] = 28
     gpu_idle_s: Annotated[
         float, _copies("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
