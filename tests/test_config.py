@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdepot import config
-from kvdepot.config import ONLY_IN_FILE, REMOVED, Config, home_url, load, stray_variables
+from kvdepot.config import ONLY_IN_FILE, Config, home_url, load
 from kvdepot.errors import ConfigError
-from kvdepot.eviction import POLICIES
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.format import tenant_prefix
@@ -122,12 +121,6 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_source(name: str, value: 
     assert str(caught.value).startswith(told)
 
 
-@pytest.mark.parametrize("name", [name for name in ("adaptive", "s3fifo") if name not in POLICIES])
-def test_a_removed_policy_is_refused_with_the_one_to_use(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--policy: {name} was removed: use {Config().policy}$"):
-        load(flags={"policy": name}, environ={})
-
-
 def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: Path) -> None:
     file = write(tmp_path, 'chunk-size = 256\npolicies = "lru"\ncolour = "red"')
     with pytest.raises(ConfigError) as caught:
@@ -185,14 +178,6 @@ def test_settings_are_shown_without_their_passwords() -> None:
     shown = ["redis://***@h:1/0", *harmless]
     assert config.masked(loaded)["tiers"] == shown
     assert repr(shown) in repr(loaded)
-
-
-def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(tmp_path: Path) -> None:
-    (tmp_path / "depot.toml").write_text('fleet = ["http://h:7077"]\n')
-    with pytest.raises(ConfigError, match=r"depot\.toml: fleet was removed: .*Grafana"):
-        load(str(tmp_path / "depot.toml"), environ={})
-    advice = f"it was removed: {REMOVED['fleet']}"
-    assert ("KVDEPOT_FLEET", advice) in stray_variables({"KVDEPOT_FLEET": "http://h:7077"})
 
 
 def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> None:

@@ -76,12 +76,6 @@ def default_key() -> str:
 
 TableT = TypeVar("TableT", bound=msgspec.Struct)
 
-REMOVED = {
-    "fleet": "watch several depots with the Grafana dashboard (docs/metrics.md)",
-    "kv_events_topics": "KV events always go under the topics that engines name (kvdepot.events_topic)",
-}
-"""Settings of the release before this one, and what to do instead."""
-_REMOVED_POLICIES = ("adaptive", "s3fifo")
 ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
 
@@ -173,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
     ] = 64
     gpu_dma_from_kib: Annotated[
-        int, _copies("KiB per copy from which on copy engines are used; 0: for all", ge=0, le=1 << 20)
+        int, _copies("size of a copy from which on copy engines are used, in KiB; 0: always", "SIZE", ge=0, le=1 << 20)
     ] = 28
     gpu_idle_s: Annotated[
         float, _copies("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
@@ -392,8 +386,6 @@ def load_with_sources(
         name, said = explain(exc, merged)
         if name == "chunk_size" and "out of range" not in said:
             said = f"{merged[name]!r} is neither auto nor a number of tokens"
-        if name == "policy" and merged[name] in _REMOVED_POLICIES:
-            said = f"{merged[name]} was removed: use {Config().policy}"
         if file is not None and source.get(name) == file:
             name = f"{file}: {name}"  # the name of a flag or variable identifies the setting already
         raise ConfigError(f"{source.get(name, name)}: {said}" if name else said) from exc
@@ -422,9 +414,6 @@ def _tables(section: str, tables: object, kind: type[TableT], where: str) -> dic
 def _refuse_unknown(source: Mapping[str, str]) -> None:
     """Raise ConfigError with all unknown settings of the first source that has any."""
     unknown = [name for name in source if name not in Config.__struct_fields__]
-    for name in unknown:
-        if name in REMOVED:
-            raise ConfigError(f"{source[name]}: {name} was removed: {REMOVED[name]}")
     if unknown:
         meant = {name: suggestion(name, Config.__struct_fields__) for name in unknown}
         names = [f"{name} (did you mean {close}?)" if close else name for name, close in meant.items()]
@@ -447,9 +436,7 @@ def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     found = []
     for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in known):
         meant, advice = suggestion(name[len(_PREFIX) :], bare), "`kvdepot config` lists all settings"
-        if removed := REMOVED.get(name[len(_PREFIX) :].lower()):
-            advice = f"it was removed: {removed}"
-        elif meant:
+        if meant:
             advice = f"did you mean {_PREFIX}{meant}?"
         if not _LINK.fullmatch(name):
             found.append((name, advice))

@@ -1,4 +1,4 @@
-"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names; numbers with nouns."""
+"""Sizes and numbers as text, and parsing of settings, with error messages for wrong values and mistyped names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+_SHOWN_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -22,12 +23,26 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def size(count_bytes: float) -> str:
+    """A number of bytes with three digits and a unit: 1.5 GiB."""
+    unit = 0
+    while count_bytes >= 1000 and unit < len(_SHOWN_UNITS) - 1:
+        count_bytes /= 1024
+        unit += 1
+    shown = f"{count_bytes:,.0f}" if not unit or count_bytes >= 100 else f"{count_bytes:.3g}"
+    return f"{shown} {_SHOWN_UNITS[unit]}"
+
+
 def parse_size(text: str) -> float:
-    """Bytes of `64GiB`, `1.5 MiB`, `500GB` (powers of 1000) or a plain number of bytes. Raises ValueError."""
+    """The bytes of a size with a unit: `64GiB`, `1.5 MiB`, `500GB` (a power of 1000), `4096B`. Only 0 needs none.
+    Raises ValueError."""
     found = _SIZE.fullmatch(text)
     if found is None or found[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size")
-    return float(found[1]) * _UNITS[found[2].upper()]
+        raise ValueError(f"{text!r} is not a size: write 64GiB or 500GB, say")
+    count = float(found[1])
+    if count and not found[2]:
+        raise ValueError(f"{text!r} has no unit: write {found[1]}GiB or {found[1]}MiB, say")
+    return count * _UNITS[found[2].upper()]
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -41,7 +56,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def is_size(name: str) -> bool:
     """Whether a setting of this name is a size; its name ends with the unit of a plain number."""
-    return name.endswith(("_gib", "_mib"))
+    return name.endswith(("_gib", "_mib", "_kib"))
 
 
 def in_units(given: Mapping[str, object]) -> dict[str, object]:
@@ -60,7 +75,7 @@ def _in_unit(name: str, value: object) -> object:
 
 
 def _unit(name: str) -> str:
-    return "GiB" if name.endswith("_gib") else "MiB"
+    return {"_gib": "GiB", "_mib": "MiB"}.get(name[-4:], "KiB")
 
 
 def suggestion(name: str, known: Collection[str]) -> str:

@@ -9,7 +9,7 @@ from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota, shown_tag
 from tests.cli.command import run
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import StartDepot
+from tests.conftest import Depot, StartDepot
 
 MIB = 1 << 20
 
@@ -53,3 +53,23 @@ def test_a_cap_that_may_evict_is_set_only_after_asking(start_depot: StartDepot) 
 )
 def test_only_a_lower_limit_removes_chunks(now: Quota, new: Quota, losses: list[str]) -> None:
     assert _losses("X", now, new) == losses
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--cap", "5"], "'5' has no unit: write 5GiB or 5MiB, say"),
+        (["--disk-floor", "1e9"], "'1e9' is not a size"),
+        (["--cap", "1MiB", "--weight", "0"], "weight 0 is not between"),
+        (["--cap", "1MiB", "--floor", "2MiB"], "the cap of 1048576 bytes is below the floor of 2097152 bytes"),
+        (["--cap", "99999999TiB"], "floor and cap must be 0 bytes or more"),
+        (["--cap", "9GiB", "--floor", "8GiB"], "all floors together are 8589934592 bytes, more than the arena's"),
+        (["--cap", "1MiB", "--ttl-s", "9999999999"], "ttl_s 9999999999 is out of range"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_a_quota_that_cannot_be_is_refused_before_any_question(depot: Depot, words: list[str], fault: str) -> None:
+    tried = run("quota", "--salt", "ten", *words, "--url", depot.url)
+    assert tried.returncode in (1, 2)
+    assert fault in tried.stderr and "--yes" not in tried.stderr

@@ -13,8 +13,7 @@ import click
 import pytest
 
 from kvdepot import cli
-from kvdepot.cli.root import REMOVED, root
-from kvdepot.config import REMOVED as REMOVED_SETTINGS
+from kvdepot.cli.root import root
 from kvdepot.processes import module_command
 from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
@@ -46,35 +45,6 @@ def test_every_command_has_help_and_the_first_help_has_the_exit_codes(capsys: py
         told = capsys.readouterr().out
         assert f"Usage: kvdepot {name} " in told
         assert [line for line in told.splitlines() if len(line) > 80] == []
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_command_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([name, "--some", "option"]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"kvdepot: `kvdepot {name}` was removed: use {REMOVED[name]} (see `kvdepot --help`)\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        (
-            ["top", "--json"],
-            "--json was removed: use `kvdepot status --watch --json`, which prints one line per update",
-        ),
-        (["doctor", "--fix"], "use `kvdepot check --remove-left`, which removes KV that ended engines have left"),
-        (["serve", "--fleet", "http://a:1", "http://b:1"], f"--fleet was removed: {REMOVED_SETTINGS['fleet']}"),
-        (["config", "--kv-events-topics", "engines"], f"topics was removed: {REMOVED_SETTINGS['kv_events_topics']}"),
-    ],
-    ids=lambda words: " ".join(words[:2]) if isinstance(words, list) else "",
-)
-def test_a_removed_option_says_what_to_do_instead(
-    words: list[str], instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words) == 2
-    assert f"{instead} (see `kvdepot {words[0]} --help`)\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
         ],
         capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
-    assert said.stdout.startswith("ArenaError an arena of 0.06 GiB cannot be mapped"), said.stderr
+    assert said.stdout.startswith("ArenaError an arena of 64 MiB cannot be mapped"), said.stderr
     assert not (SHM / name).exists()
 
 

@@ -126,7 +126,6 @@ def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
     [
         ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
         ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
-        ({"kvdepot.layout": "blocks"}, "kvdepot.layout was removed: set vLLM's variable VLLM_KV_CACHE_LAYOUT"),
         ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not of type bool"),
         ({"kvdepot.boundary_chunks": True}, "kvdepot.boundary_chunks is True, not of type int"),
         ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),

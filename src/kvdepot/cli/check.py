@@ -17,7 +17,7 @@ import numpy as np
 
 from kvdepot import locks
 from kvdepot.cli import options
-from kvdepot.cli.output import progress, show, size
+from kvdepot.cli.output import progress, show
 from kvdepot.config import load
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
@@ -28,7 +28,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena_header import HEADER_BYTES, ArenaHeader
 from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 
 _PROGRESS_CHUNKS = 64
 """Chunks between two updates of the progress."""
@@ -77,7 +77,7 @@ class Report:
     def lines(self) -> list[str]:
         state = "in use by a server" if self.in_use else "not in use"
         return [
-            f"{self.path}: {self.size_bytes / 2**20:.1f} MiB, {state}",
+            f"{self.path}: {size(self.size_bytes)}, {state}",
             f"{plural(self.chunks, 'chunk')} in {plural(self.namespaces, 'namespace')}: "
             f"{plural(self.shards, 'shard')}, {size(self.used_bytes)}",
             f"{self.summed_shards} shards have a checksum and were read",

@@ -11,14 +11,14 @@ import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
-from kvdepot.cli.output import Progress, agreed, clean, count, progress, show, size
+from kvdepot.cli.output import Progress, agreed, clean, count, progress, show
 from kvdepot.client import admin
 from kvdepot.client.admin import Preview
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import LeaseTerms, PromptChunks
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.protocol.leases import KINDS, MOST_LISTED, MOST_PRIORITY, NORMAL
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 
 _REMOVES = "this removes {} from memory and from all tiers, shared ones too"
 """The effect of commands that remove chunks, for `str.format`."""

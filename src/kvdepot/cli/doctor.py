@@ -24,7 +24,7 @@ from kvdepot import __version__, install
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
 from kvdepot.cli.inspection import reason
-from kvdepot.cli.output import clean, print_json, progress, size
+from kvdepot.cli.output import clean, print_json, progress
 from kvdepot.cli.status import ask_health
 from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
@@ -36,7 +36,7 @@ from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.status import Status
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 
 VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
 """As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""

@@ -16,14 +16,14 @@ import click
 from kvdepot.cli import options
 from kvdepot.cli.chunks import open_prompt
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import clean, count, duration, ranges, show, size
+from kvdepot.cli.output import clean, count, duration, ranges, show
 from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
 from kvdepot.protocol.trails import ENDS, Trail, TrailLookup
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing

@@ -33,11 +33,11 @@ class Seconds(click.FloatRange):
 
 
 def size(text: str) -> int:
-    """The type of an option for a number of bytes, with or without a unit."""
+    """The type of an option for a number of bytes, with a unit."""
     try:
         return round(parse_size(text))
     except (ValueError, OverflowError) as exc:
-        raise click.BadParameter(f"{text!r} is not a size: write 64GiB, 500GB or 131072, say") from exc
+        raise click.BadParameter(str(exc)) from exc
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from kvdepot.errors import ConfigError
 
 _RUNS = 6
 """Runs of numbers that `ranges` shows."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what happens, how much is done, and of how much; 0 = unknown."""
@@ -81,16 +80,6 @@ def agreed(consent: Consent, what: str, question: str, preview: Callable[[], Seq
 def clean(text: str) -> str:
     """Replace all unprintable characters, which could move a terminal's cursor or change its colours."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
-def size(count_bytes: float) -> str:
-    """Format bytes: 1.5 GiB."""
-    unit = 0
-    while count_bytes >= 1000 and unit < len(_UNITS) - 1:
-        count_bytes /= 1024
-        unit += 1
-    shown = f"{count_bytes:,.0f}" if not unit or count_bytes >= 100 else f"{count_bytes:.3g}"
-    return f"{shown} {_UNITS[unit]}"
 
 
 def count(number: float) -> str:

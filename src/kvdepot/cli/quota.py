@@ -9,10 +9,12 @@ import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import agreed, clean, duration, show, size
+from kvdepot.cli.output import agreed, clean, duration, show
 from kvdepot.client import admin
+from kvdepot.errors import ConfigError
 from kvdepot.protocol.keys import salt_tag
-from kvdepot.protocol.quotas import Quota, name_of, shown_tag
+from kvdepot.protocol.quotas import Quota, fault_of, name_of, shown_tag
+from kvdepot.values import size
 
 _size = partial(click.option, metavar="SIZE", type=options.size)
 """An option for a number of bytes, which goes by the name of its field in Quota."""
@@ -21,7 +23,7 @@ _size = partial(click.option, metavar="SIZE", type=options.size)
 @click.command()
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--salt", default="", metavar="TEXT", help="not the tenant, but its requests with this cache_salt")
-@_size("--floor", "floor_bytes", help="memory guaranteed to it, e.g. 4GiB")
+@_size("--floor", "floor_bytes", help="memory guaranteed to it, such as 4GiB")
 @_size("--cap", "cap_bytes", help="most memory it can use; 0: no cap")
 @_size("--disk-floor", "disk_floor_bytes", help="the same as --floor, in each tier disk://")
 @_size("--disk-cap", "disk_cap_bytes", help="the same as --cap, in each tier disk://")
@@ -50,9 +52,14 @@ def quota(
         raise click.UsageError("--remove ends the quota: give no other option with it")
     asked, name = (tenant, shown_tag(salt_tag(salt))), clean(name_of(tenant, salt_tag(salt)))
     with connect(server) as client:
-        rows = {(each.tenant, each.salt): each for each in admin.status(client).tenants}
+        status = admin.status(client)
+        rows = {(each.tenant, each.salt): each for each in status.tenants}
         now = rows[asked].quota if asked in rows else Quota()
         new = None if remove else msgspec.structs.replace(now, **changes)
+        if new is not None and changes:
+            others = [(each.tenant, each.quota) for who, each in rows.items() if who not in (asked, ("", ""))]
+            if fault := fault_of([(name, new), *others], status.capacity_bytes):
+                raise ConfigError(fault)
         if changes or remove:
             whole = rows[tenant, ""].quota if salt and (tenant, "") in rows else Quota()
             losses = _losses(name, now, new) if new is not None else _losses(name, Quota(), whole)

@@ -39,31 +39,6 @@ _FAMILIES = {
 }
 """Commands with their modules and descriptions, in the order of the help. A module is imported when it is used."""
 _COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}
-REMOVED = {
-    "bench": "`make bench` in a checkout, or `python bench/load.py --url URL` for a running server",
-    "calibrate": "`kvdepot status --json`, which has the copy paths of each GPU, and `make bench-gpu` in a checkout",
-    "completion": 'eval "$(_KVDEPOT_COMPLETE=bash_source kvdepot)", or zsh_source, fish_source',
-    "demo": "`kvdepot certify MODEL`, or `make demo` in a checkout",
-    "leases": "`kvdepot lease` without arguments, which lists them",
-    "logs": "`kvdepot status`, which prints the path of the log",
-    "ls": "`kvdepot status`, which lists models; `kvdepot inspect` for one prompt",
-    "open": "`kvdepot status --http`, which prints the URL of the web page with the token",
-    "pin": "`kvdepot lease NAME` without --seconds",
-    "simulate": "`python bench/replay.py TRACE` in a checkout",
-    "size": "the engine's log, which has the KV bytes of a token on each rank once it is connected",
-    "token": "`kvdepot status --http`, which prints the URL of the web page with the token",
-    "unpin": "`kvdepot release NAME --keep`",
-}
-"""Commands of the release before this one, and what to use instead. The next release forgets them."""
-_REMOVED_OPTIONS = {
-    **dict.fromkeys(("top --json", "top -j"), "use `kvdepot status --watch --json`, which prints one line per update"),
-    **dict.fromkeys(("inspect --long", "inspect -l"), "use --json, which has each chunk with its whole hash"),
-    "doctor --fix": "use `kvdepot check --remove-left`, which removes KV that ended engines have left",
-    "check --fix": "start a server with this arena, which drops damaged records",
-    **dict.fromkeys(("check --yes", "check -y"), "leave it out: --remove-left does not ask"),
-    "status --http-token-file": "set KVDEPOT_HTTP_TOKEN_FILE",
-}
-"""Options of the release before this one, by command, and what to do instead; config.REMOVED has settings."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -84,7 +59,7 @@ options; zsh_source and fish_source are for those shells.
 
 
 class Root(click.Group):
-    """A group that imports commands lazily, and suggests a name for a mistyped or removed one."""
+    """A group that imports commands lazily, and suggests a name for a mistyped one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -104,8 +79,6 @@ class Root(click.Group):
                 click.echo(ctx.get_help())
                 ctx.exit()
         name = args[0]
-        if name in REMOVED:
-            ctx.fail(f"`kvdepot {name}` was removed: use {REMOVED[name]}")
         if name not in _COMMANDS and not name.startswith("-"):
             from difflib import get_close_matches
 
@@ -146,13 +119,6 @@ def run(words: Sequence[str]) -> int:
         return 2
     except click.UsageError as exc:
         context, said = exc.ctx or _context(words), exc.format_message()
-        if isinstance(exc, click.NoSuchOption):
-            from kvdepot.config import REMOVED as REMOVED_SETTINGS
-
-            name = exc.option_name
-            setting = name.lstrip("-").replace("-", "_")
-            if instead := _REMOVED_OPTIONS.get(f"{context.info_name} {name}") or REMOVED_SETTINGS.get(setting):
-                said = f"{name} was removed: {instead}"
         return _failed(f"{' '.join(said.split()).rstrip('.')} (see `{context.command_path} --help`)", 2)
     except ConfigError as exc:
         return _failed(exc, 2)

@@ -19,7 +19,7 @@ import click
 
 from kvdepot import logs
 from kvdepot.cli import options
-from kvdepot.cli.output import clean, print_json, show, size
+from kvdepot.cli.output import clean, print_json, show
 from kvdepot.config import Config, in_text, load, load_with_sources, masked, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.memory.room import allocated, limits
@@ -27,6 +27,7 @@ from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import generate
 from kvdepot.protocol.endpoints import holder, lock_file
+from kvdepot.values import size
 
 if TYPE_CHECKING:
     from kvdepot.server.loop import Server
@@ -90,8 +91,8 @@ def check_limits(arena_bytes: int) -> None:
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY and space < arena_bytes + _OWN_BYTES:
         raise ConfigError(
-            f"{space >> 20} MiB of address space are allowed, and a server with an arena of {arena_bytes >> 20} MiB "
-            f"needs {(arena_bytes + _OWN_BYTES) >> 20} MiB: raise `ulimit -v` or lower --arena-gib"
+            f"{size(space)} of address space are allowed, and a server with an arena of {size(arena_bytes)} "
+            f"needs {size(arena_bytes + _OWN_BYTES)}: raise `ulimit -v` or lower --arena-gib"
         )
 
 

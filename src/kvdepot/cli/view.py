@@ -15,7 +15,7 @@ from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.cli.output import clean, count, duration, share
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import LeaseStatus
@@ -31,7 +31,7 @@ from kvdepot.protocol.status import (
     TokenCounts,
     Usage,
 )
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""

@@ -24,6 +24,7 @@ from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFS
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
+from kvdepot.values import size
 
 log = logging.getLogger(__name__)
 sparing_log = Sparing(log)
@@ -114,8 +115,8 @@ class Arena:
             if not self.taken_over:
                 self.path.unlink(missing_ok=True)
             raise ArenaError(
-                f"an arena of {self.size / 2**30:.2f} GiB does not fit in {shm.SHM}, which has "
-                f"{room / 2**30:.2f} GiB free; lower --arena-gib or enlarge {shm.SHM}"
+                f"an arena of {size(self.size)} does not fit in {shm.SHM}, which has "
+                f"{size(room)} free; lower --arena-gib or enlarge {shm.SHM}"
             )
         if found is None:
             os.ftruncate(self._fd, 0)  # a server died before it had written the header: trust none of the contents
@@ -140,7 +141,7 @@ class Arena:
             if not self.taken_over:
                 self.path.unlink(missing_ok=True)  # just created, and ours: we hold its lock
             raise ArenaError(
-                f"an arena of {self.size / 2**30:.2f} GiB cannot be mapped: {exc.strerror}; lower --arena-gib or raise "
+                f"an arena of {size(self.size)} cannot be mapped: {exc.strerror}; lower --arena-gib or raise "
                 "`ulimit -v`"
             ) from exc
 

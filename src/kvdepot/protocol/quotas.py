@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvdepot.values import size
+
 MOST_QUOTAS = 64
 """Tenants and salts with a quota. An eviction compares all of them, and the status lists all of them."""
 MOST_WEIGHT = 1e6
@@ -33,12 +35,12 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
     @property
     def words(self) -> str:
         ttl = f", expires after {self.ttl_s} s" if self.ttl_s else ""
-        cap = f"{self.cap_bytes} bytes" if self.cap_bytes else "none"
+        cap = size(self.cap_bytes) if self.cap_bytes else "none"
         disk = ""
         if self.is_on_disk:
-            most = f"{self.disk_cap_bytes} bytes" if self.disk_cap_bytes else "none"
-            disk = f"; on disk: floor {self.disk_floor_bytes} bytes, cap {most}"
-        return f"floor {self.floor_bytes} bytes, cap {cap}, weight {self.weight:g}{ttl}{disk}"
+            most = size(self.disk_cap_bytes) if self.disk_cap_bytes else "none"
+            disk = f"; on disk: floor {size(self.disk_floor_bytes)}, cap {most}"
+        return f"floor {size(self.floor_bytes)}, cap {cap}, weight {self.weight:g}{ttl}{disk}"
 
     @property
     def is_on_disk(self) -> bool:

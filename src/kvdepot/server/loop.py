@@ -44,7 +44,7 @@ from kvdepot.protocol.endpoints import Claim, note_serving
 from kvdepot.protocol.listener import Listener
 from kvdepot.protocol.quotas import name_of
 from kvdepot.tiers.worker import TierOutcome, TierWorker, start_workers
-from kvdepot.values import plural
+from kvdepot.values import plural, size
 from kvdepot.web.child import Child, beside
 
 log = logging.getLogger(__name__)
@@ -198,9 +198,9 @@ class Server:
         self.depot.max_clients, self.depot.registrations.max_files = self._listener.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
-            "serving at %s: chunk size %s, arena %s of %.2f GiB, %d copy threads",
+            "serving at %s: chunk size %s, arena %s of %s, %d copy threads",
             self._config.url, "auto" if self._config.has_free_chunks else self._config.chunk_tokens, self.arena.path,
-            self.arena.size / 2**30, self._config.copy_threads,
+            size(self.arena.size), self._config.copy_threads,
         )  # fmt: skip
         self._facts.settings = reported(self._config)
         note_serving(self._config.url)

@@ -32,6 +32,7 @@ from kvdepot.integrations.vllm.versions import alloc_conf, installed_release
 from kvdepot.memory.room import free_shm
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol.layout import Layout, build_layout
+from kvdepot.values import size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,13 +51,13 @@ def check_room(kv_cache_config: KVCacheConfig) -> None:
     """Raise ArenaError if /dev/shm has no room for this rank's KV, before it is allocated there; only on CPUs."""
     if not current_platform.is_cpu():
         return
-    size = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    needed = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
     try:
         free = free_shm()
     except OSError as exc:
         raise ArenaError(f"{SHM} cannot be used: {exc.strerror}") from exc
-    if size > free:
-        raise ArenaError(f"its KV takes {size / 2**30:.2f} GiB, and {SHM} has {free / 2**30:.2f} GiB free")
+    if needed > free:
+        raise ArenaError(f"its KV takes {size(needed)}, and {SHM} has {size(free)} free")
 
 
 def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:

@@ -45,11 +45,6 @@ _EMBEDDED = "embedded"
 _STARTS = ("auto", "never")
 _SAVES = ("auto", "on", "off")
 _TRUSTS = ("earned", "given")
-_REMOVED = {
-    "layout": "set vLLM's variable VLLM_KV_CACHE_LAYOUT (docs/gpus.md)",
-    "max_hint_s": "set max_hint_s of the server",
-}
-"""Settings of earlier versions, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,6 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         prefix, dot, name = key.partition(".")
         if dot and prefix.lower() != "kvdepot":
             continue
-        if prefix + dot == _PREFIX and name in _REMOVED:
-            raise ConfigError(f"{key} was removed: {_REMOVED[name]}")
         if prefix + dot != _PREFIX or name not in known:
             raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
         if name == "save_decode" and isinstance(value, bool):
