@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -44,6 +45,14 @@ MUTANTS = {
     "tells of more than there is": "def usage(self): u = super().usage(); return type(u)(u.objects + 1, u.bytes)",
     "fails when it is closed twice": "def close(self): self.closed = 1 // (1 - getattr(self, 'closed', 0))",
     "keeps nothing": "def close(self): self.forget('', '')",
+    "keeps what was removed": "def remove(self, names): self.old = {n: self.objects.get(n, b'?') for n in names}; "
+    "super().remove(names)\n    def close(self): self.objects.update(getattr(self, 'old', {}))",
+    "keeps what was replaced": "def write(self, blobs): self.old = dict(self.objects); return super().write(blobs)\n"
+    "    def close(self): self.objects.update({n: self.old[n] for n in self.objects if n in self.old})",
+    "writes over the beginning": "def _write(self, name, data, born=0): return super()._write(name, data + "
+    "self.objects.get(name, b'')[len(data) :])",
+    "counts what was replaced": "def usage(self): u = super().usage(); self.top = max(u.bytes, "
+    "getattr(self, 'top', 0)); return type(u)(u.objects, self.top)",
     "fills what has no room": "def read(self, blobs): return [min(s, b.size) for s, b in "
     "zip(super().read(blobs), blobs)]",
     "looks at memory it gave back": "def write(self, blobs): self.late = [*getattr(self, 'late', []), *blobs]; "
@@ -60,14 +69,11 @@ MUTANTS = {
 HEAD = """
 import time
 
-import hypothesis
 import pytest
 from kvdepot.testing.tiers import TierConformance
 from tests.tiers.faulty import MemoryTier
 
 noticed = set()
-hypothesis.settings.register_profile("notice", phases=[hypothesis.Phase.generate])  # and not shrink what is noticed
-hypothesis.settings.load_profile("notice")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
@@ -88,7 +94,6 @@ class Tier{number}(MemoryTier):
 class Test{number}(TierConformance):
     slack_bytes = 0
     shared = True
-    examples = 5
     stores = {{}}
 
     def open_tier(self, place):
@@ -100,13 +105,14 @@ class Test{number}(TierConformance):
 
 
 def test_the_suite_notices_every_tier_that_has_one_thing_wrong(tmp_path: Path) -> None:
+    """Without drawn examples: what it notices is no matter of luck."""
     module = tmp_path / "test_mutants.py"
     bodies = [MUTANT.format(number=n, change=change) for n, change in enumerate(MUTANTS.values())]
     module.write_text("\n".join([HEAD, *bodies]))
     ended = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-s", "-p", "test_mutants", "-p", "no:cacheprovider", "--tb=native",
-            "--rootdir", str(tmp_path), str(module),
+            "--rootdir", str(tmp_path), "-k", "not test_any_life", str(module),
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": os.pathsep.join(
             [str(tmp_path), *sys.path])},
@@ -115,3 +121,16 @@ def test_the_suite_notices_every_tier_that_has_one_thing_wrong(tmp_path: Path) -
     missed = [name for number, name in enumerate(MUTANTS) if number not in noticed]
     assert not missed, ended.stdout + ended.stderr
     assert "noticed Test0 " in ended.stdout and ended.returncode == 1
+
+
+def test_drawn_examples_notice_a_tier_that_is_wrong_in_all_of_them(tmp_path: Path) -> None:
+    class Promising(MemoryTier):
+        def find(self, names: Sequence[str]) -> list[bool]:
+            return [True] * len(names)
+
+    class Suite(TierConformance[Path]):
+        def open_tier(self, place: Path) -> Tier:
+            return Promising()
+
+    with pytest.raises(AssertionError):
+        Suite().test_any_life_is_that_of_a_dict(tmp_path, memoryview(b""))

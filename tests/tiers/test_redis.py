@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from kvdepot.errors import TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
 from tests.conftest import ends, eventually
+from tests.ports import free_port
 from tests.tiers.servers import RedisServer, Server, StoreFaults, answered, get, need, put, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
@@ -22,8 +26,9 @@ need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 from redis.exceptions import RedisError, ResponseError  # noqa: E402
 
 from kvdepot.tiers.redis import RedisTier  # noqa: E402
-from kvdepot.tiers.redis.exchange import checked, expect, sendable  # noqa: E402
+from kvdepot.tiers.redis.exchange import PART_BYTES, checked, expect, sendable  # noqa: E402
 
+COMMANDS = ("ping", "watch", "strlen", "getrange", "set", "exists", "unlink", "scan", "multi", "exec")
 PASSWORD = "wirklich/geheim@:#1"
 QUOTED = "wirklich%2Fgeheim%40%3A%231"
 
@@ -129,7 +134,7 @@ def test_a_password_may_come_from_a_file_and_is_never_shown(
 
 
 def test_a_user_needs_the_commands_that_are_documented_and_no_others(server: RedisServer, open_tier: OpenTier) -> None:
-    commands = [f"+{c}" for c in ("ping", "strlen", "getrange", "set", "exists", "unlink", "scan", "multi", "exec")]
+    commands = [f"+{c}" for c in COMMANDS]
     rights = ["~mine/*", "-@all", "+info", *commands]
     server.cli("-a", PASSWORD, "acl", "setuser", "kv", "on", ">pw", "resetkeys", *rights)
     tier = open_tier(f"redis://kv:pw@127.0.0.1:{server.port}?prefix=mine/")
@@ -236,6 +241,67 @@ def test_a_full_server_refuses_writes_and_is_read_from(start: Start, open_tier: 
     assert eventually(lambda: put(tier, 1, data))
 
 
+@pytest.mark.parametrize("size", [1000, (1 << 20) + 1, 5 << 20])
+def test_a_server_beyond_its_limit_is_read_from(start: Start, open_tier: OpenTier, size: int) -> None:
+    server = start()  # noeviction is its default
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    data = content(1, size)
+    assert put(tier, 1, data)
+    server.cli("config", "set", "maxmemory", "1000")
+    assert not put(tier, 2, b"two")
+    assert get(tier, 1, size) == data and get(tier, 2) is None and tier.find([name_of(1)]) == [True]
+    assert tier.usage().capacity_bytes == 1000
+    tier.remove([name_of(1)])
+    assert get(tier, 1, size) is None
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again(start: Start, open_tier: OpenTier) -> None:
+    server = start()
+    size = (2 << 20) + 5
+    old, new = content(1, size), content(2, size)
+    direct = open_tier(f"redis://127.0.0.1:{server.port}")
+    between = Between(server.port, lambda: put(direct, 1, new))
+    tier = open_tier(f"redis://127.0.0.1:{between.port}")
+    assert put(direct, 1, old)
+    assert get(tier, 1, size) == new
+    assert between.acted
+
+
+class Between:
+    """A proxy of one connection to a server, which runs `act` once: within the first read of several parts, when the
+    server has answered all but the last of them."""
+
+    def __init__(self, port: int, act: Callable[[], object]) -> None:
+        self._server = socket.create_connection(("127.0.0.1", port))
+        self._act = act
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.acted = False
+        self._passed_bytes = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        threading.Thread(target=self._pass_back, args=(client,), daemon=True).start()
+        while asked := client.recv(1 << 16):
+            first, last, rest = asked.rpartition(b"*4\r\n$8\r\nGETRANGE")
+            if last and not self.acted:
+                self._server.sendall(first)
+                eventually(lambda: self._passed_bytes > 2 * PART_BYTES)
+                self._act()
+                self.acted = True
+                asked = last + rest
+            self._server.sendall(asked)
+        for each in (client, self._server, self._listener):
+            each.close()
+
+    def _pass_back(self, client: socket.socket) -> None:
+        with suppress(OSError):
+            while said := self._server.recv(1 << 16):
+                client.sendall(said)
+                self._passed_bytes += len(said)
+
+
 def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
     start: Start, open_tier: OpenTier, tmp_path: Path
 ) -> None:
@@ -292,6 +358,29 @@ def test_a_cluster_spreads_objects_over_all_its_nodes(cluster: list[RedisServer]
     assert sum(grown) == 60 and all(count > 5 for count in grown)
     assert tier.find(names) == [True] * 60
     assert tier.forget("", "") == 60
+
+
+def test_a_node_of_a_cluster_that_is_used_alone_is_an_error_that_says_so(
+    cluster: list[RedisServer], open_tier: OpenTier
+) -> None:
+    tier = open_tier(f"redis://127.0.0.1:{cluster[1].port}?prefix={prefix()}")
+    names = [name_of(n) for n in range(60)]
+    blobs = [Blob(name, [memoryview(bytearray(1))]) for name in names]
+    for call in (lambda: tier.find(names), lambda: tier.read(blobs), lambda: tier.write(blobs), tier.usage):
+        with pytest.raises(TierError, match=r"node of a cluster .* write redis\+cluster://"):
+            call()
+
+
+def test_a_node_that_was_given_no_slots_is_an_error_that_says_so(start: Start, open_tier: OpenTier) -> None:
+    port = str(free_port())
+    flags = ["--cluster-enabled", "yes", "--cluster-port", port, "--cluster-config-file", f"{port}.conf"]
+    node = start(*flags)
+    with pytest.raises(TierError, match="node of a cluster"):
+        open_tier(f"redis://127.0.0.1:{node.port}").usage()
+    node.cli("cluster", "addslotsrange", "0", "16383")
+    tier = open_tier(f"redis://127.0.0.1:{node.port}")
+    assert answered(lambda: put(tier, 1, b"one"))  # it has all of them
+    assert get(tier, 1) == b"one" and tier.usage().objects is None
 
 
 def empty_slot(cluster: list[RedisServer]) -> tuple[str, str]:

@@ -98,15 +98,21 @@ def test_a_probe_tells_a_stranger_no_path(start_depot: StartDepot) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9000", "[::1]:7077", "127.9.9.9"]
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9000", "[::1]", "[::1]:7077", "127.9.9.9", "[0::1]:"]
 )
 def test_on_loopback_the_names_of_this_host_are_answered(web: Web, host: str) -> None:
     assert web.get("/v1/status", headers={"Host": host}).status == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0"]
-)
+    "host",
+    [
+        "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0",
+        "[::1].evil.example", "[::1]x", "[::1]:80.evil.example", "[::1]:80@evil.example", "[::1", "::1", "[::1]]",
+        "localhost:80@evil.example", "localhost:80.evil.example", "localhost:x", "localhost:80:80", "me@localhost",
+        "localhost, localhost", "[localhost]", "[127.0.0.1]", "[[::1]]", "localhost/", "localhost#:80",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/status", "/healthz"])
 def test_a_name_that_was_made_to_point_to_this_host_is_refused(web: Web, host: str, path: str) -> None:
     refused = web.get(path, headers={"Host": host})
@@ -152,6 +158,17 @@ def test_headers_of_more_than_16_kib_are_refused_even_if_they_come_at_once(web: 
     answer = web.get("/healthz", headers={"X": "x" * size})
     assert answer.status == status
     assert status == 200 or answer.value["code"] == "too_large"
+
+
+@pytest.mark.parametrize("line", ["GET /healthz?SIZE", "GET /SIZE/../healthz", "HEAD /healthz?a=SIZE", "SIZE /healthz"])
+@pytest.mark.parametrize("size", [10_000, 70_000, 1_000_000])
+def test_a_request_line_that_is_too_large_is_refused(web: Web, line: str, size: int) -> None:
+    """At once or in pieces, as it happens to come; the answer arrives even if the rest is still being sent."""
+    rest = b"HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    said = raw(web, f"{line.replace('SIZE', 'x' * size)} ".encode() + rest)
+    assert said.startswith((b"HTTP/1.1 414 ", b"HTTP/1.1 431 "))
+    assert b'"code":"too_large"' in said or line.startswith("HEAD")
+    assert b"too_large" not in raw(web, f"{line.replace('SIZE', 'x' * 8000)} ".encode() + rest)
 
 
 LINES = (

@@ -11,12 +11,22 @@ from pathlib import Path, PurePath
 
 MOST_PORT = 65535
 MOST_PATH = 107
+_AUTHORITY = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<name>[^\s:@/?#\[\]]+))(?::(?P<port>[0-9]*))?"
+)
 _PORT = re.compile(r"0*[1-9][0-9]{0,4}")
 
 
 def socket_path(url: str) -> Path | None:
     """The file of a unix socket; None for TCP and for abstract sockets (`ipc://@NAME`), which have none."""
     return Path(url[len("ipc://") :]) if url.startswith("ipc://") and not url.startswith("ipc://@") else None
+
+
+def split_authority(text: str) -> tuple[str, str] | None:
+    """Host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`, all of it; the port may be empty. None: it is no such
+    text. The host is without brackets."""
+    found = _AUTHORITY.fullmatch(text)
+    return (found["ipv6"] or found["name"], found["port"] or "") if found else None
 
 
 def fault_of_endpoint(url: str, most_port: int = MOST_PORT) -> str:

@@ -26,6 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.addresses import split_authority
 from kvdepot.values import parse_toml
 
 CLIENTS = "clients.toml"
@@ -97,11 +98,11 @@ def is_loopback(url: str) -> bool:
     """Whether only processes of this host can reach an endpoint."""
     if not url.startswith("tcp://"):
         return True
-    host = url[len("tcp://") :].rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
+    authority = split_authority(url[len("tcp://") :])
+    if authority is None or authority[0] == "localhost":
+        return authority is not None
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(authority[0]).is_loopback
     except ValueError:
         return False  # a host name, an interface, or all interfaces
 

@@ -402,7 +402,37 @@ class TierConformance(Generic[Place]):
         together(*(partial(write, thread) for thread in range(4)))
         assert min(stored) > 20
 
-    # -- any sequence of calls, compared with a dict
+    # -- sequences of calls, compared with a dict: a fixed one, which meets each rule, and drawn ones
+
+    def test_a_life_with_everything_in_it_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
+        life = _Life(self, place, memory)
+        first, *others = _LIFE_NAMES
+        sizes = [1, 8, 1000, 4096, 5000, 100_000] * 5
+        everything = {name: (n, sizes[n], 3 * n) for n, name in enumerate(_LIFE_NAMES)}
+        steps: list[Callable[[], object]] = [
+            partial(life.read, names=[first, others[0]], piece=0, less=0),
+            partial(life.write, objects=everything),
+            partial(life.read, names=_LIFE_NAMES, piece=5, less=0),
+            partial(life.read, names=_LIFE_NAMES, piece=0, less=1),
+            partial(life.write, objects={name: (n + 20, sizes[n + 2], 1) for n, name in enumerate(_LIFE_NAMES)}),
+            partial(life.remove, names=[first, others[5]]),
+            partial(life.remove, names=[first, others[4]]),
+            partial(life.read, names=[*others[:6], first], piece=1, less=0),
+            partial(life.write, objects={first: (40, 5000, 16), others[8]: (41, 8, 0)}),
+            partial(life.forget, like=first, salt=32, space=32),
+            partial(life.forget, like=first, salt=32, space=31),
+            partial(life.write, objects={others[0]: (42, 1000, 7)}),
+            partial(life.remove, names=_LIFE_NAMES),
+            partial(life.write, objects={first: (43, 1000, 0)}),
+        ]
+        life.everything_is_found_and_nothing_else()
+        for step in steps:
+            step()
+            life.everything_is_found_and_nothing_else()
+            if self.keeps:
+                life.reopen()
+                life.everything_is_found_and_nothing_else()
+        life.teardown()
 
     def test_any_life_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
         settings = hypothesis.settings(

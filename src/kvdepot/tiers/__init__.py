@@ -212,7 +212,7 @@ class TierConfig(msgspec.Struct, frozen=True):
     own: dict[str, str]
     """Options of this kind of tier alone."""
     secrets: tuple[str, ...] = ()
-    """Text that no message may contain."""
+    """Credentials, which a library may quote."""
     rules: Rules = Rules()
     """The rules that a local tier follows from the start."""
 
@@ -230,7 +230,7 @@ class TierConfig(msgspec.Struct, frozen=True):
         return self.kind == "disk"
 
     def redact(self, exc: BaseException) -> str:
-        """An error's message without this tier's secrets."""
+        """The message of a library's error without this tier's secrets."""
         return redact(str(exc), self.secrets)
 
     def open(self) -> Tier:
@@ -239,7 +239,7 @@ class TierConfig(msgspec.Struct, frozen=True):
             rules = (self.rules,) if self.is_local else ()
             tier: Tier = self.module().open(self.url, dict(self.own), self.options.threads, *rules)
         except KVDepotError as exc:
-            raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
+            raise type(exc)(str(exc)) from None  # a cause may quote the URL
         return tier
 
     def module(self) -> ModuleType:

@@ -1,6 +1,9 @@
-"""Tier URLs for people: credentials and other secrets are replaced by `***`. All text about a tier goes through
-`shown`, for a URL of the settings, however malformed, or `redact`, for messages. Invariant: whatever may be part of a
-password is treated as one."""
+"""Tier URLs for people: credentials and other secrets are replaced by `***`.
+
+Our own messages have no secret to remove: each URL in them is made by `shown`, however malformed it is. `redact` is for
+the text of libraries and servers, once, where it enters a message: replacing a short password in a whole message would
+garble the URL in it, and show the password by the gap. Invariant: whatever may be part of a password is treated as one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z_]{1,32}")
 _WORD = re.compile(r"[\w./+\-]*")
 _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}://[^\s\"'<>()]+")
 _LONG = 4
-"""A secret of this length is replaced anywhere; a shorter one only as a whole word, or it would garble the message."""
+"""A secret of this length is replaced anywhere; a shorter one only as a whole word, or it would garble the text."""
 
 
 def credentials_of(url: str) -> tuple[str, str, str]:
@@ -48,14 +51,13 @@ def credentials_of(url: str) -> tuple[str, str, str]:
 
 
 def secrets_of(url: str) -> list[str]:
-    """Text that no message about this tier may contain: its passwords, those of URLs in its options, and the values of
-    options that no tier has."""
+    """The credentials in this URL and in those of its options: text that a library or a server may quote. Options that
+    no tier has are no part of it: nobody is given their values."""
     place, _, query = url.partition("?")
     if place.partition("://")[0] in _PATHS:
         place = ""
-    options = [option.partition("=") for option in query.split("&")]
-    found = [value for name, _, value in options if name not in HARMLESS_OPTIONS]
-    for part in (place, *(unquote(value) for _, _, value in options)):
+    found = []
+    for part in (place, *(unquote(option.partition("=")[2]) for option in query.split("&"))):
         credentials = part.partition("://")[2].rpartition("@")[0] if "://" in part else part.rpartition("@")[0]
         user, colon, password = credentials.partition(":")
         found += [password if colon else user, credentials]
@@ -74,7 +76,7 @@ def has_place(url: str) -> bool:
 
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
-    """A message without these secrets, in any quoting, and without those of URLs in it."""
+    """Text of a library or a server without these secrets, in any quoting, and without those of URLs in it."""
     plains = {plain for secret in secrets for plain in (secret, unquote(secret))}
     forms = {form for p in plains for form in (p, quote(p), quote(p, safe=""), repr(p)[1:-1])}
     for form in sorted(forms, key=len, reverse=True):

@@ -321,7 +321,7 @@ class TierWorker:
         """The error to answer, without secrets. Logs an error that is not of this package. (A panic of a library's Rust
         code is a BaseException.)"""
         if isinstance(exc, KVDepotError):
-            return type(exc)(self._config.redact(exc))
+            return type(exc)(str(exc))
         # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
         calls = traceback.extract_tb(exc.__traceback__)
         where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)

@@ -26,8 +26,10 @@ Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MOST_BODY = 8 << 20
-_MOST_HEADERS = 16 << 10
-"""Most bytes of a request's headers. uvicorn's limit of this size holds only for a head that arrives in pieces."""
+MOST_HEADERS = 16 << 10
+"""Most bytes of a request's headers. server.py's limit of this size holds only for a head that arrives in pieces."""
+_MOST_LINE = 8 << 10
+"""Most bytes of a request's method and target."""
 _DISCARDED = 32 << 20
 """Most bytes of a body that are discarded after the answer; the connection ends at once if more are announced."""
 _PROBES = ("/healthz", "/readyz")
@@ -82,8 +84,10 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raises Refused."""
-        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > _MOST_HEADERS:
-            raise Refused(431, "too_large", f"the request's headers are larger than {_MOST_HEADERS >> 10} KiB")
+        if sum(map(len, (scope["method"], scope["raw_path"], scope["query_string"]))) > _MOST_LINE:
+            raise Refused(414, "too_large", f"the request line is larger than {_MOST_LINE >> 10} KiB")
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MOST_HEADERS:
+            raise Refused(431, "too_large", f"the request's headers are larger than {MOST_HEADERS >> 10} KiB")
         host = _header(scope, b"host")
         if self._is_local and not _is_this_host(host):
             raise Refused(403, "forbidden", "the Host header names another host; use localhost or a loopback address")
@@ -146,6 +150,4 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 def _is_this_host(host: str | None) -> bool:
     """Whether a Host header names this host, with any port, because a tunnel may use another one."""
-    host = host or ""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return is_loopback(f"tcp://{name.lower()}:")
+    return host is not None and is_loopback(f"tcp://{host.lower()}")

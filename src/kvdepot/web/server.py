@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import h11
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvdepot.web.guard import App
+from kvdepot.errors import BadRequest
+from kvdepot.web.guard import HEADERS, MOST_HEADERS, App, Problem
 
 MOST_CONNECTIONS = 128
 _CHECK_S = 1.0
@@ -32,18 +35,39 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         self._state: Any = None  # at the last check
         self._since = self.loop.time()
+        self._is_refused = False
         others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
         if len(others) >= MOST_CONNECTIONS:
             min(others, key=lambda each: each._since).transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse data that is not HTTP. If a request's head was already read, uvicorn would send two responses."""
-        if self.conn.our_state is h11.IDLE:
-            super().send_400_response(msg)
-        else:
+        """Refuse data that is not HTTP, or a head that is too large; h11's error is being handled. If a request's head
+        was already read, uvicorn would send two responses."""
+        if self.conn.our_state is not h11.IDLE:
             if self.cycle is not None:
                 self.cycle.disconnected = True
             self.transport.abort()
+            return
+        status: int = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        problem = Problem(BadRequest.code, msg)
+        if status == 431:
+            problem = Problem("too_large", f"the request's line and headers are larger than {MOST_HEADERS >> 10} KiB")
+        body = msgspec.json.encode(problem)
+        head = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=status, headers=[*head, *HEADERS]), h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._is_refused = True
+        self.transport.write_eof()
+
+    def data_received(self, data: bytes) -> None:
+        """Discard what follows a refused head until the client closes the connection, or `check` ends it: if we closed
+        it with unread data, the client would see that instead of the answer."""
+        if not self._is_refused:
+            super().data_received(data)
 
     def check(self, now: float) -> None:
         """Abort the connection if it has been in its state for too long. now: by the loop's clock."""
@@ -86,7 +110,7 @@ class HttpServer(uvicorn.Server):
                 backlog=MOST_CONNECTIONS,
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=1,
-                h11_max_incomplete_event_size=16 << 10,
+                h11_max_incomplete_event_size=MOST_HEADERS,
             )
         )
         self._on_check = on_check

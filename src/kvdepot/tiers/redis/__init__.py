@@ -6,13 +6,14 @@
 redis-py connects, authenticates, pools connections and knows a cluster's slots (servers.py). The commands that carry
 KV are packed and their replies read here, on its connections (exchange.py), for two reasons: a value is sent from the
 buffers it lies in, and it is read in parts. One `GET` of 8 MiB makes the server build a reply of 8 MiB, and the client
-a bytes object of the same size under the GIL; the same bytes as `GETRANGE`s of 1 MiB within `MULTI`/`EXEC` (so that
-they are all of one object) arrive at twice the speed.
+a bytes object of the same size under the GIL; the same bytes as `GETRANGE`s of 1 MiB arrive at twice the speed. They
+follow a `WATCH` of the key, and an empty `MULTI`/`EXEC` after them says whether they are all of one object: a server
+without memory left refuses every command within a transaction, and none of these.
 
 Objects that Redis evicts or that expire are misses. A server that has no memory left and may not evict
 (`maxmemory-policy noeviction`), or that stopped writing because it cannot save, refuses writes: they are answered
-False and counted, and reads go on. Commands that a user needs: ping, info, strlen, getrange, set, exists, unlink, scan,
-multi, exec; cluster if there is one.
+False and counted, and reads go on. Commands that a user needs: ping, info, watch, strlen, getrange, set, exists,
+unlink, scan, multi, exec; cluster if there is one.
 
 Known weaknesses: an object whose slot is moving between two nodes of a cluster is a miss meanwhile; one node that is
 unavailable fails the calls that ask it; `forget` walks all keys of the database, also those of others.
@@ -29,7 +30,15 @@ from urllib.parse import urlsplit
 import msgspec
 import redis
 from msgspec import Meta
-from redis.exceptions import AskError, OutOfMemoryError, RedisClusterException, RedisError, ResponseError, TryAgainError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    OutOfMemoryError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
@@ -50,6 +59,8 @@ from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
 LARGEST_BYTES = 512 << 20
 SCAN_KEYS = 2000
+_PROBES = [f"probe-{number}" for number in range(64)]
+"""Names whose keys lie in many slots, so that a cluster's node has only some of them."""
 
 
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,10 +158,9 @@ class RedisTier:
         """Replies are copied as they arrive; meanwhile the server sends the next."""
         sizes = [ABSENT] * len(blobs)
         with self._answers([get_request(self._key(blob.name), blob.size) for blob in blobs]) as answers:
-            for index, (*queued, result) in answers:
-                for reply in queued:  # if a command was refused, its error comes before that of EXEC
-                    expect(reply, bytes)
-                length, *parts = expect(result, list)
+            for index, (watched, length, *parts, _, unchanged) in answers:
+                expect(watched, bytes)
+                expect(unchanged, list)
                 if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
                     continue
                 blob, size = blobs[index], expect(length, int)
@@ -202,7 +212,9 @@ class RedisTier:
         return gone
 
     def usage(self) -> Usage:
-        """capacity_bytes: the servers' `maxmemory`. Only a walk over all keys could count our objects."""
+        """capacity_bytes: the servers' `maxmemory`. Only a walk over all keys could count our objects. Raises TierError
+        for a cluster's node that is used as a server alone."""
+        self.find(_PROBES if isinstance(self._servers, Single) else ())
         with self._edge():
             limits = [self._limit(client) for client in self._servers.clients()]
         return Usage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
@@ -224,22 +236,30 @@ class RedisTier:
             yield answers
 
     def _ask(self, requests: Sequence[Request]) -> Generator[tuple[int, list[Reply]]]:
-        """Send each request to the server of its key. If a server says that a key is elsewhere, the request is sent
-        there, once; after that, it gets no answer."""
+        """Send each request to the server of its key. If a server says that the key is elsewhere, or that the object
+        was replaced meanwhile, the request is sent once more; after that, it gets no answer. Raises TierError for a
+        cluster's node that is used as a server alone."""
         indexes: Sequence[int] = range(len(requests))
+        is_alone = isinstance(self._servers, Single)
         for _ in range(2):
-            moved: list[int] = []
+            again: list[int] = []
             for pool, theirs in self._servers.routes(requests, indexes):
                 with closing(exchange(pool, [(index, requests[index]) for index in theirs])) as answers:
                     for index, replies in answers:
-                        if any(isinstance(reply, (AskError, TryAgainError)) for reply in replies):
-                            moved.append(index)
+                        is_elsewhere = any(isinstance(reply, (AskError, TryAgainError)) for reply in replies)
+                        if is_alone and (is_elsewhere or any(isinstance(r, ClusterDownError) for r in replies)):
+                            raise TierError(
+                                f"{self._name}: this server is a node of a cluster and has only some of the keys; "
+                                "write redis+cluster:// (with TLS: rediss+cluster://) in the tier's URL"
+                            )
+                        if is_elsewhere or replies[-1] is None:  # None: EXEC after a change
+                            again.append(index)
                         else:
                             yield index, replies
-            if not moved:
+            if not again:
                 return
             self._servers.distrust()
-            indexes = moved
+            indexes = again
 
     @contextmanager
     def _edge(self) -> Iterator[None]:
@@ -250,8 +270,10 @@ class RedisTier:
             yield
         except (RedisError, RedisClusterException, OSError) as exc:
             self._servers.distrust()
-            # A server that does not know AUTH quotes its arguments, cut off at some length.
-            said = redact(str(exc).partition(", with args beginning with")[0], self._secrets)
+            said = str(exc)
+            if type(exc) not in (redis.ConnectionError, redis.TimeoutError):  # those are redis-py's own words
+                # A server that does not know AUTH quotes its arguments, cut off at some length.
+                said = redact(said.partition(", with args beginning with")[0], self._secrets)
             raise TierError(f"{self._name}: {type(exc).__name__}: {said}") from None
         finally:
             if self._closed:

@@ -49,11 +49,12 @@ def request(*words: bytes) -> Request:
 
 
 def get_request(key: bytes, room: int) -> Request:
-    """An object's size, and its first `room` bytes, all at one moment."""
+    """An object's size, and its first `room` bytes. The last reply, that of EXEC, is None if it was replaced between
+    two of these commands."""
     starts = range(0, room, PART_BYTES)
     parts = [_pack(b"GETRANGE", key, b"%d" % at, b"%d" % (min(at + PART_BYTES, room) - 1)) for at in starts]
-    packed = b"".join([_pack(b"MULTI"), _pack(b"STRLEN", key), *parts, _pack(b"EXEC")])
-    return Request(key, [packed], 3 + len(starts), room)
+    words = [_pack(b"WATCH", key), _pack(b"STRLEN", key), *parts, _pack(b"MULTI"), _pack(b"EXEC")]
+    return Request(key, [b"".join(words)], len(words), room)
 
 
 def set_request(key: bytes, buffers: Sequence[memoryview], size: int, expire_s: int) -> Request:
