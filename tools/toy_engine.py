@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient
+from kvdepot.client.transfer import Origin
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 
@@ -84,8 +85,10 @@ class ToyEngine:
         width: int = 16,
         seed: int = 0,
         context: zmq.Context[Any] | None = None,
+        writer: str = "",
     ) -> None:
-        """width: a block has `64 * width` bytes, in two layers of which one has K and V apart."""
+        """width: a block has `64 * width` bytes, in two layers of which one has K and V apart. writer: as in
+        wire.Register."""
         self.model = model
         self.context = context or zmq.Context()
         self.scheduler = LMCacheMPSchedulerAdapter(url, self.context, model, 1, 0, BLOCK)
@@ -94,6 +97,7 @@ class ToyEngine:
         except KVDepotError:
             self.scheduler.shutdown()
             raise
+        self.worker.origin = Origin(writer=writer)
         self.chunk_size = self.worker.chunk_size
         self.per_chunk = self.worker.blocks_in_chunk
         self.caches = {

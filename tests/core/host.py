@@ -16,6 +16,7 @@ from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
+from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import MOST_PARTS, Mover, TierTask
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup
 from tests.harness import kind_of
@@ -40,6 +41,7 @@ class Host(Desk):
         self.tiers = tiers
         self.bytes = np.zeros(pages * PAGE, np.uint8)
         self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self.stamps = [Stamps(make_codec(Options())) for _ in tiers]
         self.done: list[TierTask] = []
         self.seen: list[bytes] = []  # keys that retrieves brought
 
@@ -69,7 +71,8 @@ class Host(Desk):
         self.done.append(tier_task)
         outcome: Any
         try:
-            mover = Mover(self.tiers[tier_task.tier][1], self, make_codec(Options()), self.heads)
+            stamps = self.stamps[tier_task.tier]
+            mover = Mover(self.tiers[tier_task.tier][1], self, make_codec(Options()), self.heads, stamps)
             outcome = mover.run(tier_task, self.depot.wall)
         except KVDepotError as exc:
             outcome = exc

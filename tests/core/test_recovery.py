@@ -17,9 +17,10 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.core.index.runs import Run
+from kvdepot.core.index.writers import MOST_WRITERS
 from kvdepot.eviction import Lru
 from kvdepot.memory.allocator import PAGE, Allocator
-from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
+from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord, WriterRecord
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, register
 from tests.core.shelf import keys
@@ -86,7 +87,7 @@ def record(**changes: Any) -> ShardRecord:
     return ShardRecord(**fields)
 
 
-def restored_from(*shards: ShardRecord) -> tuple[Index, Restored]:
+def restored_from(*shards: ShardRecord | WriterRecord) -> tuple[Index, Restored]:
     """An index made from the records of a namespace and of these shards."""
     memory = memoryview(bytearray(16 * SLOT_BYTES))
     records = Records(memory)
@@ -106,12 +107,36 @@ def restored_from(*shards: ShardRecord) -> tuple[Index, Restored]:
         {"extents": ((START + 40 * PAGE, PAGE),)}, {"extents": ((START, 0),)}, {"extents": ((START, -PAGE),)},
         {"extents": ((START, PAGE), (START, PAGE)), "size": 2 * PAGE}, {"serial": -1},
         {"extents": ((START + 39 * PAGE, 2 * PAGE),), "size": 2 * PAGE}, {"checksum": -1},
+        {"writer": 7},
     ],
 )  # fmt: skip
 def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(changes: dict[str, Any]) -> None:
     sound = record(key=b"g" * 32, extents=((START + 5 * PAGE, PAGE),))
     after, restored = restored_from(record(**changes), sound)
     assert (restored.shards, len(restored.dropped), after.records.used) == (1, 1, 2)
+
+
+def test_of_two_writers_with_one_number_no_shard_is_kept() -> None:
+    after, restored = restored_from(record(writer=1), WriterRecord(1, "one"), WriterRecord(1, "two"))
+    assert (restored.shards, len(restored.dropped), after.records.used) == (0, 1, 0)
+
+
+def test_a_writer_has_one_record_while_it_has_shards_and_there_is_a_bound() -> None:
+    count = 2 * MOST_WRITERS + 2
+    index = make(pages=count, slots=2 * count)
+    rack, chain = Rack((0,), index=index), keys("a", count)
+    for number in range(count):
+        chunk = rack.reserve(0, chain, number)
+        assert chunk is not None
+        chunk.shards[0].writer = f"writer {number // 2}"
+        index.seal(chunk, 0)
+    assert (index.records.used, index.unrecorded) == (1 + 3 * MOST_WRITERS, 2), "a namespace, and two shards each"
+    after, restored = restarted(index)
+    assert (restored.shards, restored.dropped) == (count - 2, [])
+    for each in (index, after):
+        clear(each)
+        each.validate()
+        assert len(each.namespaces.writers) == 0 and each.records.used <= 1, "the namespace that is registered"
 
 
 def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
@@ -229,12 +254,13 @@ def test_a_record_of_some_ranks_is_replaced_by_one_of_all() -> None:
 
 
 Content = dict[tuple[str, int, bytes, int], Any]
-"""What is recorded: extents and checksum by model, group, key and rank."""
+"""What is recorded: extents, checksum and writer by model, group, key and rank."""
+WRITERS = ["", "one", "two " * 64]
 
 
 def recorded(index: Index) -> Content:
     return {
-        (namespace.model, namespace.group, key, rank): (shard.extents, shard.checksum)
+        (namespace.model, namespace.group, key, rank): (shard.extents, shard.checksum, shard.writer)
         for namespace in index.namespaces.all()
         for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
@@ -296,6 +322,7 @@ def _store_some(rng: random.Random, rack: Rack, group: int, chain: Sequence[byte
             parent = chain[number - 1] if number else b"root"
             run = Run(chain[number], PAGE, parent, number + 1)
             for chunk in rack.index.reserve(rack.namespaces[group], rank, run, 0).chunks:
+                chunk.shards[rank].writer = rng.choice(WRITERS)
                 if rng.random() < 0.95:  # others are still being written when the server dies
                     rack.index.seal(chunk, rank, checksum=1 + step)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvdepot.protocol import wire
+from kvdepot.tiers.stamps import FRESH_S, stamp_name
 from kvdepot.tiers.worker import Find, Load
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, store
 from tests.core.host import Host, look, new_host
@@ -66,6 +69,94 @@ def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() ->
         assert host.answers[forgotten] == {"memory": 1, "disk:///d": 1}
         assert host.find(b"one", look(prompt("a", 1))) == 0
         host.assert_quiet()
+
+
+# -- by writer
+
+
+def enter(host: Host, client: bytes, writer: str) -> None:
+    """An engine that marks what it stores."""
+    host.hello(client)
+    register = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, writer=writer)
+    assert host.ask(client, register) is None
+
+
+def stamped(tier: MemoryTier) -> tuple[Host, Host]:
+    """Two hosts at a tier that has four chunks of each of two writers; one host has them in memory, too."""
+    here, there = new_host(tier), new_host(tier)
+    for writer in ("good", "bad"):
+        enter(here, writer.encode(), writer)
+        assert here.find(writer.encode(), store(prompt(writer, 4))) is True
+    return here, there
+
+
+FORGET = wire.Forget("m", writer="bad")
+
+
+def test_what_a_writer_saved_is_forgotten_in_a_tier_and_what_it_saves_later_is_not(tier: MemoryTier) -> None:
+    here, there = stamped(tier)
+    assert there.find(b"one", FORGET) == {"memory": 0, "disk:///d": 0}
+    assert here.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}, "the other host had it in memory"
+    for host in (here, there, new_host(tier)):
+        assert host.find(b"one", look(prompt("bad", 4))) == 0
+        assert host.find(b"one", look(prompt("good", 4), "g")) == 4
+    assert here.find(b"bad", store(prompt("bad", 4))) is True
+    for host in (there, new_host(tier)):
+        assert host.find(b"one", look(prompt("bad", 4), "again")) == 4
+        host.index.validate()
+
+
+def test_a_refused_object_is_removed_and_a_forgotten_model_leaves_no_stamps(tier: MemoryTier) -> None:
+    _, there = stamped(tier)
+    assert len(tier.objects) == 10, "each writer has a stamp"
+    there.find(b"one", FORGET)
+    assert len(tier.objects) == 9
+    assert there.find(b"one", look(prompt("bad", 4))) == 0
+    assert len(tier.objects) == 5, "one save's objects of the other writer, and its stamp"
+    there.find(b"one", wire.Forget("m"))
+    assert not tier.objects
+
+
+def test_what_is_loaded_from_a_tier_knows_its_writer(tier: MemoryTier) -> None:
+    _, there = stamped(tier)
+    for writer in ("good", "bad"):
+        asked = msgspec.structs.replace(look(prompt("bad", 4), writer), writer=writer)
+        assert there.find(b"one", asked) == [4, writer == "bad"]
+    assert there.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}
+
+
+def test_what_was_being_loaded_when_its_writer_was_forgotten_is_not_served(tier: MemoryTier) -> None:
+    _, there = stamped(tier)
+    asked = there.send(b"one", look(prompt("bad", 4)))
+    there.work()
+    assert there.kinds() == ["Load"]
+    forgotten = there.send(b"one", FORGET)
+    there.settle()
+    there.rest()
+    assert (there.answers[asked], there.answers[forgotten]) == (0, {"memory": 0, "disk:///d": 0})
+    assert there.find(b"one", look(prompt("bad", 4))) == 0
+    there.assert_quiet()
+
+
+def test_a_tier_that_cannot_forget_a_writer_says_so_and_serves_nothing_of_it(tier: MemoryTier) -> None:
+    stamped(tier)
+    faulty = FaultyTier(tier)
+    there = new_host(faulty)
+    faulty.inject(down=1)
+    assert "not forgotten" in there.find(b"one", FORGET)["disk:///d"]
+    faulty.inject()
+    assert there.find(b"one", look(prompt("bad", 4), "again")) == 0
+    assert new_host(tier).find(b"one", look(prompt("bad", 4))) == 0, "it was removed before it was looked at"
+
+
+def test_a_tier_that_has_lost_a_stamp_loses_hits_and_then_has_another(tier: MemoryTier) -> None:
+    here, _ = stamped(tier)
+    del tier.objects[stamp_name("", "m", "good")]
+    assert new_host(tier).find(b"one", look(prompt("good", 4))) == 0
+    here.now += FRESH_S
+    here.tick(here.now, 1000.0 + here.now)
+    assert here.find(b"good", store(prompt("more", 2))) is True
+    assert new_host(tier).find(b"one", look(prompt("more", 2))) == 2
 
 
 def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: MemoryTier) -> None:

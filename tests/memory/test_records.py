@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zlib import crc32
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Record, Records, ShardRecord
+from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Record, Records, ShardRecord, WriterRecord
 
 SHARDS = st.builds(
     ShardRecord,
@@ -21,6 +22,7 @@ SHARDS = st.builds(
     size=st.integers(1, 2**40),
     serial=st.integers(0, 2**40),
     checksum=st.integers(0, 2**64 - 1),
+    writer=st.integers(0, 1024),
 )
 NAMESPACES = st.builds(
     NamespaceRecord,
@@ -35,6 +37,7 @@ NAMESPACES = st.builds(
     first=st.integers(1, 9),
     groups=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), max_size=4),
 )
+WRITERS = st.builds(WriterRecord, number=st.integers(1, 1024), name=st.text(max_size=256))
 
 
 def small(key: int, extents: int = 1) -> ShardRecord:
@@ -49,7 +52,7 @@ def found(memory: memoryview) -> dict[int, Record]:
     return dict(Records(memoryview(bytearray(memory))).read().records)
 
 
-@given(st.lists(st.tuples(SHARDS | NAMESPACES, st.booleans()), max_size=10))
+@given(st.lists(st.tuples(SHARDS | NAMESPACES | WRITERS, st.booleans()), max_size=10))
 @settings(max_examples=25, deadline=None)
 def test_the_next_server_reads_what_was_written_and_not_erased(records: list[tuple[Record, bool]]) -> None:
     memory = table(400)
@@ -70,6 +73,14 @@ def test_the_next_server_reads_what_was_written_and_not_erased(records: list[tup
     for slot in expected:
         next_one.erase(slot)
     assert found(memory) == {} and next_one.used == 0
+
+
+def test_a_record_of_a_large_arena_with_checksum_and_writer_takes_one_slot() -> None:
+    records = Records(table(1))
+    shard = ShardRecord(
+        9, 7, b"k" * 32, b"p" * 32, 9999, ((1 << 36, 1 << 24),), 1 << 24, 1 << 24, 1 << 63, b"", 1 << 31
+    )
+    assert records.write(msgspec.structs.replace(shard, writer=127)) == 0
 
 
 def test_without_a_free_slot_nothing_is_written_and_slots_come_back() -> None:

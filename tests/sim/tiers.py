@@ -22,6 +22,7 @@ from kvdepot.memory.copier import checksum, views
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import (
     MOST_PARTS,
     Enforce,
@@ -165,6 +166,7 @@ class TierWorker:
         self.running: list[_Running] = []
         self._heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._codec = make_codec(store.config.options)
+        self._stamps = Stamps(self._codec)
 
     def submit(self, tier_task: TierTask) -> None:
         (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
@@ -235,7 +237,7 @@ class TierWorker:
         self._start()
 
     def _run(self, tier_task: TierTask) -> TierOutcome:
-        mover = Mover(self.store.tier, self._server, self._codec, self._heads, self._ttl_s)
+        mover = Mover(self.store.tier, self._server, self._codec, self._heads, self._stamps, self._ttl_s)
         try:
             return mover.run(tier_task, WALL + self._world.now)
         except KVDepotError as exc:
@@ -386,7 +388,7 @@ def _short_outcome(outcome: TierOutcome) -> str:
         case Located():
             return "".join("+" if there else "x" for there in outcome.there)
         case Loaded():
-            marks = {NotLoaded.ABSENT: "-", NotLoaded.CORRUPT: "x"}
+            marks = {NotLoaded.ABSENT: "-", NotLoaded.CORRUPT: "x", NotLoaded.FORGOTTEN: "f"}
             return "".join(marks[shard] if isinstance(shard, NotLoaded) else "+" for shard in outcome.shards)
         case Saved():
             return "".join("+" if kept else "x" for kept in outcome.kept)

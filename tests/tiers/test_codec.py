@@ -24,6 +24,7 @@ from kvdepot.memory.copier import checksum
 from kvdepot.tiers import Options
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Saved
 from tests.conftest import HANG_S
 from tests.tiers.faulty import Area, MemoryTier
@@ -363,11 +364,11 @@ def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
     here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
     there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
-    assert Mover(shelf, area, codec, heads).run(Save(0, [here]), 0.0) == Saved([True])
+    assert Mover(shelf, area, codec, heads, Stamps(codec)).run(Save(0, [here]), 0.0) == Saved([True])
 
     def load(reader: Codec) -> Any:
         area.bytes[500000:] = 0
-        return Mover(shelf, area, reader, heads).run(Load(0, [there]), 0.0).shards[0]
+        return Mover(shelf, area, reader, heads, Stamps(reader)).run(Load(0, [there]), 0.0).shards[0]
 
     assert load(codec).names(FACTS, NO_SALT, b"k" * 32, size)
     assert (area.bytes[500032 : 500032 + size] == kv).all() and not area.bytes[500032 + size :].any()

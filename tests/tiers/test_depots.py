@@ -12,9 +12,11 @@ import pytest
 import redis
 from tools.toy_engine import ToyEngine
 
+from kvdepot.protocol import wire
 from tests.cli.command import run
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.ports import free_port
+from tests.server.process import kill
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
 need(commands=["redis-server"], modules=["redis", "obstore", "moto", "zstandard", "cryptography"])
@@ -80,6 +82,42 @@ def test_what_one_host_stored_an_engine_on_another_gets_byte_for_byte(
         assert there.hits([1], CHUNKS) == CHUNKS
         assert there.hits([2], CHUNKS) == 0
     assert two.status()["counters"]["tier_hit_chunks"] == CHUNKS
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis", "object"])
+def test_what_a_writer_stored_is_forgotten_after_a_kill_and_where_only_a_tier_has_it(
+    kind: str, start_depot: StartDepot, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = f"disk://{tmp_path}/kv?capacity_gib=1" if kind == "disk" else request.getfixturevalue(f"{kind}_url")
+    bad = wire.Forget("toy", writer="bad")
+    one = start_depot("--tiers", url)
+    with engine(one, writer="bad") as here, engine(one, writer="good") as other:
+        assert other.store(2, CHUNKS)
+        assert here.store(1, CHUNKS)
+        eventually(lambda: saved(one) == 2 * CHUNKS)
+    kill(one)
+    one = start_depot("--tiers", url, url=one.url, name=one.name)
+    with engine(one) as reader:
+        eventually(lambda: tier(one)["state"] == "up")
+        assert one.status()["chunks"] == 2 * CHUNKS
+        assert reader.worker.client.ask(bad).result(HANG_S)["memory"] == CHUNKS, "the records name it"
+        assert [reader.hits([1], CHUNKS), reader.hits([2], CHUNKS)] == [0, CHUNKS]
+    with engine(one, writer="bad") as here:
+        assert here.store(3, CHUNKS)
+        assert here.store(1, CHUNKS), "as before"
+        eventually(lambda: saved(one) == 2 * CHUNKS)
+    kill(one)
+    two = start_depot("--tiers", url)  # its memory is empty
+    with engine(two, seed=1) as reader:
+        eventually(lambda: tier(two)["state"] == "up")
+        assert reader.hits([3], CHUNKS) == CHUNKS
+        assert reader.worker.client.ask(bad).result(HANG_S)["memory"] == CHUNKS, "the tier names it"
+        assert [reader.hits([1, 3], CHUNKS), reader.hits([2], CHUNKS)] == [0, CHUNKS]
+    kill(two)
+    three = start_depot("--tiers", url)
+    with engine(three, seed=2) as reader:
+        eventually(lambda: tier(three)["state"] == "up")
+        assert [reader.hits([1, 3], CHUNKS), reader.hits([2], CHUNKS)] == [0, CHUNKS]
 
 
 @pytest.mark.parametrize("options", ["", "&compress=zstd&key_file={key}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from zlib import crc32
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ headers = st.builds(
     born=uint64,
     coding=st.integers(0, 2**32 - 1),
     nonce=st.binary(min_size=12, max_size=12),
+    stamp=st.binary(min_size=32, max_size=32),
 )
 
 
@@ -37,6 +39,14 @@ def test_a_header_comes_back_as_it_was_whatever_is_in_it(header: Header, model: 
     assert len(packed) == HEADER_BYTES
     assert Header.unpack(packed) == header
     assert Header.unpack(memoryview(packed + b"what follows")) == header
+
+
+def test_a_header_of_an_earlier_version_has_no_stamp_however_long_its_text() -> None:
+    for length in (10, 3000):
+        text = b"t" * min(length, HEADER_BYTES - 148)
+        crc = crc32(HEADER._pack(0, len(text)) + text.ljust(HEADER_BYTES - 148, b"\0"))
+        packed = HEADER._pack(crc, len(text)) + text.ljust(HEADER_BYTES - 148, b"\0")
+        assert Header.unpack(packed) == HEADER
 
 
 @given(st.integers(0, HEADER_BYTES * 8 - 1))

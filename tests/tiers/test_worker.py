@@ -50,7 +50,7 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
         errors = [each for each in caplog.records if each.levelno == logging.ERROR]
         assert len(errors) == 1 + panics_on_open, "not one a call"
         is_open = True
-        worker.submit(Forget(0, "", []))
+        worker.submit(Forget(0, "", [], []))
         assert outcomes.get(timeout=HANG_S) == Forgotten(0)
         worker.submit(Probe(0))
         assert isinstance(outcomes.get(timeout=HANG_S), Usage)

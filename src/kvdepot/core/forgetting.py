@@ -118,17 +118,17 @@ class Removals:
     def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
         """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
         namespaces, salt = self._named(client, request)
-        if request.writer:
-            scope = self._index.namespaces.begin_removal(namespaces, salt, hides=True, writer=request.writer)
-            self._ready.append(_Removal(client, number, request, self._disown(scope)))
-            return [*self._sessions.forget(now), *self.step(now)]
+        if request.writer and request.salt:
+            raise BadRequest("what a writer has stored is forgotten under every salt: name no salt")
         if len(self._tiering.forgettings) >= MOST_FORGETTINGS:
             raise Busy(f"tiers are forgetting {len(self._tiering.forgettings)} models or salts: retry later")
         # Without keys there are no tenants; with keys, a client may only forget chunks of its own tenant.
         tenant = client.tenant if self._config.keys or request.model else None
-        forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt)
-        scope = self._index.namespaces.begin_removal(namespaces, salt, hides=True)
-        removal = _Removal(client, number, request, forget(self._index, scope), forgetting)
+        known = {namespace.model for namespace in namespaces}
+        forgetting = Forgetting(tenant, request.model, known, salt, request.writer)
+        scope = self._index.namespaces.begin_removal(namespaces, salt, hides=True, writer=request.writer)
+        work = self._disown(scope) if request.writer else forget(self._index, scope)
+        removal = _Removal(client, number, request, work, forgetting)
         self._forgetting[forgetting] = removal
         self._ready.append(removal)
         self._leases.forget()
@@ -291,8 +291,7 @@ class Removals:
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
                 what += f", stored by {removal.request.writer}" if removal.request.writer else ""
                 self._report.note("forget", f"forgot {plural(chunks, 'chunk')} of {what}")
-                if removal.forgetting is None:
-                    return removal.reply({"memory": chunks})
+                assert removal.forgetting is not None
                 is_last = self._tiering.forgettings.memory_ended(removal.forgetting, chunks)
                 return self.answer(removal.forgetting) if is_last else []
             case wire.Drop() | wire.Lease(), int(chunks):

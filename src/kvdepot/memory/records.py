@@ -1,4 +1,4 @@
-"""Records that survive the server's process, in the arena's file: one per sealed shard, and one per namespace.
+"""Records that survive the server's process, in the arena's file: one per sealed shard, namespace and writer.
 
 Written by core/index/ on the deciding thread; read by core/index/recovery.py when a server takes an arena over, and by
 cli/check.py. Invariant: a shard has a record only while its bytes are complete. It is written after the last byte
@@ -62,12 +62,19 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
     is_quarantined: bool = False
 
 
+class WriterRecord(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """The name of a writer (wire.Register), to which records of shards refer by `number`, from 1 on."""
+
+    number: int
+    name: str
+
+
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One sealed shard.
 
     parent, position: as in core/index/chunk.py (empty, 0: loose). extents: as in memory/allocator.py.
     size: bytes of KV in them. serial: running number of its seal. checksum: of the KV; 0 = none was computed.
-    salt, born: as in core/index/chunk.py.
+    salt, born: as in core/index/chunk.py. writer: number of the record of its writer; 0: none is known.
     """
 
     namespace: int
@@ -81,9 +88,10 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     checksum: int
     salt: bytes = b""
     born: int = 0
+    writer: int = 0
 
 
-Record: TypeAlias = NamespaceRecord | ShardRecord
+Record: TypeAlias = NamespaceRecord | ShardRecord | WriterRecord
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

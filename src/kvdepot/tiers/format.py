@@ -16,7 +16,8 @@ matches. An object is a header of HEADER_BYTES and then one shard's KV, as in th
            88, 32 bytes   key
           120, 16 bytes   salt
           136, 12 bytes   nonce, if they are encrypted
-          148             the facts as msgpack, for people, truncated or padded with zeros to the header's end
+          148             the facts as msgpack, for people, truncated or padded with zeros
+          992, 32 bytes   stamp of the writer (stamps.py); zeros, or bytes of a longer text: none
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ VERSION = 1
 HEADER_BYTES = 1024
 SALT_BYTES = 16
 NO_SALT = bytes(SALT_BYTES)
+STAMP_BYTES = 32
+NO_STAMP = bytes(STAMP_BYTES)
 _HEADER = struct.Struct("<8sIIQQQQII32s32s16s12s")
+_TEXT_BYTES = HEADER_BYTES - _HEADER.size - STAMP_BYTES
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -84,16 +88,19 @@ class Header(msgspec.Struct, frozen=True):
     born: int
     coding: int = 0
     nonce: bytes = bytes(12)
+    stamp: bytes = NO_STAMP
+    writer: str = ""
+    """The writer whose stamp it is, once the tier has been asked; not in the bytes."""
 
     def pack(self, facts: Facts) -> bytes:
-        text = _encode(facts)[: HEADER_BYTES - _HEADER.size]
-        rest = text.ljust(HEADER_BYTES - _HEADER.size, b"\0")
+        text = _encode(facts)[:_TEXT_BYTES]
+        rest = text.ljust(_TEXT_BYTES, b"\0") + self.stamp
         crc = crc32(self._pack(0, len(text)) + rest)
         return self._pack(crc, len(text)) + rest
 
     def bound(self) -> bytes:
         """The header without CRC and text: what encryption authenticates together with the bytes."""
-        return self._pack(0, 0)
+        return self._pack(0, 0) + (self.stamp if self.stamp != NO_STAMP else b"")
 
     def _pack(self, crc: int, text_bytes: int) -> bytes:
         return _HEADER.pack(
@@ -110,11 +117,12 @@ class Header(msgspec.Struct, frozen=True):
         """The header in `data`; None if it is not a complete header of this format."""
         if len(data) < HEADER_BYTES:
             return None
-        magic, version, crc, size, stored, checksum, born, coding, _, facts, key, salt, nonce = _HEADER.unpack_from(
-            data
+        magic, version, crc, size, stored, checksum, born, coding, text_bytes, facts, key, salt, nonce = (
+            _HEADER.unpack_from(data)
         )
         plain = bytearray(data[:HEADER_BYTES])
         plain[12:16] = bytes(4)
         if magic != MAGIC or version != VERSION or crc != crc32(plain):
             return None
-        return cls(facts, key, salt, size, stored, checksum, born, coding, nonce)
+        stamp = bytes(data[HEADER_BYTES - STAMP_BYTES : HEADER_BYTES]) if text_bytes <= _TEXT_BYTES else NO_STAMP
+        return cls(facts, key, salt, size, stored, checksum, born, coding, nonce, stamp)

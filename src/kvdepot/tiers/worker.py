@@ -30,8 +30,9 @@ from kvdepot.memory.copier import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
 from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, Usage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, Facts, Header
 from kvdepot.tiers.rules import Rules
+from kvdepot.tiers.stamps import Stamps
 
 log = logging.getLogger(__name__)
 sparing_log = Sparing(log)
@@ -48,8 +49,8 @@ MOST_PARTS = 16
 class Part:
     """One shard to load or save: its identity, and its place in the arena.
 
-    checksum, born: for a save, the checksum if it is already known, else 0, and when the chunk was computed, in seconds
-    since 1970.
+    checksum, born, writer: for a save, the checksum if it is already known, else 0, when the chunk was computed, in
+    seconds since 1970, and who has stored it (empty: not known).
     """
 
     facts: Facts
@@ -59,6 +60,7 @@ class Part:
     size: int
     checksum: int = 0
     born: int = 0
+    writer: str = ""
 
     @property
     def name(self) -> str:
@@ -129,10 +131,12 @@ class Erase(_Task):
 
 @dataclass(slots=True, eq=False)
 class Forget(_Task):
-    """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten."""
+    """Remove all objects of a salt and of these namespaces (prefixes of their names), or if there are stamps (names),
+    only what their writers have saved, which counts as none. Outcome: Forgotten."""
 
     salt: str
     namespaces: list[str]
+    stamps: list[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +162,7 @@ TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe | Enforce
 class NotLoaded(Enum):
     ABSENT = "gone, expired, or not readable with this server's options"
     CORRUPT = "the object is damaged or is not this shard"
+    FORGOTTEN = "what its writer had stored was forgotten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +233,7 @@ class TierWorker:
         self._arena = arena
         self._report = report
         self._codec = codec
+        self._stamps = Stamps(codec)
         self._ready = threading.Condition()
         self._urgent: deque[TierTask] = deque()
         self._later: deque[TierTask] = deque()
@@ -308,7 +314,7 @@ class TierWorker:
             outcome: TierOutcome
             began = time.monotonic()
             try:
-                mover = Mover(self._tier or self._open(), self._arena, self._codec, heads, ttl_s)
+                mover = Mover(self._tier or self._open(), self._arena, self._codec, heads, self._stamps, ttl_s)
                 outcome = mover.run(tier_task, time.time())
             except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
                 kind = next(each for each in type(tier_task).__mro__ if each.__module__ == __name__)
@@ -358,13 +364,14 @@ def _complete(asked: Sequence[object], answers: list[_T]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. ttl_s: seconds
-    after which shards count as absent; 0: never."""
+    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. stamps: of the
+    tier. ttl_s: seconds after which shards count as absent; 0: never."""
 
     tier: Tier
     arena: Memory
     codec: Codec
     heads: Bytes
+    stamps: Stamps
     ttl_s: int = 0
 
     def run(self, tier_task: TierTask, wall: float) -> TierOutcome:
@@ -376,12 +383,15 @@ class Mover:
                     return Unwanted()
                 return Located(_complete(tier_task.objects, tier.find(tier_task.names)))
             case Load():
-                return Loaded(self._load(tier_task.parts, wall - self.ttl_s if self.ttl_s else 0.0))
+                return Loaded(self._load(tier_task.parts, wall))
             case Save():
-                return Saved(self._save(tier_task.parts))
+                return Saved(self._save(tier_task.parts, wall))
             case Erase():
                 tier.remove(tier_task.names)
                 return Erased()
+            case Forget() if tier_task.stamps:
+                self.stamps.remove(tier, tier_task.stamps)
+                return Forgotten(0)
             case Forget():
                 return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
             case Probe():
@@ -393,7 +403,7 @@ class Mover:
     def _kv(self, part: Part) -> list[memoryview]:
         return [view.data for view in views(self.arena.bytes, part.extents, 0, part.size)]
 
-    def _load(self, parts: list[Part], oldest: float) -> list[Header | NotLoaded]:
+    def _load(self, parts: list[Part], wall: float) -> list[Header | NotLoaded]:
         if not all(self.arena.ensure(*extent) for part in parts for extent in part.extents):
             return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
         end = HEADER_BYTES + self.codec.slack
@@ -402,7 +412,16 @@ class Mover:
             for part, head in zip(parts, self.heads, strict=False)
         ]
         sizes = _complete(parts, self.tier.read(blobs))
-        return [self._accept(*read, oldest) for read in zip(parts, blobs, sizes, strict=True)]
+        oldest = wall - self.ttl_s if self.ttl_s else 0.0
+        headers = [self._accept(*read, oldest) for read in zip(parts, blobs, sizes, strict=True)]
+        return [self._admit(*each, wall) for each in zip(parts, headers, strict=True)]
+
+    def _admit(self, part: Part, header: Header | NotLoaded, wall: float) -> Header | NotLoaded:
+        """The header, with the name of the writer, if the tier still has its stamp."""
+        if isinstance(header, NotLoaded):
+            return header
+        writer = self.stamps.writer_of(self.tier, part.facts, header.stamp, wall)
+        return NotLoaded.FORGOTTEN if writer is None else msgspec.structs.replace(header, writer=writer)
 
     def _accept(self, part: Part, blob: Blob, size: int, oldest: float) -> Header | NotLoaded:
         if size < 0:
@@ -427,13 +446,17 @@ class Mover:
         is_intact = checksum(self.arena.bytes, part.extents, part.size) == header.checksum
         return header if is_intact else NotLoaded.CORRUPT
 
-    def _save(self, parts: list[Part]) -> list[bool]:
+    def _save(self, parts: list[Part], wall: float) -> list[bool]:
         blobs = []
-        for part, head in zip(parts, self.heads, strict=False):
+        stamps = [self.stamps.for_save(self.tier, part.facts, part.writer, wall) for part in parts]
+        kept = [stamp is not None for stamp in stamps]
+        stamped = [each for each in zip(parts, stamps, strict=True) if each[1] is not None]
+        for (part, stamp), head in zip(stamped, self.heads, strict=False):
             total = part.checksum or checksum(self.arena.bytes, part.extents, part.size)
             identity = part.facts.digest, part.key, part.salt or NO_SALT
-            header = Header(*identity, part.size, part.size, total, part.born)
+            header = Header(*identity, part.size, part.size, total, part.born, stamp=stamp or NO_STAMP)
             first, *rest = self.codec.encode(header, part.facts, self._kv(part))
             head[:HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
             blobs.append(Blob(part.name, [head[:HEADER_BYTES].data, *rest], part.born))
-        return _complete(parts, self.tier.write(blobs))
+        answers = iter(_complete(blobs, self.tier.write(blobs) if blobs else []))
+        return [is_stamped and next(answers) for is_stamped in kept]

@@ -147,7 +147,7 @@ class Shard(msgspec.Struct, gc=False):
     slot: int | None = None
     """First slot of its record; None if it has none."""
     writer: str = ""
-    """The start of an engine that has stored it; empty if it came from a tier, or from before a restart."""
+    """The writer (wire.Register) that has stored it; empty: none is known, as of what earlier versions have stored."""
 
     @property
     def sealed(self) -> bool:
@@ -349,7 +349,10 @@ class Scope:
     def means(self, chunk: Chunk) -> bool:
         if chunk.generation >= self.number or chunk.namespace not in self.namespaces:
             return False
-        is_written = not self.writer or any(shard.writer == self.writer for shard in chunk.shards.values())
+        # The writer of what is being loaded is not known yet.
+        is_written = not self.writer or any(
+            shard.writer == self.writer or shard.state is _LOADING for shard in chunk.shards.values()
+        )
         return is_written and self.salt in (None, chunk.salt)
 
 

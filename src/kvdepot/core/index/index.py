@@ -358,8 +358,7 @@ class Index:
         self.chains.unchain(chunk, Event.CORRUPT)
         shard.state = after
         chunk.sealed -= 1
-        self.records.erase(shard.slot)
-        shard.slot = None
+        self.namespaces.erase(shard)
         self.namespaces.withdrawals += 1
         self.events.append(Hidden(chunk))
 
@@ -393,8 +392,7 @@ class Index:
         while last is not None:
             for shard in last.shards.values():
                 shard.state = TRANSITIONS[shard.state][_REMOVE]
-                if shard.slot is not None:
-                    self.records.erase(shard.slot)  # before its extents can be overwritten
+                self.namespaces.erase(shard)  # before its extents can be overwritten
                 self.allocator.free(shard.extents)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
@@ -444,3 +442,4 @@ class Index:
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))
+        self.namespaces.writers.check(self.namespaces.all())

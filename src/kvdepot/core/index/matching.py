@@ -107,9 +107,19 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
 
 
 def is_stored_by(match: Match, writer: str) -> bool:
-    """Whether this writer has stored all of a match since the server started. A retrieve that names it makes sure: a
-    chunk before the last ones may have been replaced."""
-    return all(chunk.writer == writer for pin in match.pins for chunk in pin.chunks)
+    """Whether this writer has stored all of a match. A retrieve that names it makes sure: a chunk before the last ones
+    may have been replaced."""
+    return all(_is_by(writer, chunk) for pin in match.pins for chunk in pin.chunks)
+
+
+def _is_by(writer: str, chunk: Chunk | None) -> bool:
+    """Whether this writer has stored a chunk and all before it. What came from records or tiers is looked at by
+    shards."""
+    while chunk is not None and chunk.writer != writer:
+        if any(shard.writer != writer for shard in chunk.shards.values()):
+            return False
+        chunk = chunk.parent
+    return True
 
 
 def last_chained(pin: Pin) -> Chunk | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvdepot.core.index.chunk import Chunk, Namespace, Scope, join_groups
+from kvdepot.core.index.chunk import Chunk, Namespace, Scope, Shard, join_groups
+from kvdepot.core.index.writers import Writers
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.wire import Group
 
@@ -22,6 +23,7 @@ class Namespaces:
         self.generation = 0  # removals that have begun
         self.withdrawals = 0  # how often something was hidden from those who had found it
         self._records = records
+        self.writers = Writers(records)
         self._chunk_tokens = chunk_tokens
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
@@ -109,21 +111,29 @@ class Namespaces:
             self.forget(namespace)
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
-        """Record a sealed shard in place of its earlier record, and first its namespace if necessary; without room for
-        that, not the shard either."""
+        """Record a sealed shard in place of its earlier record, and first its namespace and its writer if necessary;
+        without room for those, not the shard either."""
         namespace, shard, before = chunk.namespace, chunk.shards[rank], chunk.parent
-        if shard.slot is not None:
-            self._records.erase(shard.slot)
-            shard.slot = None
+        self.erase(shard)
         if namespace.recorded < len(namespace.layouts):
             self._record(namespace)
-        if namespace.recorded == len(namespace.layouts):
+        writer = self.writers.add_shard(shard.writer) if namespace.recorded == len(namespace.layouts) else None
+        if writer is not None:
             shard.slot = self._records.write(
                 ShardRecord(
                     namespace.number, rank, chunk.key, b"" if before is None else before.key, chunk.position,
-                    shard.extents, shard.size, serial, shard.checksum, chunk.salt, chunk.born,
+                    shard.extents, shard.size, serial, shard.checksum, chunk.salt, chunk.born, writer,
                 )
             )  # fmt: skip
+            if shard.slot is None:
+                self.writers.drop_shard(shard.writer)
+
+    def erase(self, shard: Shard) -> None:
+        """Erase a shard's record, if it has one."""
+        if shard.slot is not None:
+            self._records.erase(shard.slot)
+            shard.slot = None
+            self.writers.drop_shard(shard.writer)
 
     def _record(self, namespace: Namespace) -> None:
         """Replace its record. The new one is written before the old one is erased; without room, the old one stays."""

@@ -2,13 +2,14 @@
 
 Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
 the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in
-two shards). Each invalid record is dropped and counted. The chunks behind a dropped one are no prefix any more. Of a
-model whose namespaces' records contradict each other, everything is dropped.
+two shards, a record of its writer). Each invalid record is dropped and counted. The chunks behind a dropped one are no
+prefix any more. Of a model whose namespaces' records contradict each other, everything is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from kvdepot.core.index.chains import link
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Allocator
-from kvdepot.memory.records import NamespaceRecord, ShardRecord
+from kvdepot.memory.records import Contents, NamespaceRecord, ShardRecord, WriterRecord
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
@@ -62,10 +63,14 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     restored = Restored(damaged=contents.damaged)
     shards: list[tuple[int, ShardRecord]] = []
     namespaces: dict[int, _Recorded] = {}
+    writers = _read_writers(index, contents)
     for slot, record in contents.records:
-        if isinstance(record, ShardRecord):
+        if isinstance(record, ShardRecord) and record.writer and record.writer not in writers:
+            restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: its writer is not recorded")
+            index.records.erase(slot)
+        elif isinstance(record, ShardRecord):
             shards.append((slot, record))
-        else:
+        elif isinstance(record, NamespaceRecord):
             _add_namespace(index, namespaces, slot, record, restored)
     complete = _join(index, namespaces, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
@@ -73,7 +78,9 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     shards.sort(key=lambda item: item[1].serial)
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
-        _add_shard(index, namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
+        shard = _add_shard(index, namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
+        shard.writer = writers[record.writer][1] if record.writer else ""
+    index.namespaces.writers.adopt(writers, Counter(record.writer for _, record in shards))
     for namespace in complete:
         _link(index, namespace, parents.get(namespace.number, {}))
     for namespace in complete:
@@ -102,6 +109,20 @@ def _adopt(index: Index, namespaces: list[Namespace], serial: int) -> None:
         chunk.account.chunks += 1
         index.accounts.ages.record(chunk)
     queue(found)
+
+
+def _read_writers(index: Index, contents: Contents) -> dict[int, tuple[int, str]]:
+    """The slots and names of the writers that are recorded once, by number; erases the others, whose shards are
+    dropped."""
+    found = [(slot, record) for slot, record in contents.records if isinstance(record, WriterRecord)]
+    uses = Counter[int | str](fact for _, record in found for fact in (record.number, record.name))
+    writers: dict[int, tuple[int, str]] = {}
+    for slot, record in found:
+        if uses[record.number] == uses[record.name] == 1 and record.name and record.number > 0:
+            writers[record.number] = slot, record.name
+        else:
+            index.records.erase(slot)
+    return writers
 
 
 def _add_namespace(
@@ -247,7 +268,9 @@ def _fault(record: ShardRecord, recorded: _Recorded | None, start: int) -> str:
     return ""
 
 
-def _add_shard(index: Index, namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]) -> None:
+def _add_shard(
+    index: Index, namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]
+) -> Shard:
     shard = Shard(record.extents, record.size, _SEALED, record.checksum, slot=slot)
     taken = Allocator.rounded(record.size)
     chunk = namespace.chunks.get(record.key)
@@ -266,6 +289,7 @@ def _add_shard(index: Index, namespace: Namespace, slot: int, record: ShardRecor
         chunk.bytes += taken
     namespace.sizes.setdefault(record.rank, record.size)
     namespace.bytes += taken
+    return shard
 
 
 def _link(index: Index, namespace: Namespace, parents: dict[bytes, bytes]) -> None:

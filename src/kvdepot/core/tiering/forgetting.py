@@ -18,6 +18,7 @@ from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
+from kvdepot.tiers.stamps import stamp_name
 from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten, Save
 
 MOST_FORGETTINGS = 16
@@ -51,6 +52,7 @@ class Forgetting:
     model: str  # a prefix of model names; empty: any
     known: Collection[str]  # the names with this prefix that are known here
     salt: bytes | None  # None: any
+    writer: str = ""  # empty: any
     chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
     objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
@@ -80,11 +82,16 @@ class Forgetting:
         )
 
     def tier_task(self, tier: TierState) -> TierForget:
+        if self.writer:
+            names = sorted({self.model, *self.known} - {""})
+            return TierForget(
+                tier.number, "", [], [stamp_name(self.tenant or "", name, self.writer) for name in names], self
+            )
         namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
             namespaces = {model_prefix(self.tenant or "", key_of_model(name)) for name in (self.model, *self.known)}
         salt = "" if self.salt is None else self.salt.hex()
-        return TierForget(tier.number, salt, sorted(namespaces), self)
+        return TierForget(tier.number, salt, sorted(namespaces), [], self)
 
 
 @dataclass(slots=True, eq=False)

@@ -465,14 +465,14 @@ class Lookups:
             shards = [NotLoaded.ABSENT] * len(arrivals)
             for each in {id(each): each for arrival in arrivals for each in arrival.tier_lookups}.values():
                 log.debug("tier lookup: cannot load from this tier: %s", outcome, extra=_about(tier, each))
-        corrupt: list[str] = []
+        useless: list[str] = []
         for arrival, header in zip(arrivals, shards, strict=True):
-            if header is NotLoaded.CORRUPT:
-                corrupt.append(part_of(arrival.chunk, arrival.rank, arrival.shard).name)
+            if header in (NotLoaded.CORRUPT, NotLoaded.FORGOTTEN):
+                useless.append(part_of(arrival.chunk, arrival.rank, arrival.shard).name)
             tier.counters["loaded_chunks"] += self._settle(arrival, header, tier)
-        tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
-        tier.counters["corrupt_chunks"] += len(corrupt)
-        decisions: list[LookupDecision] = [Erase(tier.number, corrupt)] if corrupt else []
+        tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT) + shards.count(NotLoaded.FORGOTTEN)
+        tier.counters["corrupt_chunks"] += shards.count(NotLoaded.CORRUPT)
+        decisions: list[LookupDecision] = [Erase(tier.number, useless)] if useless else []
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
@@ -496,6 +496,7 @@ class Lookups:
             self._index.discard(chunk, rank)
             return False
         arrival.shard.tiers |= tier.bit
+        arrival.shard.writer = header.writer
         self._index.seal(chunk, rank, header.checksum, header.born)
         return True
 

@@ -276,4 +276,4 @@ def facts_of(namespace: Namespace, rank: int) -> Facts:
 def part_of(chunk: Chunk, rank: int, shard: Shard) -> Part:
     """A shard as a tier loads or saves it."""
     facts = facts_of(chunk.namespace, rank)
-    return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born)
+    return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born, shard.writer)
