@@ -103,6 +103,11 @@ def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: s
     assert said in str(caught.value)
 
 
+def test_a_bare_port_for_http_is_one_of_this_host(tmp_path: Path) -> None:
+    for loaded in (load(flags={"http": "7177"}, environ={}), load(write(tmp_path, "http = 7177"), environ={})):
+        assert loaded.http == "127.0.0.1:7177"
+
+
 def test_engines_choose_their_chunk_size_unless_a_number_or_a_remote_tier_forbids_it(tmp_path: Path) -> None:
     for tiers, free in (([], True), ([f"disk://{tmp_path}"], True), (["redis://localhost"], False)):
         loaded = load(flags={"tiers": tiers, "chunk_size": "auto"}, environ={})

@@ -388,6 +388,13 @@ def test_all_values_of_the_chart_arrive() -> None:
     assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
 
 
+def test_the_size_of_the_arena_can_have_its_unit() -> None:
+    (pod,) = [each for each in rendered({"arenaGiB": "64.5GiB"}) if each["kind"] == "DaemonSet"]
+    (server,) = pod["spec"]["template"]["spec"]["containers"]
+    assert settings(environment(server)).arena_gib == 64.5
+    assert server["resources"]["limits"]["memory"] == "67Gi"
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -396,6 +403,7 @@ def test_all_values_of_the_chart_arrive() -> None:
         ({"settings": {"http": "off"}}, "settings.http: the chart sets this"),
         ({"networkPolicy": {"enabled": True}, "tiers": ["redis://cache"]}, "could not reach its tiers"),
         ({"arenaGib": 16}, "arenaGib"),
+        ({"arenaGiB": "64MB"}, "arenaGiB"),
         ({"settings": {"polcy": "lru"}}, "settings"),
         ({"tiers": "redis://cache"}, "tiers"),
     ],

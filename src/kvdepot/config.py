@@ -217,7 +217,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, _memory("checksums: off, sampled (1 chunk in 16), always", pattern=_one_of("off", "sampled", "always"))
     ] = "sampled"
     http: Annotated[
-        str, _access("page, metrics and API, or off; a token is needed beyond this host, or with keys", "HOST:PORT")
+        str,
+        _access("page, metrics and API: HOST:PORT, a PORT of this host, or off; beyond this host a token", "ADDRESS"),
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
         str, _access("file with the HTTP token (mode 0600); empty = created beside the unix socket", "FILE")
@@ -377,6 +378,8 @@ def load_with_sources(
         merged["tiers"] = urls.split()
     _refuse_unknown(source)
     merged = in_units(merged)
+    if str(merged.get("http", "")).isdecimal():
+        merged["http"] = f"127.0.0.1:{merged['http']}"
     for name, kind in (("tenants", Share), ("salts", SaltShare)):
         if name in merged:
             merged[name] = _tables(name, merged[name], kind, source[name])

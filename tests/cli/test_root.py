@@ -26,6 +26,21 @@ def test_a_mistyped_command_or_option_is_answered_with_the_right_one(capsys: pyt
     assert "'--chunk-size'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("list", "status"), ("info", "status"), ("ping", "status"), ("flush", "forget"), ("version", "--version"),
+        ("pin", "lease"), ("leases", "lease"), ("get", "inspect"),
+    ],
+)  # fmt: skip
+def test_a_command_of_other_programs_is_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    assert cli.main([typed]) == 2
+    said = f"kvdepot: No such command {typed!r}. Did you mean {meant!r}? (see `kvdepot --help`)\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
 def test_wrong_usage_is_answered_in_one_line_that_names_the_help(
     capsys: pytest.CaptureFixture[str], words: list[str]

@@ -158,6 +158,7 @@ if sys.argv[1] == "kill":
 def test_an_embedded_server_ends_with_its_program(end: str) -> None:
     done = python(EMBEDDED, end, KVDEPOT_CHUNK_SIZE=str(TOKENS), KVDEPOT_ARENA_GIB="0.0625")
     assert done.returncode == (-9 if end == "kill" else 0), done.stderr
+    assert done.stderr == "", "a program's own server says only what is wrong"
     arena, pid = done.stdout.split()
     eventually(lambda: not Path(f"/proc/{pid}").exists() and not Path(f"/dev/shm/{arena}").exists())
 

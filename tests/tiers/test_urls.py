@@ -223,3 +223,12 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
     words = [word.strip("'\"") for word in "".join(said).replace(str(tmp_path), "").split()]
     assert password not in words
     assert len(password) < 4 or not any(password in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("disc:///kv?capacity_gib=1", "disk"), ("/var/cache/kv", "disk"), ("valkey://h", "redis"), ("gcs://b", "gs")],
+)
+def test_an_unknown_kind_of_tier_is_answered_with_the_one_that_is_meant(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}://"):
+        parse(text)

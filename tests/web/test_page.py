@@ -304,19 +304,19 @@ def test_forget_shows_what_it_removes_and_asks_for_the_token_once(operated: Site
     ("prompt", "sent"),
     [("1, 2 3", {"tokens": [1, 2, 3]}), (f'["{64 * "A"}"]', {"hashes": [64 * "a"]})],
 )  # fmt: skip
-def test_a_prompt_is_pinned_by_its_tokens_or_its_hashes(
+def test_a_prompt_is_leased_by_its_tokens_or_its_hashes(
     operated: Site, open_page: OpenPage, prompt: str, sent: dict[str, Any]
 ) -> None:
     page = open_page(f"{operated.url}#token=s3cret")
-    page.click("[data-action=pin]")
+    page.click("[data-action=lease]")
     page.get_by_label("Name", exact=True).fill("system")
     page.get_by_label("Prompt: token ids").fill("hello world")
-    page.get_by_role("button", name="Pin", exact=True).click()
+    page.get_by_role("button", name="Lease", exact=True).click()
     shows(page, "#action-error", "neither a list of token ids nor one of chunk hashes")
     page.get_by_label("Prompt: token ids").fill(prompt)
     page.get_by_label("Until").select_option("an hour from now")
-    page.get_by_role("button", name="Pin", exact=True).click()
-    shows(page, "#action-effect", "2 of 3 chunks are pinned.")
+    page.get_by_role("button", name="Lease", exact=True).click()
+    shows(page, "#action-effect", "2 of 3 chunks are leased.")
     model = "meta-llama/Llama-3.3-70B"
     assert operated.changes == [("/v1/lease", {"name": "system", "ttl_s": 3600, "model": model, "salt": "", **sent})]
 
@@ -351,12 +351,12 @@ def test_what_the_page_shows_is_what_a_real_server_says(start_web: StartWeb, ope
     shows(page, "#gain-facts", "512 tokens")
     assert rows(page, "namespaces") == [[engine.model, "1,024", "50.0%", "8 KiB", "<0.1%", "1", "Forget…"]]
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["engine"] for each in status["engines"])
-    page.click("[data-action=pin]")
+    page.click("[data-action=lease]")
     page.get_by_label("Name", exact=True).fill("listed")
     page.get_by_label("Prompt: token ids").fill(" ".join(map(str, tokens)))
     page.locator("#action-token input").fill(web.token)
-    page.get_by_role("button", name="Pin", exact=True).click()
-    shows(page, "#action-effect", "2 of 2 chunks are pinned.")
+    page.get_by_role("button", name="Lease", exact=True).click()
+    shows(page, "#action-effect", "2 of 2 chunks are leased.")
     page.get_by_role("button", name="Close").click()
 
     def times() -> dict[str, str]:

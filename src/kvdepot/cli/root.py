@@ -39,6 +39,20 @@ _FAMILIES = {
 }
 """Commands with their modules and descriptions, in the order of the help. A module is imported when it is used."""
 _COMMANDS = {command: entry for family in _FAMILIES.values() for command, entry in family.items()}
+_MEANT = {
+    "serve": "server start run launch daemon",
+    "stop": "shutdown kill quit",
+    "status": "list ls info ping stats state health models ps show",
+    "top": "monitor watch",
+    "inspect": "get find lookup query",
+    "why": "explain trace",
+    "warm": "load prefetch preload",
+    "lease": "pin keep leases pins retain",
+    "release": "unpin",
+    "forget": "flush flushall flushdb clear delete del rm remove drop evict purge reset",
+    "--version": "version",
+}
+"""What users of other caches and databases type in place of our commands."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 
@@ -59,7 +73,7 @@ options; zsh_source and fish_source are for those shells.
 
 
 class Root(click.Group):
-    """A group that imports commands lazily, and suggests a name for a mistyped one."""
+    """A group that imports commands lazily, and suggests one for an unknown name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -82,7 +96,8 @@ class Root(click.Group):
         if name not in _COMMANDS and not name.startswith("-"):
             from difflib import get_close_matches
 
-            close = get_close_matches(name, _COMMANDS, 1, 0.7)  # get is not a mistyped forget
+            close = [ours for ours, theirs in _MEANT.items() if name.lower() in theirs.split()]
+            close = close or get_close_matches(name, _COMMANDS, 1, 0.7)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)

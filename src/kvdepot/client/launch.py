@@ -143,7 +143,8 @@ class Shared:
 
 
 class Embedded:
-    """An engine's own server, a child of this process. It logs where the engine does."""
+    """An engine's own server, a child of this process. It logs where the engine does, from warnings on unless
+    KVDEPOT_LOG_LEVEL says otherwise."""
 
     arenas = "kvdepot-{user}-engine-"
     """The beginning of its arena's name, for `str.format`."""
@@ -163,7 +164,7 @@ class Embedded:
                 _command(self.url, *flags),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=_environment(),
+                env=_environment(KVDEPOT_LOG_LEVEL="warning"),
                 start_new_session=True,
             )
         except OSError as exc:

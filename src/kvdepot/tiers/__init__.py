@@ -257,7 +257,9 @@ def parse(text: str) -> TierConfig:
     scheme, colon, rest = text.partition("://")
     if not colon or scheme not in KINDS:
         known = ", ".join(kind + "://" for kind in KINDS)
-        raise ConfigError(f"tiers: {shown(text)!r} does not begin with one of {known}")
+        close = "redis" if scheme == "valkey" else "disk" if text.startswith("/") else suggestion(scheme, KINDS)
+        meant = f"; did you mean {close}://?" if close else ""
+        raise ConfigError(f"tiers: {shown(text)!r} does not begin with one of {known}{meant}")
     if has_ambiguous_secret(text):
         raise ConfigError(
             f"tiers: {shown(text)!r} contains a space, a #, or an @ after a ?; percent-encode them (%20, %23, %40), "

@@ -1,4 +1,4 @@
-// What an operator can do: load, pin, end a lease, forget. Each in one dialogue, which says beforehand what will happen.
+// What an operator can do: load, lease, end a lease, forget. Each in one dialogue, which says beforehand what will happen.
 
 import { $, make, say } from "./dom.js";
 import { bytes, count } from "./format.js";
@@ -55,21 +55,21 @@ const promptBody = (given) => ({ model: given.model, salt: given.salt, ...prompt
 const ACTIONS = {
   warm: {
     title: () => "Load a prompt into memory",
-    what: "Its chunks are loaded from the tiers, as far as those have them. Other chunks are evicted to make room. Nothing keeps them afterwards: to keep them, pin the prompt.",
+    what: "Its chunks are loaded from the tiers, as far as those have them. Other chunks are evicted to make room. Nothing keeps them afterwards: to keep them, lease the prompt.",
     verb: "Load",
     fields: ["model", "prompt", "salt"],
     path: "v1/warm",
     body: promptBody,
     done: (answer) => `${chunksOf(answer)} are in memory.`,
   },
-  pin: {
-    title: () => "Pin a prompt",
-    what: "Its chunks are loaded from the tiers and not evicted until the pin ends. A pin of the same name is replaced. Leases can hold half of the memory at most.",
-    verb: "Pin",
+  lease: {
+    title: () => "Lease a prompt",
+    what: "Its chunks are loaded from the tiers and not evicted until the lease ends. A lease of the same name is replaced. Leases can hold half of the memory at most.",
+    verb: "Lease",
     fields: ["name", "model", "prompt", "salt", "ttl"],
     path: "v1/lease",
     body: (given) => ({ name: given.name, ttl_s: Number(given.ttl), ...promptBody(given) }),
-    done: (answer) => `${chunksOf(answer)} are pinned.`,
+    done: (answer) => `${chunksOf(answer)} are leased.`,
   },
   release: {
     title: (of) => `End the lease ${of}`,
