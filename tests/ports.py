@@ -7,6 +7,8 @@ import random
 import socket
 from pathlib import Path
 
+import pytest
+
 _FIRST, _LAST = 15_000, 65_535
 
 _held: list[socket.socket] = []
@@ -38,3 +40,11 @@ def _unasked() -> list[int]:
     """Ports that the kernel gives to nobody who did not ask for them."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return [port for port in range(_FIRST, _LAST + 1) if not first <= port <= last] or [*range(_FIRST, _LAST + 1)]
+
+
+def need_ipv6() -> None:
+    """Skip a test where the loopback has no IPv6 address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")

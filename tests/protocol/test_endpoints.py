@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvdepot.cli.status import ask_health
 from kvdepot.errors import Unavailable
-from kvdepot.protocol.endpoints import Claim, listen
+from kvdepot.kv_events.publisher import replay_endpoint
+from kvdepot.protocol import curve
+from kvdepot.protocol.addresses import fault_of_endpoint
+from kvdepot.protocol.endpoints import Claim, is_taken, listen
+from tests.cli.command import run
+from tests.conftest import HANG_S, StartDepot, eventually
+from tests.ports import free_port, need_ipv6
 
 
 def test_a_place_is_one_claims_until_it_is_closed(tmp_path: Path) -> None:
@@ -91,3 +98,45 @@ def test_what_is_listened_on_is_for_this_user_alone(tmp_path: Path) -> None:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with context.socket(zmq.ROUTER) as listener, pytest.raises(Unavailable, match=url):
             listen(listener, url)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]x", "[::1", "a:b", "me@host", "host/path", "[localhost]", "", "[::1]:1"])
+def test_an_endpoint_whose_host_is_malformed_is_refused_with_its_form(host: str) -> None:
+    assert "is not of the form tcp://HOST:PORT" in fault_of_endpoint(f"tcp://{host}:5555")
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "[::1]", "[fe80::1%eth0]", "*", "depot-1.example.com", "eth0"]
+)
+def test_an_endpoint_is_a_name_or_an_address_of_either_kind(host: str) -> None:
+    assert fault_of_endpoint(f"tcp://{host}:5555") == ""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_every_endpoint_of_a_server_may_be_an_ipv6_address(
+    host: str, start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_ipv6()
+    port, events = free_port(), free_port()
+    feed = f"tcp://[::1]:{events}"
+    flags = ["--http", f"[{host}]:0", "--kv-events", feed]
+    if host == "::":  # which needs keys, and takes clients of both kinds
+        curve.generate(tmp_path / "keys", ["alice"])
+        monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "alice.key"))
+        flags = ["--http", f"[{host}]:0", "--keys", str(tmp_path / "keys")]
+    depot = start_depot(*flags, url=f"tcp://[{host}]:{port}")
+    for each in ("[::1]", "127.0.0.1")[: 2 if host == "::" else 1]:
+        depot.url = f"tcp://{each}:{port}"
+        assert is_taken(depot.url)
+        assert run("status", "--url", depot.url).returncode == 0
+    address = eventually(lambda: depot.status()["http"])
+    assert address.startswith(f"[{host}]:")
+    eventually(lambda: ask_health(address) == 200)
+    if host == "::1":
+        assert is_taken(feed) and is_taken(replay_endpoint(feed))
+        with depot.context.socket(zmq.SUB) as reader:
+            reader.setsockopt(zmq.IPV6, 1)
+            reader.subscribe(b"")
+            reader.connect(feed)
+            assert reader.poll(1000 * int(HANG_S)), "no heartbeat came"

@@ -16,6 +16,7 @@ from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
 from tests.conftest import HANG_S, StartDepot, eventually, suspend
+from tests.ports import need_ipv6
 from tests.web.conftest import StartWeb, Web, children, lives
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -122,10 +123,7 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
 
 
 def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("this host has no IPv6")
+    need_ipv6()
     web = start_web(http="[::1]:0", host="::1")
     assert web.get("/v1/status").status == 200
     assert web.get("/v1/status", headers={"Host": "evil.example"}).status == 403

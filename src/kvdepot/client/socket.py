@@ -29,7 +29,7 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavai
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
-from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint, socket_path
+from kvdepot.protocol.addresses import MOST_PATH, fault_of_endpoint, is_ipv6, socket_path
 from kvdepot.protocol.curve import Key, read_client_key
 from kvdepot.protocol.endpoints import holder, is_coming
 from kvdepot.protocol.monitor import Monitor
@@ -188,6 +188,7 @@ class Client:
         self._has_events.register(self._fds[1], select.POLLIN)
         self._read_events()  # the descriptor signals events only after the socket was read empty
         try:
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(server_url))
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
             self._close_sockets()

@@ -22,6 +22,12 @@ def socket_path(url: str) -> Path | None:
     return Path(url[len("ipc://") :]) if url.startswith("ipc://") and not url.startswith("ipc://@") else None
 
 
+def is_ipv6(url: str) -> bool:
+    """Whether an endpoint is an IPv6 address: ZeroMQ uses IPv6 only if it is told to, and then takes a name such as
+    localhost for its IPv6 address."""
+    return url.startswith("tcp://[")
+
+
 def split_authority(text: str) -> tuple[str, str] | None:
     """Host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`, all of it; the port may be empty. None: it is no such
     text. The host is without brackets."""
@@ -37,11 +43,10 @@ def fault_of_endpoint(url: str, most_port: int = MOST_PORT) -> str:
     if any(ord(sign) < 32 for sign in place):
         return f"{url!r} contains control characters"
     if scheme == "tcp":
-        host, _, port = place.rpartition(":")
-        if not host:
-            return f"{url!r} is not of the form tcp://HOST:PORT"
-        if not _PORT.fullmatch(port) or int(port) > most_port:
-            return f"{url!r}: {port!r} is not a port from 1 to {most_port}"
+        authority = split_authority(place)
+        if authority is None or not _PORT.fullmatch(authority[1]) or int(authority[1]) > most_port:
+            hint = ", and an IPv6 address in brackets" if place.count(":") > 1 else ""
+            return f"{url!r} is not of the form tcp://HOST:PORT, with a port from 1 to {most_port}{hint}"
     elif place == "*" or PurePath(place).name in ("", ".."):
         return f"{url!r} does not name a file; give a path such as ipc:///run/kvdepot.sock"
     return ""

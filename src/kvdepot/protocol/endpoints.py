@@ -18,7 +18,7 @@ import zmq
 
 from kvdepot import locks
 from kvdepot.errors import Unavailable
-from kvdepot.protocol.addresses import MOST_PATH, socket_path
+from kvdepot.protocol.addresses import MOST_PATH, is_ipv6, socket_path, split_authority
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def listen(listener: zmq.Socket[bytes], url: str) -> None:
     """Bind a socket; a unix socket's file is accessible to this user alone. Raises Unavailable."""
     old = os.umask(0o177)
     try:
+        listener.setsockopt(zmq.IPV6, is_ipv6(url))
         listener.bind(url)
     except zmq.ZMQError as exc:
         why = "the folder of the socket does not exist" if exc.errno == errno.ENOENT else exc.strerror
@@ -171,14 +172,14 @@ def is_taken(url: str) -> bool:
     if socket_path(url) is not None:
         return bool(holder(url))
     place = url.partition("://")[2]
-    host, _, port = place.rpartition(":")
+    host, port = split_authority(place) or ("", "")
     with contextlib.suppress(OSError, ValueError, OverflowError):
         if place.startswith("@"):
             with socket.socket(socket.AF_UNIX) as asking:
                 asking.settimeout(_CONNECT_S)
                 asking.connect(f"\0{place[1:]}")
         else:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         return True
     return False
 

@@ -19,6 +19,7 @@ import msgspec
 
 from kvdepot.config import Config
 from kvdepot.processes import module_command
+from kvdepot.protocol.addresses import split_authority
 from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
@@ -142,11 +143,11 @@ class Child:
     def _listen(self) -> socket.socket | None:
         """The listening socket; None if the server ends before the address is free."""
         place = self._config.http
-        host, _, port = place.rpartition(":")
+        host, port = split_authority(place) or ("", "")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         while not self._stopping.is_set():
             try:
-                return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
+                return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
             except OSError as exc:
                 why = os.strerror(exc.errno) if exc.errno else exc  # `strerror` may have the address once more
                 if not self.failure:
