@@ -116,6 +116,16 @@ def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(chan
     assert (restored.shards, len(restored.dropped), after.records.used) == (1, 1, 2)
 
 
+def test_a_chunk_from_the_future_is_as_old_as_the_arena_is_taken_over() -> None:
+    index, _ = restored_from(record(born=5000), record(key=b"g" * 32, extents=((START + PAGE, PAGE),), born=900))
+    for wall, born in ((1000, {900, 1000}), (1500, {900, 1000})):
+        memory = bytearray(index.records._memory)
+        index = make(memory=memory)
+        restore(index, wall=wall)
+        index.validate()
+        assert {chunk.born for each in index.namespaces.all() for chunk in each.chunks.values()} == born
+
+
 def test_of_two_writers_with_one_number_no_shard_is_kept() -> None:
     after, restored = restored_from(record(writer=1), WriterRecord(1, "one"), WriterRecord(1, "two"))
     assert (restored.shards, len(restored.dropped), after.records.used) == (0, 1, 0)

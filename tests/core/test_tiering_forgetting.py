@@ -201,3 +201,46 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     host.tick(122.0, 1122.0)
     host.assert_quiet()
     assert host.index.chunks == 0
+
+
+# -- clocks that are set
+
+
+DAY = 86_400
+
+
+def test_a_chunk_stored_while_the_clock_was_ahead_expires_as_if_it_had_been_right() -> None:
+    host = new_host(ttl_s=3600)
+    host.tick(10.0, 1010.0 + 30 * DAY)
+    host.find(b"one", store(prompt("a", 2)))
+    host.tick(11.0, 1011.0)
+    host.find(b"one", store(prompt("b", 2)))
+    host.tick(3609.0, 4609.0)
+    assert [host.find(b"one", look(prompt(name, 2), name)) for name in "ab"] == [2, 2]
+    for name in "ab":
+        host.ask(b"one", wire.EndSession(name))
+    host.tick(3612.0, 4612.0)
+    assert host.find(b"one", look(prompt("a", 2))) == 0
+    host.ask(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+    assert host.index.chunks == 0
+
+
+def test_a_chunk_expires_by_the_clock_that_nobody_sets_while_the_other_stands_still() -> None:
+    host = new_host(ttl_s=60)
+    host.find(b"one", store(prompt("a", 2)))
+    for second in range(1, 62):
+        host.tick(float(second), 1000.0)
+    assert host.find(b"one", look(prompt("a", 2))) == 0
+
+
+def test_an_object_from_the_future_is_not_used_where_its_age_counts(tier: MemoryTier) -> None:
+    ahead = new_host(tier)
+    ahead.tick(1.0, 1001.0 + 30 * DAY)
+    ahead.find(b"one", store(prompt("a", 2)))
+    ahead.tick(2.0, 1002.0)
+    ahead.find(b"one", store(prompt("b", 2)))
+    for ttl_s, found in ((0, [2, 2]), (3600, [0, 2])):
+        host = new_host(tier, ttl_s=ttl_s)
+        host.tick(1.0, 1001.0)
+        assert [host.find(b"one", look(prompt(name, 2), name)) for name in "ab"] == found

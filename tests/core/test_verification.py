@@ -29,7 +29,7 @@ def register(desk: Desk, client: bytes, writer: str, **facts: str) -> None:
 @pytest.fixture
 def desk() -> Desk:
     """Two engines; one has stored four chunks."""
-    made = Desk()
+    made = Desk(settings={"verify_hits": 0.1})
     register(made, b"one", "first", vllm="0.32", dtype="bfloat16")
     register(made, b"two", "second", vllm="0.33", dtype="bfloat16")
     assert made.ask(b"one", store(prompt("p", 4))) is True
@@ -173,6 +173,35 @@ def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
     assert desk.ask(b"two", wire.Forget("m", writer="second")) == {"memory": 5}
     assert found(desk, b"one", prompt("p", 6)) == 4
     assert found(desk, b"one", prompt("q", 3)) == 0
+
+
+def test_a_sample_is_refused_where_the_server_samples_no_hits() -> None:
+    desk = Desk()
+    register(desk, b"one", "first")
+    assert desk.ask(b"one", store(prompt("p", 4))) is True
+    asked = wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT, is_sample=True)
+    assert isinstance(desk.ask(b"one", asked), BadRequest)
+    assert desk.depot.status().quarantined == []
+    assert compare(desk, b"one", prompt("p", 4)) == wire.Comparison(), "a proof is welcome"
+
+
+def test_a_tenant_with_many_differences_takes_neither_the_list_nor_the_log_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk(settings={"keys": "/somewhere"})
+    for tenant in ("blue", "red"):
+        for client in (f"{tenant} one", f"{tenant} two"):
+            desk.hello(client.encode(), tenant, engine=client)
+            numbered = replace(layout(), numbers=[("bfloat16", BLOCK)])
+            request = wire.Register(1, numbered, "m", 1, 0, PER_CHUNK, 1, writer=client)
+            assert desk.ask(client.encode(), request) is None
+        assert desk.ask(f"{tenant} one".encode(), store(prompt(tenant, 4))) is True
+    compare(desk, b"blue two", prompt("blue", 1), 0.5)
+    for _ in range(100):
+        compare(desk, b"red two", prompt("red", 1), 0.5)
+    found = [each.tenant for each in desk.depot.status().mismatches]
+    assert found == ["red"] * 16 + ["blue"]
+    assert len(caplog.records) == 2, "the same two engines, again and again"
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

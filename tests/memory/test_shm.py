@@ -128,6 +128,9 @@ def test_a_liveness_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
         shm.sweep_liveness_files()
         assert path.exists(), "its client is about to lock it and to give it its name"
         an_hour_ago = time.time() - 3600
+        os.utime(path, (time.time() + 1e6,) * 2)
+        assert not shm.is_being_made(path), "the clock was ahead"
+        os.utime(path)
         assert locks.lock(fd)  # before it is old: a server of another test may sweep, too
         os.utime(path, (an_hour_ago, an_hour_ago))
         shm.sweep_liveness_files()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,6 +155,21 @@ def test_a_restart_knows_when_contents_were_computed_although_they_were_read_sin
     assert there(tier, "blue", range(3)) == [2]
     enforce(tier, rules, WALL + 70)
     assert tier.usage().objects == 0 and tier.usage().counters["expired"] == 1 + 1
+
+
+def test_an_object_from_the_future_expires_as_one_of_when_it_was_found(start: Callable[..., Disk]) -> None:
+    rules, now, ahead = Rules.of({}, {}, 3600), time.time(), 30 * 86_400
+    tier = start(Rules())
+    enforce(tier, rules, now + ahead)
+    assert write(tier, "blue", 1, born=int(now) + ahead)
+    for wall, left in ((now, 1), (now + 3590, 1), (now + 3610, 0)):  # the clock is right again
+        enforce(tier, rules, wall)
+        assert tier.usage().objects == left
+    assert write(tier, "blue", 1, born=int(now) + ahead)
+    tier = start(Rules())
+    for wall, left in ((now, 1), (now + 3590, 1), (now + 3700, 0)):
+        enforce(tier, rules, wall)
+        assert tier.usage().objects == left
 
 
 def test_floors_beyond_the_capacity_are_refused_at_the_start(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Shared:
         # vLLM appends the rank of a data-parallel replica to the engine's id. An id that a user has chosen is that of
         # the engine's next start, too.
         is_ours = bool(starter) and re.fullmatch(re.escape(starter) + r"(_dp\d+)*", engine) is not None
-        return is_ours and age_s < _ONE_START_S
+        return is_ours and 0 <= age_s < _ONE_START_S
 
     def failure(self) -> str:
         """Why it is not running: the last line of its log, and where that is."""
@@ -208,7 +208,7 @@ def _remove_left_arenas() -> None:
     """Remove the arenas of engines' own servers that were killed together with their engines."""
     for path in shm.SHM.glob(f"{Embedded.arenas.format(user=os.geteuid())}*"):
         with contextlib.suppress(OSError, KVDepotError):
-            if time.time() - path.lstat().st_mtime < _YOUNG_S:
+            if 0 <= time.time() - path.lstat().st_mtime < _YOUNG_S:
                 continue
             fd = shm.open_shared(path.name)
             try:

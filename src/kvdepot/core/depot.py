@@ -19,7 +19,7 @@ from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.events import Listener
-from kvdepot.core.index.excess import expire, trim
+from kvdepot.core.index.excess import expire, set_back, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
 from kvdepot.core.inspections import inspect
@@ -37,6 +37,7 @@ from kvdepot.core.usage import Usages
 from kvdepot.core.verification import Verification
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
+from kvdepot.eviction.ages import WallClock
 from kvdepot.memory.copier import Mapped, Outcome
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -93,6 +94,7 @@ class Depot:
         self._step_chunks = step_chunks
         self._is_behind = False  # chunks that have expired, or are above a cap, are still there
         self.now = 0.0
+        self._clock = WallClock()
         self.wall = 0  # seconds since 1970, as of the last tick
         self.engines = Engines(self.report.note)
         self.removals = Removals(
@@ -278,6 +280,8 @@ class Depot:
 
     def tick(self, now: float, wall: float) -> list[Action]:
         """Called once a second. wall: seconds since 1970."""
+        if back := self._clock.set_back(now, wall):
+            set_back(self.index, back)
         self.now, self.wall = now, int(wall)
         self.report.wall = self.wall
         self.lifetimes.wall = self.trails.wall = self.wall

@@ -173,6 +173,8 @@ class Transfers:
             check_source(part)
         if not request.limit > 0.0:
             raise BadRequest(f"a limit of {request.limit} for the difference of equal KV")
+        if request.is_sample and not self._config.verify_hits:
+            raise BadRequest("this server samples no hits (verify_hits is 0)")
         operation = CopyOperation(client, number, instance, is_store=False, chunks=[], comparison=request)
         own = "" if request.is_sample else instance.writer
         can_compare = bool(instance.layout.numbers) and not isinstance(instance.mapped, CopiedByClient)

@@ -26,7 +26,9 @@ from kvdepot.values import plural
 log = logging.getLogger(__name__)
 
 _MISMATCHES = 16
-"""Mismatches that the status lists, the latest ones."""
+"""Mismatches that the status lists of each tenant, the latest ones."""
+_QUIET_S = 60
+"""A mismatch is listed, but neither logged nor noted, if the same two engines had one in the last so many seconds."""
 _ENGINES = 256
 """Engines whose facts are remembered, the latest ones that registered."""
 _UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
@@ -36,7 +38,7 @@ class Verification:
     def __init__(self, namespaces: Namespaces, counters: Counters, usages: Usages, report: Report) -> None:
         self.counters, self._usages = counters, usages
         self._namespaces, self._report = namespaces, report
-        self._mismatches: deque[Mismatch] = deque(maxlen=_MISMATCHES)
+        self._mismatches: deque[Mismatch] = deque()
         self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
 
     def learn(self, client: Client, request: wire.Register) -> None:
@@ -90,13 +92,24 @@ class Verification:
 
     def _accuse(self, mismatch: Mismatch, namespace: Namespace) -> None:
         """Make a mismatch known, and put the model into quarantine if a sample has shown it."""
+        own = [each for each in self._mismatches if each.tenant == mismatch.tenant]
+        is_known = any(
+            (each.model, each.engine, each.writer, each.is_sample)
+            == (mismatch.model, mismatch.engine, mismatch.writer, mismatch.is_sample)
+            and 0 <= mismatch.wall_s - each.wall_s < _QUIET_S
+            for each in own
+        )
         self._mismatches.appendleft(mismatch)
+        if len(own) == _MISMATCHES:
+            self._mismatches.remove(own[-1])
         consequence = "that engine no longer shares KV"
         if mismatch.is_sample:
             for each in self._namespaces.all():
                 if (each.tenant, each.model) == (namespace.tenant, namespace.model):
                     self._namespaces.quarantine(each)
             consequence = "it is in quarantine: its chunks are misses until `kvdepot verify --release` releases it"
+        if is_known:
+            return
         text = (
             f"KV of {mismatch.model[:SHOWN]} differs: {plural(mismatch.chunks, 'chunk')} by up to {mismatch.worst:.2g} "
             f"(limit {mismatch.limit:.2g}) between engine {mismatch.engine}, which computed it, and the one that "

@@ -7,6 +7,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+SKEW_S = 60
+"""The clocks of hosts that share a tier may differ by this much: what seems to be younger comes from the future."""
+_LEAST_STEP_S = 10.0
 _MOVED = 16
 """Items that are moved at once while those that are outdated are dropped: all at once would take a second a million."""
 
@@ -21,6 +24,27 @@ class _Aging(Protocol):
 
     @property
     def gone(self) -> bool: ...
+
+
+class WallClock:
+    """Notices that the wall clock was set back. Who then makes entries as much older as it was set back has them expire
+    by whichever clock is ahead: the wall clock, or one that nobody sets."""
+
+    def __init__(self) -> None:
+        self._ahead = float("-inf")  # of the other clock
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has been read never."""
+        return self._ahead == float("-inf")
+
+    def set_back(self, now: float, wall: float) -> float:
+        """Seconds by which the wall clock was set back since the last call; 0: it was not. now: of the other clock."""
+        back = self._ahead - (wall - now)
+        if 0 < back < _LEAST_STEP_S:
+            return 0.0
+        self._ahead = wall - now
+        return max(0.0, back)
 
 
 AgingT = TypeVar("AgingT", bound=_Aging)

@@ -440,7 +440,7 @@ def is_being_made(path: Path) -> bool:
 
     Raises OSError if it is gone.
     """
-    return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
+    return path.name.startswith(".") and 0 <= time.time() - path.lstat().st_mtime < _MAKING_S
 
 
 def sweep_liveness_files() -> None:

@@ -132,7 +132,7 @@ class Server:
         self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()
-            restored = restore(index, arena.read_table(), arena.whole)
+            restored = restore(index, arena.read_table(), arena.whole, int(time.time()))
             reasons = Counter(line.partition(": ")[2] for line in restored.dropped)
             for reason, number in reasons.items():
                 log.warning(

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
+from kvdepot.eviction.ages import SKEW_S
 from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
@@ -412,8 +413,7 @@ class Mover:
             for part, head in zip(parts, self.heads, strict=False)
         ]
         sizes = _complete(parts, self.tier.read(blobs))
-        oldest = wall - self.ttl_s if self.ttl_s else 0.0
-        headers = [self._accept(*read, oldest) for read in zip(parts, blobs, sizes, strict=True)]
+        headers = [self._accept(*read, wall) for read in zip(parts, blobs, sizes, strict=True)]
         return [self._admit(*each, wall) for each in zip(parts, headers, strict=True)]
 
     def _admit(self, part: Part, header: Header | NotLoaded, wall: float) -> Header | NotLoaded:
@@ -423,7 +423,7 @@ class Mover:
         writer = self.stamps.writer_of(self.tier, part.facts, header.stamp, wall)
         return NotLoaded.FORGOTTEN if writer is None else msgspec.structs.replace(header, writer=writer)
 
-    def _accept(self, part: Part, blob: Blob, size: int, oldest: float) -> Header | NotLoaded:
+    def _accept(self, part: Part, blob: Blob, size: int, wall: float) -> Header | NotLoaded:
         if size < 0:
             return NotLoaded.ABSENT
         header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
@@ -431,7 +431,7 @@ class Mover:
             return NotLoaded.CORRUPT
         if header.stored != size - HEADER_BYTES:
             return NotLoaded.CORRUPT
-        if header.born < oldest:
+        if self.ttl_s and not -SKEW_S <= wall - header.born <= self.ttl_s:  # from the future: nobody knows its age
             return NotLoaded.ABSENT
         if why := self.codec.why_not(header):
             if not self.codec.has_logged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvdepot.core.index.chunk import State
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
@@ -18,6 +20,14 @@ def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
             if expired >= most:
                 break
     return expired
+
+
+def set_back(index: Index, seconds: float) -> None:
+    """Make all chunks as much older as the wall clock was set back: they are as old as the other clock says."""
+    step = math.ceil(seconds)
+    for chunk in [chunk for each in index.namespaces.all() for chunk in each.chunks.values()]:
+        chunk.born, chunk.used_s = max(0, chunk.born - step), max(0, chunk.used_s - step)
+        index.accounts.ages.record(chunk)
 
 
 def trim(index: Index, most: int) -> bool:

@@ -53,11 +53,13 @@ class Restored:
     """Slots of the table that do not belong to a complete record."""
 
 
-def restore(index: Index, data: bytes | bytearray | None = None, limit: int | None = None) -> Restored:
+def restore(
+    index: Index, data: bytes | bytearray | None = None, limit: int | None = None, wall: int | None = None
+) -> Restored:
     """Fill an empty index from its records.
 
     data: the table's bytes, if the caller has read them already. limit: bytes at or behind this offset of the arena
-    are lost.
+    are lost. wall: the time in seconds since 1970, at which chunks from the future count as computed; None: any.
     """
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
@@ -90,9 +92,21 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     there = [each for each in complete if any(group.chunks for group in each.groups)]
     serial = shards[-1][1].serial if shards else 0
     _adopt(index, sorted(there, key=lambda namespace: namespace.number), serial)
+    if wall is not None:
+        _date(index, wall)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
+
+
+def _date(index: Index, wall: int) -> None:
+    """Date chunks that seem to be computed later than now, as the clock was ahead, and record that."""
+    for chunk in [chunk for each in index.namespaces.all() for chunk in each.chunks.values() if chunk.born > wall]:
+        chunk.born = wall
+        index.accounts.ages.record(chunk)
+        for rank in chunk.shards:
+            index.serial += 1
+            index.namespaces.record(chunk, rank, index.serial)
 
 
 def _adopt(index: Index, namespaces: list[Namespace], serial: int) -> None:

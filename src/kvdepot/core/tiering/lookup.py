@@ -22,6 +22,7 @@ from kvdepot.core.tiering.forgetting import Forgettings
 from kvdepot.core.tiering.speed import RETRY_S, SLACK
 from kvdepot.core.tiering.tier import TASK_BYTES, TierState, facts_of, part_of
 from kvdepot.errors import KVDepotError
+from kvdepot.eviction.ages import SKEW_S
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.protocol.wire import Tail
 from kvdepot.tiers.format import Header
@@ -501,8 +502,10 @@ class Lookups:
         return True
 
     def _is_too_old(self, chunk: Chunk, born: int) -> bool:
-        """Whether a chunk, if it was computed then, had expired at the last tick."""
-        return 0 < self._index.accounts.ttl_of(chunk) <= self._index.wall - born
+        """Whether a chunk, if it was computed then, had expired at the last tick, or its age is not known."""
+        age_s = self._index.wall - born
+        ttl_s = self._index.accounts.ttl_of(chunk)
+        return ttl_s > 0 and not -SKEW_S <= age_s < ttl_s
 
     # -- the end
 

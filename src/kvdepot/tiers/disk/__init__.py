@@ -234,7 +234,10 @@ class Disk:
         self._rules = rules  # also for the directory when it is back
         with self._directory.call():
             self._ledger.set_rules(rules)
-            return not self._counted.is_set() or self._trim(_MOST_TRIMMED, wall)
+            if not self._counted.is_set():
+                return True
+            self._ledger.date(time.monotonic(), wall)
+            return self._trim(_MOST_TRIMMED, wall)
 
     def find(self, names: Sequence[str]) -> list[bool]:
         with self._directory.call():

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import cast
 
 from kvdepot.eviction import POLICIES, Victim
-from kvdepot.eviction.ages import Ages
+from kvdepot.eviction.ages import Ages, WallClock
 from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_of, tenant_of
@@ -58,6 +58,7 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._used: Counter[str] = Counter()  # counted bytes by owner
         self._ages = Ages(self._ttl_of)
+        self._clock = WallClock()
         self._generation = 0
         self._open_shares()
 
@@ -241,6 +242,15 @@ class Ledger:
                 if share.is_over_cap_with(0) and (victim := share.victim()) is not None:
                     return self._pop(cast(Entry, victim))
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
+
+    def date(self, now: float, wall: float) -> None:
+        """Date objects that seem to be computed later than `wall`, as the clock was ahead. now: of a clock that nobody
+        sets."""
+        with self._lock:
+            is_first, back = self._clock.is_new, self._clock.set_back(now, wall)
+            for entry in self._entries.values() if is_first or back else ():
+                entry.born = min(entry.born - back, wall)
+                self._ages.record(entry)
 
     def expired(self, wall: float) -> Entry | None:
         """Take out an object that has expired at `wall` (seconds since 1970), even if it is read; None if none has."""
