@@ -23,3 +23,7 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(import_module("kvdepot.library"), name)
     raise AttributeError(f"module 'kvdepot' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

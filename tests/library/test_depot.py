@@ -45,6 +45,11 @@ def test_names_that_there_are_not_are_no_attributes() -> None:
     assert {kvdepot.connect, kvdepot.Depot, kvdepot.Namespace, kvdepot.Shape, kvdepot.State}
 
 
+def test_completion_offers_every_name_of_the_library_before_its_first_use() -> None:
+    done = python("import kvdepot; print(set(kvdepot.__all__) - set(dir(kvdepot)), '__doc__' in dir(kvdepot))")
+    assert (done.stdout, done.stderr) == ("set() True\n", "")
+
+
 def test_the_server_that_kvdepot_url_names_is_used(server: Depot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDEPOT_URL", server.url)
     with kvdepot.connect() as depot:
@@ -145,6 +150,7 @@ from tests.library.kv import check, open_namespace, put
 depot = kvdepot.connect("embedded")
 ns = open_namespace(depot, "1")
 assert put(ns, 1) == check(ns, 1) > 0
+kvdepot.kept, sys.kept = (depot, ns), dict(sys.modules)  # so they go after other modules have been cleared
 print(depot._link._view.key[0], depot.status().pid, flush=True)
 if sys.argv[1] == "close":
     depot.close()

@@ -76,6 +76,14 @@ def test_a_client_has_left_if_python_ended_its_process(end: str, has_left: bool)
     view.close(remove=True)
 
 
+def test_a_file_that_outlives_pythons_modules_ends_without_a_traceback() -> None:
+    code = "import sys, kvdepot; from kvdepot.memory.shm import LivenessFile; file = LivenessFile(); print(file.name)\n"
+    code += "kvdepot.kept, sys.kept = file, dict(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
+    shm.LivenessView(done.stdout.strip()).close(remove=True)
+    assert done.stderr == ""
+
+
 def test_clients_of_a_process_that_maps_files_of_any_name_are_marked_as_left(tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path) + b"/mod\xe8les"
     fd = os.open(odd, os.O_RDWR | os.O_CREAT)

@@ -54,19 +54,16 @@ class ArenaView:
         self.key = name, boot
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         shm.advise_huge(self.bytes.ctypes.data, len(self.bytes))
+        self._close = weakref.finalize(self, os.close, self._fd)  # the mapping goes with its last array
+        self._close.atexit = False  # a thread may copy until the process has ended
         _views.add(self)
         self._lock = threading.Lock()
         self._users = 0
 
-    def __del__(self) -> None:
-        if hasattr(self, "_lock"):  # the mapping goes with its last array
-            self.leave()
-
     def leave(self) -> None:
         """Close the file, and with it end any use: a forked child's copy of it would outlive the parent's."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
+        self._fd = -1
 
     def ensure(self, offset: int, size: int) -> bool:
         """As copier.Memory: a server places nothing where its file has no memory."""

@@ -19,6 +19,7 @@ fence after it has copied and before it seals, so a copy that is sealed ended be
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -297,7 +298,6 @@ class LivenessFile:
         """Raises ArenaError, and then leaves nothing behind."""
         self._owner = os.getpid()
         self._address = 0
-        self._at_exit: weakref.finalize[..., LivenessFile] | None = None
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
@@ -310,10 +310,13 @@ class LivenessFile:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Python's mmap would keep a descriptor of its own.
             self._address = _map(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
+            self._unmap = weakref.finalize(self, _unmap, self._address, self._owner)
+            self._unmap.atexit = False  # a thread may raise the fence until the process has ended
             do_not_fork(self._address, mmap.PAGESIZE)
             hidden.rename(path)
         except (OSError, KVDepotError) as exc:
-            self._unmap()
+            if self._address:
+                self._unmap()
             if fd >= 0:
                 hidden.unlink(missing_ok=True)
             raise ArenaError(f"{SHM} cannot hold this client's liveness file: {exc}") from exc
@@ -322,17 +325,7 @@ class LivenessFile:
                 os.close(fd)  # the mapping keeps the file open, and its lock
         self._fence = ctypes.c_uint64.from_address(self._address)
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
-        self._at_exit = weakref.finalize(self, _mark_left, self._address, self._owner)
-
-    def __del__(self) -> None:
-        self._unmap()
-
-    def _unmap(self) -> None:
-        if self._at_exit is not None:
-            self._at_exit.detach()
-        if self._is_ours():
-            _libc.munmap(self._address, mmap.PAGESIZE)
-            self._address = 0
+        _liveness_files.add(self)
 
     def _is_ours(self) -> bool:
         return self._address != 0 and os.getpid() == self._owner
@@ -342,18 +335,33 @@ class LivenessFile:
         if self._is_ours():
             self._fence.value = max(self._fence.value, ticket)
 
+    def leave(self) -> None:
+        """Mark the client as having left."""
+        if self._is_ours():
+            self._left.value = 1
+
     def close(self) -> None:
         """Mark the client as having left, and remove the page, which releases the lock. May be called twice."""
         if self._is_ours():
-            self._left.value = 1
+            self.leave()
             (SHM / self.name).unlink(missing_ok=True)
+            self._address = 0
             self._unmap()
 
 
-def _mark_left(address: int, owner: int) -> None:
-    """Mark the client of a mapped page as having left, unless this is a forked child, which does not have the page."""
+_liveness_files: weakref.WeakSet[LivenessFile] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    for file in list(_liveness_files):
+        file.leave()
+
+
+def _unmap(address: int, owner: int) -> None:
+    """Unmap a liveness file's page, unless this is a forked child, which does not have it."""
     if os.getpid() == owner:
-        ctypes.c_uint8.from_address(address + _LEFT).value = 1
+        _libc.munmap(address, mmap.PAGESIZE)
 
 
 def leave_for(pid: int) -> None:

@@ -37,7 +37,7 @@ _MOST = 4096
 """Stamps that are remembered."""
 
 
-class _Seen(NamedTuple):
+class _Stamp(NamedTuple):
     """A stamp that the tier had at `wall` (seconds since 1970)."""
 
     stamp: bytes
@@ -51,7 +51,7 @@ class Stamps:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lock = threading.Lock()
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()  # by name of the object
+        self._seen: OrderedDict[str, _Stamp] = OrderedDict()  # by name of the object
         self._removing: OrderedDict[str, None] = OrderedDict()  # names, after a removal that failed
 
     def for_save(self, tier: Tier, facts: Facts, writer: str, wall: float) -> bytes | None:
@@ -67,7 +67,7 @@ class Stamps:
                 seen = self._look(tier, own, digest, wall)
                 # A local tier removes what is too old. In a shared one, another server may just have removed a stamp.
                 if seen is None or isinstance(tier, Enforcing):
-                    seen = seen or _Seen(digest + os.urandom(STAMP_BYTES - _DIGEST_BYTES), writer, wall)
+                    seen = seen or _Stamp(digest + os.urandom(STAMP_BYTES - _DIGEST_BYTES), writer, wall)
                     if not self._write(tier, own, seen):
                         self._seen.pop(name, None)
                         return None
@@ -102,17 +102,17 @@ class Stamps:
             tier.remove(list(self._removing))
             self._removing.clear()
 
-    def _fresh(self, name: str, wall: float) -> _Seen | None:
+    def _fresh(self, name: str, wall: float) -> _Stamp | None:
         seen = self._seen.get(name)
         return seen if seen is not None and 0 <= wall - seen.wall < FRESH_S else None
 
-    def _keep(self, name: str, seen: _Seen) -> None:
+    def _keep(self, name: str, seen: _Stamp) -> None:
         self._seen[name] = seen
         self._seen.move_to_end(name)
         if len(self._seen) > _MOST:
             self._seen.popitem(last=False)
 
-    def _look(self, tier: Tier, own: Facts, digest: bytes, wall: float) -> _Seen | None:
+    def _look(self, tier: Tier, own: Facts, digest: bytes, wall: float) -> _Stamp | None:
         """Read a stamp."""
         self._remove_all(tier)
         key = _key(digest)
@@ -129,11 +129,11 @@ class Stamps:
         writer = bytes(kv[STAMP_BYTES:]).rstrip(b"\0").decode(errors="replace")
         if _sum(kv) != header.checksum or bytes(kv[:_DIGEST_BYTES]) != digest or _digest(writer) != digest:
             return None
-        seen = _Seen(bytes(kv[:STAMP_BYTES]), writer, wall)
+        seen = _Stamp(bytes(kv[:STAMP_BYTES]), writer, wall)
         self._keep(name, seen)
         return seen
 
-    def _write(self, tier: Tier, own: Facts, seen: _Seen) -> bool:
+    def _write(self, tier: Tier, own: Facts, seen: _Stamp) -> bool:
         kv = bytearray((seen.stamp + seen.writer.encode()).ljust(_KV_BYTES, b"\0"))
         key = _key(seen.stamp[:_DIGEST_BYTES])
         header = Header(own.digest, key, NO_SALT, _KV_BYTES, _KV_BYTES, _sum(kv), int(seen.wall))
