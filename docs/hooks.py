@@ -24,6 +24,10 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 _ROOT = Path(__file__).parents[1]
+_BOOSTS = {"api": 0.1, "comparison": 0.4, "figures": 0.4, "library": 0.5, "migrate-from-lmcache": 0.4, "glossary": 0.5}
+_BOOSTS |= dict.fromkeys(("vllm", "tiers", "security", "memory", "troubleshooting", "kubernetes"), 1.5)
+_BOOSTS |= dict.fromkeys(("start", "log", "gpus"), 1.3)
+"""How the site's search ranks pages, where it is not 1: the names of the API have most of a user's words in them."""
 _TABLE = re.compile(r"^(<!-- table: (\w+) -->)$.*?^(<!-- end of table -->)$", re.M | re.S)
 _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
@@ -32,6 +36,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with what it includes, links that lead within the site, and its tables filled in."""
     if page.file.src_uri.startswith(("decisions", "internals/", "architecture", "contributing")):
         page.meta.setdefault("search", {"exclude": True})  # whoever searches for a word wants to use it
+    elif boost := _BOOSTS.get(page.file.src_uri.removesuffix(".md")):
+        page.meta.setdefault("search", {"boost": boost})
     markdown = re.sub(r"^<!-- commands -->$", lambda _: _commands(), markdown, flags=re.M)
     markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
     return re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -415,6 +416,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_is_built_without_a_warning(site: Path) -> None:
     start = (site / "start" / "index.html").read_text()
     assert "kvdepot serve" in start
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    boosts = {each["location"].partition("/")[0]: each.get("boost", 1) for each in found}
+    assert boosts["api"] < boosts["tiers"], "names of the API are the last that a user searches for"
     for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"

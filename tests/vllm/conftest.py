@@ -14,7 +14,7 @@ from tests.vllm.engines import Engine
 
 StartByHand = Callable[..., by_hand.Engine]
 StartEngine = Callable[..., Engine]
-StartSteps = Callable[[str], Any]
+StartSteps = Callable[..., Any]
 if importlib.util.find_spec("vllm") is None and not os.environ.get("CI"):
     collect_ignore_glob = ["test_*.py"]  # `make test` installs it, and CI must not skip its tests
 
@@ -68,8 +68,8 @@ def start_steps(models: dict[str, Path]) -> Iterator[StartSteps]:
 
     made: list[Steps] = []
 
-    def start(url: str) -> Steps:
-        made.append(Steps(url, models["gqa"]))
+    def start(url: str, **settings: object) -> Steps:
+        made.append(Steps(url, models["gqa"], **settings))
         return made[-1]
 
     yield start

@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
@@ -25,7 +30,7 @@ from kvdepot.devices import share
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.integrations.vllm.paged_kv import describe_kv, mem_pool_context, without_expandable_segments
 from kvdepot.memory.copier import CopyPiece
-from tests.conftest import StartDepot
+from tests.conftest import Depot, StartDepot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
 
@@ -164,6 +169,24 @@ def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
     address = raw.data_ptr()
     view = share(raw.view(BLOCKS, 4096), "layer")
     assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)
+
+
+def test_two_connectors_of_one_engine_give_one_pool_for_its_kv(
+    vllm_depot: Depot, process_groups: None, models: dict[str, Path]
+) -> None:
+    """As below MultiConnector, which refuses a second pool."""
+    each = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    each["kv_connector_extra_config"] = {"kvdepot.url": vllm_depot.url}
+    told = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [each, each]},
+    )  # fmt: skip
+    options = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, kv_transfer_config=told)
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    made = MultiConnector(options.create_engine_config(), KVConnectorRole.WORKER, config)
+    assert made.get_mem_pool_context() is not None
+    made.shutdown()
 
 
 def test_engines_with_layers_side_by_side_share_and_never_with_others(

@@ -156,11 +156,11 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
 class Steps:
     """A scheduler's connector, and steps as vLLM builds and returns them."""
 
-    def __init__(self, url: str, model: Path) -> None:
+    def __init__(self, url: str, model: Path, **settings: object) -> None:
         told = KVTransferConfig(
             kv_connector="KVDepotConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"kvdepot.url": url, "kvdepot.trust": "given"},
+            kv_connector_extra_config={"kvdepot.url": url, "kvdepot.trust": "given"} | settings,
         )
         options = EngineArgs(model=str(model), skip_tokenizer_init=True, kv_transfer_config=told)
         spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)

@@ -11,12 +11,13 @@ import pytest
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.integrations.vllm import connector
 from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders
 from kvdepot.integrations.vllm.settings import ServerPlace, read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from kvdepot.keys import derive_root
-from tests.conftest import HANG_S, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine, StartSteps
 from tests.vllm.engines import output, prompt, write_lora
 from tests.vllm.test_requests import request
@@ -131,6 +132,9 @@ def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
         ({"save_decode": True}, "save_decode is not a kvdepot setting; did you mean kvdepot.save_decode?"),
         ({"KVDepot.save-decode": True}, "did you mean kvdepot.save_decode?"),
         ({"kvdepot": {"save_decode": True}}, 'write each setting with its prefix, such as "kvdepot.save_decode": "on"'),
+        ({"kvdepot.arena_gib": 5}, "not a kvdepot setting; it is the server's: set it in KVDEPOT_ARENA_GIB, where the"),
+        ({"kvdepot.tenants": {}}, "it is the server's: set it in its settings file"),
+        ({"kvdepot.load_failure_policy": "die"}, "kvdepot.load_failure_policy is 'die', not one of recompute, fail"),
         ({"weather": 1}, "weather is not a kvdepot setting; valid settings: kvdepot.url, "),
     ],
 )
@@ -138,6 +142,24 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: s
     with pytest.raises(ConfigError) as caught:
         read_settings({"lmcache.mp.host": "left from another connector", **extra})
     assert fault in str(caught.value)
+
+
+def test_settings_without_effect_and_a_replaced_policy_are_each_told_once(
+    vllm_depot: Depot, start_steps: StartSteps, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector.log, "handlers", [caplog.handler])
+    monkeypatch.setattr(connector.log, "propagate", False)
+    caplog.set_level("INFO", connector.log.name)
+    left = {"lmcache.mp.host": "h", "lmcache.mp.port": 5555}
+    config = start_steps(vllm_depot.url, **left).connector._kv_transfer_config
+    told = [text for text in caplog.messages if "lmcache" in text or "kv_load_failure_policy" in text]
+    assert len(told) == 2 and "kv_load_failure_policy is recompute" in told[0]
+    assert "KVDepotConnector ignores lmcache.mp.host, lmcache.mp.port: " in told[1] and "remove them" in told[1]
+    assert config.kv_load_failure_policy == "recompute"
+    caplog.clear()
+    kept = start_steps(vllm_depot.url, **{"kvdepot.load_failure_policy": "fail"}).connector._kv_transfer_config
+    assert kept.kv_load_failure_policy == "fail"
+    assert not [text for text in caplog.messages if "kv_load_failure_policy" in text]
 
 
 @pytest.mark.parametrize("required", [False, True])

@@ -28,7 +28,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -52,7 +52,7 @@ from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.paged_kv import check_room, mem_pool_context
 from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
-from kvdepot.integrations.vllm.settings import find_place, read_settings
+from kvdepot.integrations.vllm.settings import find_place, foreign_settings, read_settings
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
 from kvdepot.integrations.vllm.worker import WorkerHalf
 
@@ -83,6 +83,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = HOST_HITS
+    _pooled: ClassVar[KVCacheConfig | None] = None
+    """That of the KV for which a connector of this process has given `get_mem_pool_context`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -93,8 +95,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._no_room: ArenaError | None = None  # why it cannot be shared
         if role is KVConnectorRole.SCHEDULER:
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank=None)
-            # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._begin_scheduler()
             place = find_place(self._settings, self._process.engine_id)
             place.is_logged = not self._settings.is_embedded
             self._half: SchedulerHalf | WorkerHalf = SchedulerHalf(
@@ -108,6 +109,22 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank)
             self._half = WorkerHalf(vllm_config, self._process.rank, self._process.fails_whole)
             self._link = self._link_worker()
+
+    def _begin_scheduler(self) -> None:
+        """Settle what vLLM does after a failed load, and say which settings have no effect."""
+        transfer, policy = self._kv_transfer_config, self._settings.load_failure_policy
+        if transfer.kv_load_failure_policy != policy:
+            # vLLM's default is to fail the request, and nothing tells a default from what an operator has set.
+            log.info(
+                "kvdepot: kv_load_failure_policy is %s; kvdepot.load_failure_policy in kv_connector_extra_config "
+                "sets it", policy,
+            )  # fmt: skip
+            transfer.kv_load_failure_policy = policy
+        if foreign := foreign_settings(transfer.kv_connector_extra_config):
+            log.warning(
+                "kvdepot: KVDepotConnector ignores %s: these are another connector's settings; remove them from "
+                "kv_connector_extra_config", ", ".join(foreign),
+            )  # fmt: skip
 
     def _link_worker(self) -> ServerLink:
         process = self._process
@@ -228,6 +245,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except ArenaError as exc:
             self._no_room = exc
             return None
+        if KVDepotConnector._pooled is self._kv_cache_config:
+            return None  # another one below MultiConnector has given the context, and vLLM accepts no second
+        KVDepotConnector._pooled = self._kv_cache_config
         return mem_pool_context(self._vllm_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 from blake3 import blake3
 
 from kvdepot.client.launch import Embedded, Shared
-from kvdepot.config import default_url, home_url, url_in_environment
+from kvdepot.config import ONLY_IN_FILE, Config, default_url, home_url, url_in_environment
 from kvdepot.errors import (
     ArenaError,
     Busy,
@@ -45,6 +45,7 @@ _EMBEDDED = "embedded"
 _STARTS = ("auto", "never")
 _SAVES = ("auto", "on", "off")
 _TRUSTS = ("earned", "given")
+_POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class ConnectorSettings:
     - events_topic: the name under which routers know this engine (events.py); empty: none
     - trust: earned (other engines' chunks are loaded once some were compared with what this one computes, trust.py) or
       given
+    - load_failure_policy: what vLLM does with a request whose load failed: recompute what is missing, or fail it
     """
 
     url: str = ""
@@ -73,6 +75,7 @@ class ConnectorSettings:
     boundary_chunks: int = 0
     events_topic: str = ""
     trust: str = "earned"
+    load_failure_policy: str = "recompute"
 
     @property
     def is_embedded(self) -> bool:
@@ -106,17 +109,26 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    for name, words in (("start", _STARTS), ("save_decode", _SAVES), ("trust", _TRUSTS)):
+    known_words = {"start": _STARTS, "save_decode": _SAVES, "trust": _TRUSTS, "load_failure_policy": _POLICIES}
+    for name, words in known_words.items():
         if (given_word := getattr(settings, name)) not in words:
             raise ConfigError(f"{_PREFIX}{name} is {given_word!r}, not one of {', '.join(words)}")
     return settings
 
 
+def foreign_settings(extra: dict[str, Any]) -> list[str]:
+    """The keys of kv_connector_extra_config that are another connector's, which `read_settings` ignores."""
+    return [key for key in extra if "." in key and not key.lower().startswith(_PREFIX)]
+
+
 def _suggestion(key: str, value: object, known: list[str]) -> str:
-    """The setting that the user may have meant by an unknown key."""
+    """The setting that the user may have meant by an unknown key, and whose it is."""
+    name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
+    if name in Config.__struct_fields__ and name not in known:
+        place = "its settings file" if name in ONLY_IN_FILE else f"KVDEPOT_{name.upper()}, where the server starts"
+        return f"it is the server's: set it in {place}"
     if isinstance(value, dict):
         return f'write each setting with its prefix, such as "{_PREFIX}save_decode": "on"'
-    name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
     close = get_close_matches(name, known, n=1)
     meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""
     return f"{meant}valid settings: {', '.join(_PREFIX + each for each in known)}"

@@ -126,10 +126,15 @@ def _leave_in_order() -> None:
 
 
 def _refuse_failing(kv_transfer_config: KVTransferConfig) -> None:
-    """Raise ConfigError if a failed load would end its request: below MultiConnector we cannot change that setting."""
+    """Raise ConfigError if a failed load would end its request, and our settings do not ask for that: below
+    MultiConnector we cannot change the policy."""
     from kvdepot.errors import ConfigError
+    from kvdepot.integrations.vllm.settings import read_settings
 
-    if kv_transfer_config.kv_load_failure_policy != "recompute":
+    below = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    ours = [each.get("kv_connector_extra_config", {}) for each in below if each["kv_connector"] == "KVDepotConnector"]
+    fails = all(read_settings(extra).load_failure_policy == "fail" for extra in ours)
+    if kv_transfer_config.kv_load_failure_policy != "recompute" and not fails:
         raise ConfigError(
             "kvdepot below MultiConnector: a load that fails would end its request. Set "
             '"kv_load_failure_policy": "recompute" in --kv-transfer-config, beside "kv_connector": "MultiConnector"'
