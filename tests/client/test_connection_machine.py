@@ -6,6 +6,8 @@ The same network, servers and clock tell in single tests when a copy ends, and h
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import UnionType
 
 import pytest
 from hypothesis import settings
@@ -87,6 +89,10 @@ def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
 class Connections(RuleBasedStateMachine):
     """One connection, its network, and the servers at its address, one after the other."""
 
+    slow: UnionType = COPY | wire.Lookup
+    """Requests that `settle` leaves to `answer`; it answers those of the kind `refused` with an error."""
+    refused: tuple[type, KVDepotError] | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -114,7 +120,10 @@ class Connections(RuleBasedStateMachine):
         if server is None:
             return False
         number = frame[: wire.ID_BYTES]
-        if server.seal is not None and frame[wire.ID_BYTES :][:1] == b"\xc1":
+        if frame[wire.ID_BYTES :][:1] == b"\xc1":
+            if server.seal is None:  # it does not know us, and cannot read this
+                server.inbox.append((number, wire.Noop()))
+                return True
             opened = server.seal.open(frame)
             assert opened is not None, "it has sealed a message with a wrong key"
             frame = opened
@@ -122,7 +131,8 @@ class Connections(RuleBasedStateMachine):
         assert not isinstance(request, KVDepotError)
         self.check_sent(server, number, request)
         self.sent.append((server, request))
-        server.inbox.append((number, request))
+        if not isinstance(request, wire.Lookup) or all(each != number for each, _ in server.inbox):
+            server.inbox.append((number, request))
         return True
 
     def check_sent(self, server: Server, number: bytes, request: wire.Request) -> None:
@@ -131,21 +141,31 @@ class Connections(RuleBasedStateMachine):
         if isinstance(request, wire.Register):
             assert request.instance in self.wanted, "tensors that were withdrawn are registered again"
         elif isinstance(request, wire.Lookup):
-            assert number not in self.ended_lookups, "nothing would release its pins"
+            assert number not in self.ended_lookups, "nothing would release its pins, or it ends those of a later one"
             self.lookups[number] = request.request
         elif isinstance(request, COPY):
             others = [each for each in before if each is not server]
             assert len({each.boot for each in [*before, server]}) <= 2, "it could be this copy that ends servers"
             assert all(each.is_dead for each in others), "two servers may touch the same blocks"
             assert not self.has_gpu or all(self.now >= each.died_at + LINGER_S for each in others)
-        before.append(server)
+        if isinstance(request, wire.EndSession) or (isinstance(request, wire.Lookup) and request.hurries):
+            ended = [each for each, name in self.lookups.items() if name == request.request]
+            self.ended_lookups |= {each for each in ended if each[::-1] < number[::-1]}
+        if server.knows_us:
+            before.append(server)
 
     # -- what the machine does
 
-    @rule(kind=st.sampled_from(["lookup", "end", "store", "retrieve", "noop", "gone"]), instance=st.integers(0, 1))
+    @rule(
+        kind=st.sampled_from(["lookup", "queued", "hurried", "end", "store", "retrieve", "noop", "gone"]),
+        instance=st.integers(0, 1),
+    )
     def ask(self, kind: str, instance: int) -> None:
+        lookup = partial(wire.Lookup, "model", 1, 4, f"r{instance}", 1, b"h" * 32, True)
         kinds: dict[str, Callable[[], wire.Request]] = {
-            "lookup": lambda: wire.Lookup("model", 1, 4, f"r{instance}", 1, b"h" * 32, True),
+            "lookup": lookup,
+            "queued": partial(lookup, queued=True),
+            "hurried": partial(lookup, hurries=True),
             "end": lambda: wire.EndSession(f"r{instance}"),
             "store": lambda: wire.Store(instance, 1, []),
             "retrieve": lambda: wire.Retrieve(instance, []),
@@ -156,9 +176,7 @@ class Connections(RuleBasedStateMachine):
         self.outcomes.append((request, ended))
         if kind == "gone":
             self.wanted.discard(instance)
-        elif kind == "end":
-            self.ended_lookups |= {number for number, name in self.lookups.items() if name == f"r{instance}"}
-        self.connection.ask(request, ended.append, None if kind == "end" else 1.0)
+        self.connection.ask(request, ended.append, None if kind in ("queued", "end") else 1.0)
 
     @rule(instance=st.integers(0, 1))
     def register(self, instance: int) -> None:
@@ -203,6 +221,8 @@ class Connections(RuleBasedStateMachine):
         server = self.server
         assert server is not None
         number, request = server.inbox.pop(0)
+        if server in self.reached.get(number, ()):
+            self.reached[number].remove(server)  # whatever it answers, it is done with it
         value = server.answer(request) if refusal is None else refusal
         if isinstance(value, KVDepotError):
             frame = wire.encode_failure(number, server.boot, value)
@@ -216,10 +236,37 @@ class Connections(RuleBasedStateMachine):
     def hear(self) -> None:
         self.connection.take(self.coming.pop(0))
 
+    @rule()
+    def greet(self) -> None:
+        """Get further than single steps usually do."""
+        if self.server is None:
+            self.start(False)
+        self.register(0)
+        self.settle()
+
+    def settle(self) -> None:
+        while self.coming or (self.server is not None and self.takes_next(self.server)):
+            if self.coming:
+                self.hear()
+            else:
+                assert self.server is not None
+                is_refused = self.refused is not None and isinstance(self.server.inbox[0][1], self.refused[0])
+                self.answer(self.refused[1] if self.refused is not None and is_refused else None)
+
+    def takes_next(self, server: Server) -> bool:
+        """Whether there is a request that it answers at once; the others wait behind it."""
+        server.inbox.sort(key=lambda each: isinstance(each[1], self.slow))
+        return bool(server.inbox) and not isinstance(server.inbox[0][1], self.slow)
+
     @rule(seconds=st.sampled_from([0.02, 0.15, 0.6, 1.2, 11.0]))
     def wait(self, seconds: float) -> None:
+        waiting = [request for request, ended in self.outcomes if not ended]
+        may_be_lost = any(isinstance(request, COPY | wire.EndSession) for request in waiting)
+        must_stay = self.connection.welcomed and self.servers[-1].boot == self.connection.incarnation
+        must_stay &= not (may_be_lost or any(server.is_dead for server in self.servers) or self.server is None)
         self.now += seconds
         self.connection.expire()
+        assert self.connection.welcomed or not must_stay, "a lookup that waits is taken for lost"
 
     # -- what must hold
 
@@ -274,24 +321,9 @@ def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
 
 
 class Talk(Connections):
-    """A connection whose server answers at once: all but copies, and requests of the kind `refused`."""
+    """A connection whose server answers at once: all but copies."""
 
-    refused: tuple[type, KVDepotError] | None = None
-
-    def settle(self) -> None:
-        while self.coming or (self.server is not None and self.takes_next(self.server)):
-            if self.coming:
-                self.hear()
-            else:
-                assert self.server is not None
-                is_refused = self.refused is not None and isinstance(self.server.inbox[0][1], self.refused[0])
-                self.answer(self.refused[1] if self.refused is not None and is_refused else None)
-
-    @staticmethod
-    def takes_next(server: Server) -> bool:
-        """Whether there is a request that it answers; copies wait behind the others."""
-        server.inbox.sort(key=lambda each: isinstance(each[1], COPY))
-        return bool(server.inbox) and not isinstance(server.inbox[0][1], COPY)
+    slow = COPY
 
     def begin(self, instance: int) -> list[list[object]]:
         """Meet a server, register, and send it a store and a retrieve. Returns the outcomes of both."""
@@ -392,6 +424,22 @@ def test_a_new_client_waits_for_a_server_that_is_slow_to_answer() -> None:
     assert not ended and len(talk.sent) == 3, "a hello a second"
     talk.settle()
     assert ended == [None]
+
+
+def test_queued_lookups_whose_answers_are_lost_are_asked_again_without_another_hello() -> None:
+    talk = Talk()
+    talk.start(False)
+    talk.register(0)
+    talk.settle()
+    for instance in (0, 1, 0):
+        talk.ask("queued", instance)
+    assert talk.server is not None
+    talk.server.inbox.clear()
+    talk.pass_time(9.0)
+    assert [bool(ended) for _, ended in talk.outcomes] == [True, False, False, False]
+    talk.pass_time(2.0)
+    assert all(ended == [None] for _, ended in talk.outcomes)
+    assert sum(isinstance(request, wire.Hello) for _, request in talk.sent) == 1
 
 
 def test_copies_of_a_server_that_lost_its_address_wait_for_its_own_end() -> None:

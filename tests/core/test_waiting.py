@@ -17,6 +17,7 @@ from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
+from tests.conftest import clear
 from tests.core.desk import PER_CHUNK, Desk, group_stores, instance_of, lookup, prompt, retrieve, store
 from tests.core.groups import SHAPES, Rack, Reaches, deepest, needed
 from tests.core.host import look, new_host
@@ -426,6 +427,54 @@ def test_windows_and_the_chunks_before_them_count(desk: Desk) -> None:
     assert rack.depot.status().waiting_bytes == kept(rack) * PAGE == 12 * PAGE
     assert rack.ask(b"one", retrieve(prompt("a", 10), instance_of(HYBRID, 0), request="a")) == [True] * 10
     assert rack.depot.status().waiting_bytes == 0
+
+
+# -- lookups that are sent again, because the client suspects that the answer is lost
+
+
+def again(desk: Desk, asked: Asked, request: wire.Lookup) -> None:
+    desk.deliver(asked[0], wire.encode_request(int.from_bytes(asked[1], "little"), request))
+
+
+def test_a_lookup_sent_again_while_it_waits_keeps_its_place_and_is_answered_once() -> None:
+    desk = with_prompts("a", "b", "c", chunks=12, pages=40)
+    requests = [queued(lookup(prompt(name, 12), name)) for name in "abc"]
+    _, second, third = (desk.send(b"one", request) for request in requests)
+    again(desk, second, requests[1])
+    again(desk, third, requests[2])
+    assert unheard(desk, second) and unheard(desk, third)
+    for ended, answered in (("a", second), ("b", third)):
+        desk.send(b"one", wire.EndSession(ended))
+        go_on(desk)
+        assert desk.answers[answered] == 12
+    begin(desk, store(prompt("d", 4)))
+    stored = desk.send(b"two", lookup(prompt("d", 4), "d"))
+    again(desk, stored, lookup(prompt("d", 4), "d"))
+    assert unheard(desk, stored)
+    desk.settle()
+    assert desk.answers[stored] == 4 and desk.depot.counters["lookups"] == 4
+
+
+def test_a_lookup_sent_again_while_tiers_are_asked_gets_what_they_have() -> None:
+    host = new_host(MemoryTier(), lookup_s=0.2)
+    host.find(b"one", store(prompt("a", 4)))
+    clear(host.index)
+    asked = host.send(b"one", look(prompt("a", 4), "r"))
+    again(host, asked, look(prompt("a", 4), "r"))
+    assert unheard(host, asked)
+    host.rest()
+    assert host.answers[asked] == 4
+
+
+def test_a_lookup_sent_again_after_its_answer_keeps_its_pins_and_gets_the_same() -> None:
+    """The answer was on its way: what it has promised stays, although there is no room for another share."""
+    desk = with_prompts("a", "b", chunks=12, pages=40)
+    first, second = queued(lookup(prompt("a", 16), "a")), queued(lookup(prompt("b", 12), "b"))
+    asked = desk.send(b"one", first)
+    assert unheard(desk, desk.send(b"one", second)) and desk.answers[asked] == 12
+    desk.ask(b"one", store(prompt("a", 16), first=12))
+    again(desk, asked, first)
+    assert desk.answers[asked] == 12 and desk.index.held == 1 and desk.depot.counters["lookups"] == 2
 
 
 # -- lookups without pins

@@ -51,7 +51,8 @@ _PAUSE_S = 0.1
 _IDLE_S = 0.5
 """Pause between a refused hello and the next, while nothing waits for the server."""
 _STALE_S = 10.0
-"""After this long without an answer, a copy's answer is suspected lost although no broken connection was reported."""
+"""After this long without an answer, it is suspected lost although no broken connection was reported. Of a lookup whose
+request is only queued this is no sign: it is sent again, and a server that still has it goes on with it."""
 _MAX_REPEATS = 3
 LINGER_S = 1.0
 """A server's GPUs may run copies that were queued with the driver until this long after its death: no lock shows when
@@ -384,7 +385,8 @@ class Connection:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         request = pending.request
         is_known = isinstance(request, COPY) and self.requests.registration(request.instance) is not None
-        if (isinstance(value, UnknownInstance) and not is_known) or pending.refusals >= _MAX_REPEATS:
+        is_over = isinstance(request, wire.Lookup) and not pending.may_repeat
+        if (isinstance(value, UnknownInstance) and not is_known) or is_over or pending.refusals >= _MAX_REPEATS:
             return False
         pending.refusals += 1
         self.requests.parked.add(number)
@@ -438,10 +440,13 @@ class Connection:
             return
         # Only requests without deadline (copies, ends of sessions): recovery fails others that are merely slow, such as
         # a registration.
-        oldest = next((item for item in self.requests.pending.values() if item.deadline == float("inf")), None)
+        queued, oldest = self.requests.oldest_without_deadline()
         if oldest is not None and now - oldest.born > _STALE_S:
             self._leave()  # its answer may be lost: recovery will show
             oldest.born = now
+        elif queued is not None and now - self.requests.pending[queued].born > _STALE_S:
+            self.requests.send_again([queued], now)
+            self._send_parked()
 
     def close(self) -> None:
         """Fail every request with Unavailable. Safe twice."""

@@ -32,7 +32,8 @@ class PendingRequest:
     refusals: int = 0  # how often a server has said that it does not know us
     may_repeat: bool = True
     """Whether it may be sent again when its answer is lost. A copy may once: it may be what crashes the server. A
-    lookup may not once its session has ended: nothing would release its pins."""
+    lookup may not once its session has ended, as nothing would release its pins, or once it was hurried, as it would
+    end the pins of the later one."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Requests:
                     unsent = self.pending[number].request
                     if isinstance(unsent, wire.Register) and unsent.instance == request.instance:
                         self.end(number, Unavailable("its tensors were withdrawn before a server had them"))
-            case wire.EndSession():
+            case wire.EndSession() | wire.Lookup(hurries=True):
                 for item in self.pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
                         item.may_repeat = False
@@ -96,6 +97,17 @@ class Requests:
             if register is not None and instance not in unsent:
                 requests.append(register)
         return requests
+
+    def oldest_without_deadline(self) -> tuple[int | None, PendingRequest | None]:
+        """The first lookup of a request that is only queued, by its number, and the first other request; of those that
+        wait for their answers without a deadline."""
+        queued = None
+        for number, item in self.pending.items():
+            if item.deadline == float("inf"):
+                if not (isinstance(item.request, wire.Lookup) and item.request.queued):
+                    return queued, item
+                queued = number if queued is None else queued
+        return queued, None
 
     def end(self, number: int, value: object) -> None:
         """End a request with its outcome, unless it has ended."""

@@ -65,7 +65,7 @@ class PinShare:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The pins of one request of one client."""
+    """The pins of one request of one client, and the lookup that made them."""
 
     client: Client
     request: str
@@ -77,6 +77,8 @@ class Session:
     readers: int = 1  # keys retrieved per part
     retrieved: int = 0  # keys retrieved successfully
     share: PinShare | None = None  # of the pin budget, until its first retrieve
+    number: bytes = b""  # of the lookup
+    answer: object = None
 
 
 @dataclass(slots=True, eq=False)

@@ -60,16 +60,22 @@ class Sessions:
     def _begin(self, pending: PendingLookup, now: float) -> list[Action]:
         client, request = pending.asker, pending.lookup
         check_lookup(request)
-        is_new = pending.lease is None and request.request not in client.sessions
+        # A client that suspects that an answer is lost sends the same again: it keeps its place, or its pins.
+        before = self._table(pending).get(request.request)
+        if before is not None and (before.asker, before.number) == (client, pending.number):
+            return []
+        session = client.sessions.get(request.request) if pending.lease is None else None
+        if session is not None and session.number == pending.number:
+            return [Reply(client.identity, session.number, session.answer)]
+        is_new = pending.lease is None and session is None
         if is_new and request.pins and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
-        before = self._table(pending).get(request.request)
         if request.hurries and before is not None and before.tier_lookup is not None:
             self._tiering.lookups.late_tiers(before.tier_lookup, now)
-        actions = self._give_up(before)  # a repeated lookup replaces it
-        if pending.lease is None and not is_new:
-            self._count_no_more(client.sessions[request.request])
+        actions = self._give_up(before)  # a later lookup replaces it
+        if session is not None:
+            self._count_no_more(session)
         match = self._match(client, request)
         pending.first = match.chunks
         if not pending.by_hand:
@@ -264,6 +270,9 @@ class Sessions:
             if (lookup.writer or lookup.layout) and pending.lease is None:
                 places = [self._places(match, lookup)] if lookup.layout else []
                 value = [value, bool(lookup.writer) and is_stored_by(match, lookup.writer), *places]
+            session = pending.asker.sessions.get(lookup.request) if pending.lease is None else None
+            if session is not None:
+                session.number, session.answer = pending.number, value
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 self._trails.looked_up(pending, match, self._tokens(lookup))
