@@ -48,24 +48,47 @@ def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[f
     return desk.answers[asked]
 
 
-def found(desk: Desk, client: bytes, chain: ChunkChain, writer: str = "") -> Any:
-    answer = desk.ask(client, replace(lookup(chain), writer=writer))
+def found(desk: Desk, client: bytes, chain: ChunkChain, *, writers: bool = False) -> Any:
+    answer = desk.ask(client, replace(lookup(chain), writers=writers))
     desk.ask(client, wire.EndSession("r"))
-    return answer
+    return answer if not writers else (answer[0], [(run.end, run.writer) for run in answer[1]])
 
 
-def test_a_lookup_says_whether_the_writer_has_stored_what_is_found(desk: Desk) -> None:
-    chain = prompt("p", 6)
+def by(*writers: str) -> tuple[wire.WriterRun, ...]:
+    """The writers of four chunks that were compared."""
+    return tuple(wire.WriterRun(4, writer) for writer in writers)
+
+
+def test_a_lookup_says_who_has_stored_what_is_found(desk: Desk) -> None:
+    chain = prompt("p", 7)
     assert found(desk, b"one", chain) == 4
-    assert found(desk, b"one", chain, "first") == [4, True]
-    assert found(desk, b"two", chain, "second") == [4, False]
+    assert found(desk, b"one", chain, writers=True) == (4, [(4, "first")])
     assert desk.ask(b"two", store(chain, first=4, end=6)) is True
-    assert found(desk, b"two", chain, "second") == found(desk, b"one", chain, "first") == [6, False]
-    assert found(desk, b"one", prompt("q", 2), "first") == [0, True]
+    for _ in range(2):
+        assert found(desk, b"two", chain, writers=True) == (6, [(4, "first"), (6, "second")])
+    assert desk.ask(b"one", store(chain, first=6, end=7)) is True
+    assert found(desk, b"two", chain, writers=True) == (7, [(4, "first"), (6, "second"), (7, "first")])
+    assert found(desk, b"one", prompt("q", 2), writers=True) == (0, [])
+
+
+def test_a_chunk_that_another_engine_has_replaced_is_said_to_be_its_own(desk: Desk) -> None:
+    chain = prompt("p", 4)
+    assert found(desk, b"one", chain, writers=True) == (4, [(4, "first")])
+    compare(desk, b"two", chain, 0.0, CORRUPT, 0.0, 0.0)
+    assert desk.ask(b"two", store(chain)) is True
+    assert found(desk, b"one", chain, writers=True) == (4, [(1, "first"), (2, "second"), (4, "first")])
+
+
+def test_of_chunks_with_too_many_writers_the_last_ones_have_none(desk: Desk) -> None:
+    for number in range(wire.MAX_WRITER_RUNS + 4):
+        assert desk.ask((b"one", b"two")[number % 2], store(prompt("many", number + 1), first=number)) is True
+    number, runs = found(desk, b"one", prompt("many", 40), writers=True)
+    assert number == wire.MAX_WRITER_RUNS + 4
+    assert [end for end, _ in runs] == [*range(1, wire.MAX_WRITER_RUNS + 1)]
 
 
 def test_equal_chunks_are_counted_and_stay(desk: Desk) -> None:
-    assert compare(desk, b"two", prompt("p", 6), 0.0, 0.1, LIMIT, 0.2) == wire.Comparison(4, LIMIT)
+    assert compare(desk, b"two", prompt("p", 6), 0.0, 0.1, LIMIT, 0.2) == wire.Comparison(4, LIMIT, 0, by("first"))
     status = desk.depot.status()
     assert (status.counters["compared_chunks"], status.counters["differing_chunks"]) == (4, 0)
     assert status.mismatches == status.quarantined == []
@@ -74,20 +97,20 @@ def test_equal_chunks_are_counted_and_stay(desk: Desk) -> None:
 
 def test_an_engine_is_not_compared_with_itself(desk: Desk) -> None:
     assert compare(desk, b"one", prompt("p", 4)) == wire.Comparison()
-    assert compare(desk, b"one", prompt("p", 4), *[0.0] * 4, is_sample=True) == wire.Comparison(4, 0.0)
+    assert compare(desk, b"one", prompt("p", 4), *[0.0] * 4, is_sample=True) == wire.Comparison(4, 0.0, 0, by("first"))
 
 
 def test_experts_are_held_to_the_limit_in_the_first_chunk_of_a_prompt(desk: Desk) -> None:
     most = float("inf")
-    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, 0.6, 0.7, has_experts=True) == wire.Comparison(4, 0.1)
-    assert compare(desk, b"two", prompt("p", 4), 0.3, 0.7, 0.6, 0.7, has_experts=True) == wire.Comparison(4, 0.3)
-    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, most, 0.7, has_experts=True) == wire.Comparison(4, most)
+    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, 0.6, 0.7, has_experts=True).worst == 0.1
+    assert compare(desk, b"two", prompt("p", 4), 0.3, 0.7, 0.6, 0.7, has_experts=True).worst == 0.3
+    assert compare(desk, b"two", prompt("p", 4), 0.1, 0.7, most, 0.7, has_experts=True).worst == most
     assert [each.chunks for each in desk.depot.status().mismatches] == [1, 1]
 
 
 def test_an_engine_that_differs_is_named_beside_the_other(desk: Desk) -> None:
     parts = [float("inf"), 0.1, float("nan"), float("inf")]  # the largest, then those of the parts
-    assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, parts, 0.0) == wire.Comparison(4, float("inf"))
+    assert compare(desk, b"two", prompt("p", 4), 0.0, 0.3, parts, 0.0).worst == float("inf")
     status = desk.depot.status()
     for (usage,) in (status.usage, status.model_usage):
         assert (usage.compared_shards, usage.differing_shards) == (4, 2)
@@ -113,7 +136,7 @@ def test_a_sample_that_differs_puts_its_model_into_quarantine(desk: Desk) -> Non
 
 def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> None:
     assert compare(desk, b"two", prompt("q", 4)) == wire.Comparison()
-    assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison(unknown=4)
+    assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison(unknown=4, writers=by("first"))
     desk.hello(b"old")
     desk.register(b"old")
     assert desk.ask(b"old", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT)) == wire.Comparison()
@@ -128,16 +151,17 @@ def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> 
     desk.assert_empty()
 
 
-def test_an_engine_that_has_proved_nothing_gets_its_own_chunks_only(desk: Desk) -> None:
+def test_a_load_gets_the_chunks_of_writers_that_it_names_only(desk: Desk) -> None:
     assert desk.ask(b"two", store(prompt("q", 2))) is True
     both = [shards(prompt("p", 4)), shards(prompt("q", 2))]
-    assert desk.ask(b"two", wire.Retrieve(1, both[1:], writer="second")) == [True] * 2
-    assert desk.ask(b"two", wire.Retrieve(1, both[:1], writer="second")) == [False] * 4
+    assert desk.ask(b"two", wire.Retrieve(1, both[1:], writers=("second",))) == [True] * 2
+    assert desk.ask(b"two", wire.Retrieve(1, both[:1], writers=("second",))) == [False] * 4
+    assert desk.ask(b"two", wire.Retrieve(1, both[:1], writers=("second", "first"))) == [True] * 4
     assert desk.ask(b"two", wire.Retrieve(1, both[:1])) == [True] * 4
 
 
 def test_a_chunk_with_a_wrong_checksum_accuses_nobody(desk: Desk) -> None:
-    assert compare(desk, b"two", prompt("p", 4), CORRUPT, 0.0, 0.0, 0.0) == wire.Comparison(3, 0.0)
+    assert compare(desk, b"two", prompt("p", 4), CORRUPT, 0.0, 0.0, 0.0) == wire.Comparison(3, 0.0, 0, by("first"))
     counters = desk.depot.status().counters
     assert (counters["corrupt_chunks"], counters["differing_chunks"]) == (1, 0)
     assert found(desk, b"one", prompt("p", 4)) == 0
@@ -165,6 +189,15 @@ def test_a_voided_comparison_says_nothing(desk: Desk) -> None:
     desk.finished(task.token, None)
     assert desk.answers[asked] == wire.Comparison()
     assert desk.index.held == 0
+
+
+def test_a_comparison_says_how_far_it_met_each_writer(desk: Desk) -> None:
+    chain = prompt("p", 6)
+    desk.hello(b"three")
+    register(desk, b"three", "third")
+    assert desk.ask(b"three", store(chain, first=4, end=6)) is True
+    answer = compare(desk, b"two", chain, *[0.0] * 6)
+    assert answer == wire.Comparison(6, 0.0, 0, (wire.WriterRun(4, "first"), wire.WriterRun(6, "third")))
 
 
 def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:

@@ -168,6 +168,7 @@ class UntouchedChild(Child):
 
 def make(arguments: dict[str, Any]) -> Any:
     """An engine, one as vLLM makes it (`is_spawned`), or vLLM's asynchronous front end with engines (`is_async`)."""
+    sys.argv = [__file__, arguments.pop("command")]
     if arguments.pop("is_spawned", False):
         preloaded.spawn_again()
         return UntouchedChild(arguments)

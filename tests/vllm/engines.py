@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import random
@@ -93,6 +94,7 @@ EXPERTS: dict[str, Any] = LLAMA | {
 """A mixture of experts: rounding decides between experts that are about as good."""
 
 
+_commands = itertools.count(1)
 _OLDER_S = 3.0
 """Files that changed in the last two seconds before an engine's start may be newer than the engine: not shared."""
 _written = 0.0  # when this process last wrote a model or an adapter
@@ -306,12 +308,14 @@ class Engine:
 
         python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
 
-        arguments: vLLM's, and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of
-        CPU time; else they are forked from one that has imported vLLM.
+        arguments: vLLM's, `command`, the command line by which its name as a writer differs (by default unlike any
+        other's), and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of CPU time;
+        else they are forked from one that has imported vLLM.
         """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
+            "command": f"engine {os.getpid()}-{next(_commands)}",
             "mamba_ssm_cache_dtype": "float32",  # else it, and with it the length of blocks, depends on the processor
             "kv_transfer_config": {
                 "kv_connector": "KVDepotConnector",

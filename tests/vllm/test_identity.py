@@ -30,7 +30,7 @@ from kvdepot.integrations.vllm import environment, versions
 from kvdepot.integrations.vllm import identity as vllm_identity
 from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_environment
 from kvdepot.integrations.vllm.fields import HARMLESS, describe_config, harmless_fields
-from kvdepot.integrations.vllm.identity import namespace
+from kvdepot.integrations.vllm.identity import identify
 from kvdepot.protocol.model_names import key_of_model
 from tests.vllm import engines
 
@@ -43,7 +43,7 @@ def config(models: dict[str, Path]) -> VllmConfig:
 def _name(config: VllmConfig, weights_revision: str = "") -> str:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
-    return namespace(config, KVCacheConfig(8, [], groups), weights_revision)
+    return identify(config, KVCacheConfig(8, [], groups), weights_revision).namespace
 
 
 def _classes(cls: type, seen: dict[str, type]) -> dict[str, type]:

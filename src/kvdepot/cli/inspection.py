@@ -238,5 +238,8 @@ def _trail(trail: Trail) -> Iterator[str]:
     yield from (f"  not searched: {other}" for other in trail.others)
     for what, numbers in (("shards", trail.shards), ("tokens, by its engine", trail.engine)):
         parts = ", ".join(f"{count(number)} {name.replace('_', ' ')}" for name, number in numbers.items())
+        if what.startswith("tokens") and "compared" in numbers:
+            found = [name for name in ("differing", "equal") if name in trail.shards]
+            parts += f": {found[0] if found else 'the chunks were gone'}"
         yield f"  {what}: {parts or 'none'}"
     yield from (f"  failed: {each}" for each in trail.errors)

@@ -34,12 +34,12 @@ class Pending(msgspec.Struct, frozen=True):
 
 class Cached(msgspec.Struct, frozen=True):
     """The server has the first `tokens` of the prompt, in whole chunks, and those up to tail number `tail` of the
-    lookup; 0 is a miss. is_own: whether the client's `writer` has stored all of that. held: where the last of these
-    chunks are in the arena of the server's run `incarnation`, as long as the request has its session."""
+    lookup; 0 is a miss. writers: who has stored that; see wire.WriterRun. held: where the last of these chunks are in
+    the arena of the server's run `incarnation`, as long as the request has its session."""
 
     tokens: int
     tail: int | None = None
-    is_own: bool = False
+    writers: tuple[wire.WriterRun, ...] = ()
     held: wire.Places | None = None
     incarnation: bytes = b""
 
@@ -64,7 +64,7 @@ class SubmittedLookup:
     is_second: bool = False  # it replaced one whose caller was held back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
-    is_own: bool = False  # as in Cached
+    writers: tuple[wire.WriterRun, ...] = ()  # as in Cached
     held: wire.Places | None = None  # as in Cached
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was held back
@@ -79,7 +79,7 @@ class SchedulerClient:
         self._reports = reports
         self.client = client
         self.spec = spec
-        self.writer, self.layout = "", b""  # as in wire.Lookup, for `submit`
+        self.writers, self.layout = False, b""  # as in wire.Lookup, for `submit`
         self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
@@ -104,7 +104,7 @@ class SchedulerClient:
                 reports=self._reports,
                 speed=self.speed,
                 queued=self._reports,
-                writer=self.writer,
+                writers=self.writers,
                 layout=self.layout,
             )
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
@@ -121,13 +121,13 @@ class SchedulerClient:
         def take(value: object) -> int:
             lookup.incarnation = client.incarnation
             parts: list[object] = value if isinstance(value, list) else [value]
-            lookup.is_own = parts[1:2] == [True]
             try:
+                lookup.writers = msgspec.convert(parts[1] if len(parts) > 1 else (), tuple[wire.WriterRun, ...])
                 # Where the connection was lost meanwhile, the lookup was sent twice, and the second ends this session.
                 is_only = welcomes == client.welcomes and len(parts) > 2
                 lookup.held = msgspec.convert(parts[2], wire.Places | None) if is_only else None
             except msgspec.ValidationError as exc:
-                raise ProtocolError(f"the server's places of chunks are malformed: {exc}") from exc
+                raise ProtocolError(f"the server's answer to a lookup is malformed: {exc}") from exc
             return check_type(parts[0] if parts else None, int)
 
         lookup.future = client.ask(lookup.message, take, deadline_s=None if lookup.message.queued else LOOKUP_S)
@@ -150,7 +150,7 @@ class SchedulerClient:
                     raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
                 found = lookup.message.tails[tail].chunks
             run = lookup.incarnation if lookup.held is not None else b""
-            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.is_own, lookup.held, run)
+            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.writers, lookup.held, run)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc

@@ -212,11 +212,15 @@ class WorkerClient:
         return self._submit(self.comparisons, partial(self._send_compare, terms), requests, transfers, event)
 
     def submit_retrieve(
-        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None, writer: str = ""
+        self,
+        request_ids: Sequence[str],
+        transfers: Sequence[Transfer],
+        event: DeviceEvent | None,
+        writers: tuple[str, ...] = (),
     ) -> None:
-        """Copy chunks into blocks after `event`, in one message. Never blocks. writer: as in wire.Retrieve. Other
+        """Copy chunks into blocks after `event`, in one message. Never blocks. writers: as in wire.Retrieve. Other
         arguments: see `submit_store`."""
-        self._submit(self.retrieves, partial(self._send_retrieve, writer), request_ids, transfers, event)
+        self._submit(self.retrieves, partial(self._send_retrieve, writers), request_ids, transfers, event)
 
     def _submit(
         self,
@@ -258,10 +262,12 @@ class WorkerClient:
             for group, transfers in submitted.by_group()
         ]
 
-    def _send_retrieve(self, writer: str, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
+    def _send_retrieve(
+        self, writers: tuple[str, ...], submitted: Submitted[list[bool]]
+    ) -> list[MessagingFuture[list[bool]]]:
         return [
             self.client.ask(
-                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins, writer),
+                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins, writers),
                 partial(_per_chunk, sum(transfer.chunks for transfer in transfers)),
             )
             for group, transfers in submitted.by_group()

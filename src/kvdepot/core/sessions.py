@@ -17,7 +17,7 @@ from kvdepot.core.clients import Client, PendingLookup, PinShare, Session
 from kvdepot.core.index.chunk import Chunk, is_hidden
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.matching import Match, coming_part, coming_tail, find, is_stored_by, match_prompt
+from kvdepot.core.index.matching import Match, coming_part, coming_tail, find, match_prompt, stored_by
 from kvdepot.core.leases import Leases
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
@@ -267,9 +267,9 @@ class Sessions:
         try:
             value = self._answer(pending, match)
             found = matched
-            if (lookup.writer or lookup.layout) and pending.lease is None:
+            if (lookup.writers or lookup.layout) and pending.lease is None:
                 places = [self._places(match, lookup)] if lookup.layout else []
-                value = [value, bool(lookup.writer) and is_stored_by(match, lookup.writer), *places]
+                value = [value, self._writers(match, lookup) if lookup.writers else [], *places]
             session = pending.asker.sessions.get(lookup.request) if pending.lease is None else None
             if session is not None:
                 session.number, session.answer = pending.number, value
@@ -325,6 +325,10 @@ class Sessions:
         self._pin(pending, match)
         return match.answer
 
+    def _writers(self, match: Match, lookup: wire.Lookup) -> list[wire.WriterRun]:
+        keys = lookup.hashes[: match.chunks * HASH_BYTES] + match.tail_key(lookup.tails)
+        return stored_by(match, keys, self._index.namespaces.withdrawals)
+
     def _places(self, match: Match, lookup: wire.Lookup) -> wire.Places | None:
         """Where the last chunks of a match are, if an engine may copy them itself; the same as `Transfers.retrieve`
         allows."""
@@ -338,7 +342,7 @@ class Sessions:
         for rank in range(namespace.world_size):
             chunks = find(namespace, rank, hashes)
             shards = [chunk.shards[rank] for chunk in chunks if chunk is not None]
-            is_right = all(shard.size == size and lookup.writer in ("", shard.writer) for shard in shards)
+            is_right = all(shard.size == size for shard in shards)
             if len(shards) < len(chunks) or namespace.layouts.get(rank) != lookup.layout or not is_right:
                 return None
             sums = (hashes[at] < self._summed_below for at in range(0, len(hashes), HASH_BYTES))

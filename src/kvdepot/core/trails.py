@@ -111,7 +111,8 @@ class Trails:
         """Add what an engine reports about a request."""
         asked, trail = request.asked, self._trails.get((client.tenant, request.request))
         if trail is not None:
-            _add(trail.engine, {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found})
+            found = {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found}
+            _add(trail.engine, {**found, "loaded": request.saved_tokens, "compared": asked.compared})
             _add(trail.shards, {"loaded": request.copied})
 
     def failed(self, client: Client, request: wire.Request, error: KVDepotError) -> None:

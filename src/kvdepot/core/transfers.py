@@ -86,7 +86,7 @@ class Transfers:
             check_source(part)
         operation = CopyOperation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
-        complete, writer = True, instance.writer
+        complete = True
         namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
         first = 0
         for part, namespace in zip(request.shards, namespaces, strict=True):
@@ -99,10 +99,7 @@ class Transfers:
             for place, chunk in zip(made.places, made.chunks, strict=True):
                 operation.chunks.append((chunk, part.rank))
                 shard, block_ids = chunk.shards[part.rank], ids[place * blocks : (place + 1) * blocks]
-                shard.writer, before = writer, chunk.parent
-                is_own = before is None or before.writer == writer
-                is_own = is_own and all(each.writer == writer for each in chunk.shards.values())
-                chunk.writer = writer if is_own else ""
+                shard.writer = instance.writer
                 pieces.append(CopyPiece(shard.extents, block_ids, 0, chunk.key[0] < self._summed_below))
             operation.places += [first + place for place in made.places]
             first += count
@@ -144,8 +141,8 @@ class Transfers:
             for i, chunk in enumerate(matching.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
                 shard = chunk.shards[part.rank] if chunk is not None and not namespace.is_quarantined else None
-                is_right = shard is not None and shard.size == size and request.writer in ("", shard.writer)
-                if chunk is None or shard is None or not is_right:
+                is_right = shard is not None and shard.writer in (request.writers or [shard.writer])
+                if chunk is None or shard is None or shard.size != size or not is_right:
                     self._counters["retrieve_misses"] += 1
                     continue
                 operation.places.append(len(operation.results) - 1)
@@ -185,6 +182,7 @@ class Transfers:
                 if chunk is None or (shard := chunk.shards[part.rank]).size != size or (own and shard.writer == own):
                     continue
                 operation.chunks.append((chunk, part.rank))
+                operation.places.append(part.depth + i + 1)  # in its prompt
                 block_ids = ids[i * blocks : (i + 1) * blocks]
                 operation.pieces.append(CopyPiece(shard.extents, block_ids, checksum=shard.checksum))
         if not operation.pieces:
@@ -347,6 +345,8 @@ class Transfers:
         actions: list[Action] = []
         if operation.comparison is not None:
             value = self._verification.record(operation)
+            outcome = "differing" if value.worst > operation.comparison.limit else "equal"
+            self._trails.copied(client, operation.comparison.shards[0].request, **{outcome: value.chunks})
             self._index.release([chunk for chunk, _ in operation.chunks])
         elif operation.is_store:
             self._end_store(operation, wall)

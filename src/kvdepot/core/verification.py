@@ -39,13 +39,14 @@ class Verification:
         self.counters, self._usages = counters, usages
         self._namespaces, self._report = namespaces, report
         self._mismatches: deque[Mismatch] = deque()
-        self._facts: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()  # by tenant and writer
+        # By tenant and writer: the engine that has registered last, and its facts.
+        self._facts: OrderedDict[tuple[str, str], tuple[str, dict[str, str]]] = OrderedDict()
 
     def learn(self, client: Client, request: wire.Register) -> None:
         """Remember the facts of an engine, for the case that its KV differs from another's."""
         if request.writer:
             key = client.tenant, request.writer
-            self._facts[key] = {**request.facts, "host": client.host}
+            self._facts[key] = client.engine_called, {**request.facts, "host": client.host}
             self._facts.move_to_end(key)
             if len(self._facts) > _ENGINES:
                 self._facts.popitem(last=False)
@@ -62,8 +63,13 @@ class Verification:
                 worst[i] = 0.0 if request.has_experts and chunk.position != 1 and found < math.inf else found
         there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
         unknown = len(worst) - len(there)
+        ends: dict[str, int] = {}
+        for i in worst:
+            chunk, rank = operation.chunks[i]
+            ends[chunk.shards[rank].writer] = operation.places[i]  # which ascend
+        writers = tuple(wire.WriterRun(end, writer) for writer, end in ends.items())[: wire.MAX_WRITER_RUNS]
         if not there:
-            return wire.Comparison(unknown=unknown)
+            return wire.Comparison(unknown=unknown, writers=writers)
         (found, i), differing = max(there), sum(found > request.limit for found, _ in there)
         chunk, rank = operation.chunks[i]
         self.counters["compared_chunks"] += len(there)
@@ -77,15 +83,17 @@ class Verification:
             mismatch.limit = 1e8 if request.has_experts and chunk.position != 1 else request.limit
             mismatch.parts = [None if math.isnan(x) else min(x, 1e9) for x in operation.differences[i][1:1025]]
             self._accuse(mismatch, chunk.namespace)
-        return wire.Comparison(len(there), found, unknown)
+        return wire.Comparison(len(there), found, unknown, writers)
 
     def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""
         tenant = operation.client.tenant
-        mine, others = (self._facts.get((tenant, each), {}) for each in (operation.instance.writer, writer))
+        (_, mine), (called, others) = (
+            self._facts.get((tenant, each), ("", {})) for each in (operation.instance.writer, writer)
+        )
         names = sorted(name for name in {*mine, *others} if mine.get(name) != others.get(name)) if others else []
         facts = [f"{name}: {mine.get(name, 'none')} | {others.get(name, 'none')}" for name in names]
-        other = writer.partition(" ")[2] or writer or _UNKNOWN
+        other = called or writer.partition(" ")[2] or writer or _UNKNOWN
         return Mismatch(
             wall_s=self._report.wall, engine=operation.client.engine_called, writer=other[:SHOWN], facts=facts
         )

@@ -82,6 +82,8 @@ class Weights:
     """Equal digests mean equal files, on any host."""
     changed_at: float
     """Unix time of the last change to any of them, or to the way to them; 0.0 if they never change."""
+    place: str
+    """A digest of where the file systems of this host have them, and since when: other contents have another one."""
 
 
 class _Folder(NamedTuple):
@@ -168,6 +170,11 @@ def read_state(folder: Path) -> FolderState:
     return FolderState(state, trace.links, trace.folders, changed_ns / 1e9)
 
 
+def read_place(file: Path) -> tuple[int, ...]:
+    """Where a file is, its size, and since when it has been there as it is. Raises OSError if it cannot be read."""
+    return _stat(file.stat())
+
+
 def uses_modelscope() -> bool:
     """Whether vLLM takes names of repositories as ModelScope's."""
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
@@ -203,7 +210,7 @@ def _in_hub_cache(name: str, revision: str | None, cache: str | None, kinds: Col
     if not snapshots:
         return None
     found = _read_version(snapshots, kinds)
-    return Weights(found.digest, max(found.changed_at, changed_at))
+    return Weights(found.digest, max(found.changed_at, changed_at), found.place)
 
 
 def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
@@ -217,7 +224,9 @@ def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
         hasher.update(hash_file(file.path, file.state.st_size))
     trace = _Trace()  # after the contents were read, or a change meanwhile would not be dated
     files = _merge(_scan(path, kinds, trace) for path in paths)
-    return Weights(hasher.hexdigest(), max([trace.changed_ns, *(file.changed_ns for file in files)]) / 1e9)
+    changed_ns = max([trace.changed_ns, *(file.changed_ns for file in files)])
+    place = blake3(repr([(file.name, *_stat(file.state)) for file in files]).encode("utf-8", "surrogateescape"))
+    return Weights(hasher.hexdigest(), changed_ns / 1e9, place.hexdigest())
 
 
 def _merge(folders: Iterable[list[_File]]) -> list[_File]:

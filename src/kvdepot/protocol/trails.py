@@ -52,8 +52,9 @@ class TrailLookup(msgspec.Struct, frozen=True):
 class Trail(msgspec.Struct):
     """All that is kept about one request.
 
-    lookups, errors: the last ones. shards: what became of those to load and to store; a chunk has one for each rank and
-    KV cache group. engine: tokens that its engine says it needed beyond its own cache, and that of these were here.
+    lookups, errors: the last ones. shards: what became of those to load, to compare and to store; a chunk has one for
+    each rank and KV cache group. engine: tokens that its engine says it needed beyond its own cache, that of these were
+    here, and how many it loaded, or computed to compare them.
     others: models with chunks that the last lookup did not search, and what differs.
     """
 

@@ -26,7 +26,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 9
+VERSION = 10
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -35,6 +35,8 @@ MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
 MAX_PLACES, MAX_PLACED_BYTES = 64, 32 << 20
 """The answer to a lookup says where at most this many of the last chunks are, and of these bytes on each rank."""
+MAX_WRITER_RUNS = 16
+"""An answer says of at most this many runs of chunks who has stored them; who has stored those behind is not known."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_GROUPS = 64
@@ -106,8 +108,8 @@ class Register(_Message, frozen=True):
     model to chunk_tokens: empty if the caller does not know them, so that the first store states them; chunk_tokens 0
     stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`; empty
     for a single group that resuming needs whole. topic: of the engine's KV events for routers; empty for none.
-    writer: the name of this start of the engine, which marks the chunks that it stores. facts: of the engine, to be
-    shown beside another's whose KV differs.
+    writer: a name of the engine, which marks the chunks that it stores; engines of one name compute the same KV. facts:
+    of the engine, to be shown beside another's whose KV differs.
     """
 
     instance: int
@@ -138,6 +140,14 @@ class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
     key: bytes
 
 
+class WriterRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Who has stored consecutive chunks: `writer` (as in Register; empty: it is not known) a part of each, from the end
+    of the run before up to chunk `end`, counted from the prompt's start. Runs with one end are of the same chunks."""
+
+    end: int
+    writer: str
+
+
 class Lookup(_Message, frozen=True):
     """Find the longest cached prefix of `hashes`. Answer: its number of chunks, which are pinned for `request`; if it
     ends with tail number n of `tails`, -1 - n.
@@ -155,9 +165,9 @@ class Lookup(_Message, frozen=True):
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
-    leading chunks that the engine's own cache has, which are not counted as asked for. writer: if it is not
-    empty, the answer is a list, with whether this writer has stored all that was found. layout: the fingerprint of all
-    ranks' tensors, if they copy by themselves; then the answer is a list of three, the third `Places`.
+    leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer is a
+    list, with the `WriterRun`s of what was found. layout: the fingerprint of all ranks' tensors, if they copy by
+    themselves; then the answer is a list of three, the third `Places`.
     """
 
     model: str
@@ -176,7 +186,7 @@ class Lookup(_Message, frozen=True):
     tails: tuple[Tail, ...] = ()
     pins: bool = True
     own: int = 0
-    writer: str = ""
+    writers: bool = False
     layout: bytes = b""
 
 
@@ -215,13 +225,13 @@ class Retrieve(_Message, frozen=True):
     """Copy chunks into blocks. Answer: list of bool, one per chunk.
 
     unpins: whether retrieving a chunk releases its request's pin; false if the engine ends its requests itself.
-    writer: if it is not empty, only chunks that it has stored are copied.
+    writers: if there are any, only chunks that these have stored are copied.
     """
 
     instance: int
     shards: list[Shards]
     unpins: bool = True
-    writer: str = ""
+    writers: tuple[str, ...] = ()
 
 
 class Compare(_Message, frozen=True):
@@ -258,12 +268,13 @@ class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
 
     tokens: tokens that its own cache lacked. found: tokens of these that the depot had. own: tokens that its own cache
-    had, within the chunks that were looked up.
+    had, within the chunks that were looked up. compared: tokens of `found` that it computed, to compare them.
     """
 
     tokens: int = 0
     found: int = 0
     own: int = 0
+    compared: int = 0
 
 
 NOTHING_ASKED = Asked()
@@ -479,11 +490,12 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Answer to a `Compare`. chunks: that were there and were compared. worst: the largest difference. unknown: chunks
-    that were there, and whose data types are not known."""
+    that were there, and whose data types are not known. writers: who has stored some of either, up to which chunk."""
 
     chunks: int = 0
     worst: float = 0.0
     unknown: int = 0
+    writers: tuple[WriterRun, ...] = ()
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):

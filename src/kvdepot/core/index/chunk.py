@@ -172,8 +172,9 @@ class Chunk(Victim, gc=False, kw_only=True):
     parent: Chunk | None = None
     salt: bytes = b""
     """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
-    writer: str = ""
-    """The writer of all its shards and of all chunks before it, as of its last store; empty: several, or not known."""
+    run: int = 0
+    """Chunks in a row, up to this one, that the same writers had stored when there had been `run_as_of` withdrawals."""
+    run_as_of: int = -1
     born: int = 0
     """When it was computed, seconds since 1970."""
     used: int = 0

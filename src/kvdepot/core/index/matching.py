@@ -106,20 +106,36 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
     return Pin(found, end, parts)
 
 
-def is_stored_by(match: Match, writer: str) -> bool:
-    """Whether this writer has stored all of a match. A retrieve that names it makes sure: a chunk before the last ones
-    may have been replaced."""
-    return all(_is_by(writer, chunk) for pin in match.pins for chunk in pin.chunks)
+def stored_by(match: Match, keys: bytes, withdrawals: int) -> list[wire.WriterRun]:
+    """Who has stored the chunks of a match, from the prompt's start on. keys: theirs, with that of its tail.
+
+    withdrawals: as of the model's `Namespaces`; until it changes, no shard of a match gets another writer.
+    """
+    groups = [group for namespace in match.namespaces for group in namespace.groups]
+    found: list[list[wire.WriterRun]] = []
+    at = len(keys) // HASH_BYTES
+    while at:
+        end, writers, known = at, _writers(parts := _parts(groups, keys, at - 1)), 0
+        while at and not known and _writers(others := _parts(groups, keys, at - 1)) == writers:
+            known = others[0].run if len(groups) == 1 and others[0].run_as_of == withdrawals else 0
+            at -= known or 1
+        for part in parts:
+            part.run, part.run_as_of = end - at, withdrawals
+        found.append([wire.WriterRun(end, writer) for writer in sorted(writers)])
+    runs: list[wire.WriterRun] = []
+    for run in reversed(found):
+        if len(runs) + len(run) > wire.MAX_WRITER_RUNS:
+            break
+        runs += run
+    return runs
 
 
-def _is_by(writer: str, chunk: Chunk | None) -> bool:
-    """Whether this writer has stored a chunk and all before it. What came from records or tiers is looked at by
-    shards."""
-    while chunk is not None and chunk.writer != writer:
-        if any(shard.writer != writer for shard in chunk.shards.values()):
-            return False
-        chunk = chunk.parent
-    return True
+def _parts(groups: Sequence[Namespace], keys: bytes, i: int) -> list[Chunk]:
+    return [part for group in groups if (part := _part(group, keys, i)) is not None]
+
+
+def _writers(parts: Sequence[Chunk]) -> set[str]:
+    return {shard.writer for part in parts for shard in part.shards.values()}
 
 
 def last_chained(pin: Pin) -> Chunk | None:

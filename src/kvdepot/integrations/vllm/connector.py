@@ -3,7 +3,8 @@
 vLLM makes one in its scheduler and one in each worker, of the same class. Like vLLM's own connectors, each has one half
 and delegates to it: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored; the worker's half
 (worker.py) does it. Invariants: vLLM never reads a block that was not loaded completely; a step waits for the depot for
-50 ms at most, after a preemption or a reset (the times at the top of both files), and copies small loads by itself.
+50 ms at most, after a preemption or a reset, or for a comparison within it (the times at the top of both files), and
+copies small loads by itself.
 
     request arrives       on_new_request              hash, send the lookup
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 2 ms at most the first time, then 0.5 ms
@@ -351,6 +352,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: what earlier steps computed was sent before this one, and waits for nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The stores and loads that have ended. vLLM calls it after the step has computed, before it asks for blocks
+        that have failed to load, without exception (`wait_for_save` comes later where there is a drafter)."""
+        self._worker.prove(self._orders)
         return self._worker.get_finished(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

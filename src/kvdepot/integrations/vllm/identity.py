@@ -7,18 +7,22 @@ digest is kept in `instance_id`, a random name that vLLM gives each VllmConfig a
 Rejected: an attribute of its own (vLLM copies configurations by their fields and refuses others), and a key of
 `kv_connector_extra_config` (a user may give one KVTransferConfig to two engines).
 
-connector.py asks for the name (`namespace`) in the scheduler and in every worker when a connector is made. What differs
+process.py asks for the name (`identify`) in the scheduler and in every worker when a connector is made. What differs
 between requests is in lora.py and requests.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import vllm
 from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -28,6 +32,7 @@ from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import describe_code, describe_environment, platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.groups import CacheGroup, describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import (
     KV_FORMATS,
     corrections,
@@ -35,7 +40,8 @@ from kvdepot.integrations.vllm.versions import (
     lookahead_tokens,
     notifies_of_sleep,
 )
-from kvdepot.integrations.weight_files import ALL_KINDS, SETTLED_S, Kind, find_weights, kinds_read
+from kvdepot.integrations.weight_files import ALL_KINDS, SETTLED_S, Kind, find_weights, kinds_read, read_place
+from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
@@ -46,7 +52,7 @@ log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
 """Files beside a tokenizer that it does not consist of."""
-_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)")
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)(?:-([0-9a-f]{32}))?")
 
 
 def note_facts(vllm_config: VllmConfig) -> None:
@@ -58,7 +64,8 @@ def note_facts(vllm_config: VllmConfig) -> None:
     )
     name = _NOTE.sub("", vllm_config.instance_id)
     digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
-    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{_estimate_token_bytes(vllm_config)}"
+    token_bytes, start = _estimate_token_bytes(vllm_config), _describe_start(vllm_config)
+    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{token_bytes}-{start}"
 
 
 def _noted_facts(vllm_config: VllmConfig) -> str:
@@ -97,9 +104,30 @@ def _noted_since(vllm_config: VllmConfig) -> float | None:
     return int(found[2]) / 1000 if found else None
 
 
-def name_start(vllm_config: VllmConfig) -> str:
-    """A name of this start of the engine, equal in all its processes, and of no other start."""
-    return str(vllm_config.instance_id)
+def _describe_start(vllm_config: VllmConfig) -> str:
+    """A digest of what else may change KV on this host: the command, vLLM's package, and what people can read; random
+    for a program that is not in a file."""
+    program, package = Path(sys.argv[0]), Path(str(vllm.__file__))
+    if not program.is_file():
+        return secrets.token_hex(16)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+    facts = [boot, read_place(program), read_place(package), sys.argv, describe_facts(vllm_config)]
+    return blake3(json.dumps(facts, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def name_writer(vllm_config: VllmConfig, files: str) -> str:
+    """The name under which an engine stores: a digest, and what people call it. Equal in all its processes.
+
+    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: as
+    of Identity; if they are not known, or on several hosts, the name is of this start only.
+    """
+    noted, transfer = _NOTE.search(vllm_config.instance_id), vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    is_here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
+    start = noted[4] if noted and files and is_here else ""
+    name = [start, files] if start else [vllm_config.instance_id, str(transfer and transfer.engine_id)]
+    called = f"{Path(vllm_config.model_config.model).name} on {os.uname().nodename}"
+    return f"{blake3(' '.join(name).encode()).hexdigest()[:32]} {called}"[: wire.MAX_CLIENT_NAME]
 
 
 def describe_engine(vllm_config: VllmConfig, revision: str) -> str:
@@ -233,35 +261,48 @@ def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -
         )
 
 
-def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
+class Identity(NamedTuple):
+    """The name of an engine's namespace, and a digest of where its files are on this host; empty: not known."""
+
+    namespace: str
+    files: str = ""
+
+
+def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> Identity:
     """Everything that is fixed for an engine and may change KV bytes, as a hash with a readable name.
 
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
     model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
     unless weights_revision names them; it is added to what can be identified.
     """
+    weights = [_weights_or_name(vllm_config, model, weights_revision) for model in _models_of(vllm_config)]
     facts = {
         "format": _format(kv_cache_config),
         "engine": _noted_facts(vllm_config) or describe_engine(vllm_config, weights_revision),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
         "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after `note_facts`
-        "weights": [_weights_or_name(vllm_config, model, weights_revision) for model in _models_of(vllm_config)],
+        "weights": [named for named, _ in weights],
         "revision": weights_revision,
     }
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: identity of this engine's KV: %s", text)
-    return name_model(Path(vllm_config.model_config.model).name, blake3(text.encode()).hexdigest())
+    name = name_model(Path(vllm_config.model_config.model).name, blake3(text.encode()).hexdigest())
+    places = [places for _, places in weights]
+    return Identity(name, blake3(json.dumps(places).encode()).hexdigest() if all(places) else "")
 
 
-def _weights_or_name(vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConfig], revision: str) -> list[str]:
-    """Facts of a model's weights; where nothing can be known, their name, if the user has named their version."""
+def _weights_or_name(
+    vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConfig], revision: str
+) -> tuple[list[str], list[str]]:
+    """Facts of a model's weights, and where they are; where nothing can be known, their name, if the user has named
+    their version, and nothing."""
     try:
         return _weights(vllm_config, *model)
     except ConfigError:
         if not revision:
             raise
-        return ["vouched for", model[0].model_weights or model[0].model, model[0].revision or ""]
+        return ["vouched for", model[0].model_weights or model[0].model, model[0].revision or ""], []
 
 
 def _format(kv_cache_config: KVCacheConfig) -> list[str]:
@@ -274,8 +315,9 @@ def _format(kv_cache_config: KVCacheConfig) -> list[str]:
     return facts
 
 
-def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> list[str]:
-    """Facts that identify the version of a model's weights, and of the code and scales with them."""
+def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> tuple[list[str], list[str]]:
+    """Facts that identify the version of a model's weights, and of the code and scales with them; and where they are on
+    this host."""
     origin = model.model_weights or model.model
     settings = load.model_loader_extra_config
     if str(load.load_format) not in _LOCAL_FORMATS:
@@ -298,12 +340,13 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
         if tower := getattr(model.hf_config, name, None):
             paths.append((tower, None, {Kind.WEIGHTS}))
     since = _noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
-    facts = []
+    facts, places = [], []
     for path, revision, kinds in paths:
         found = find_weights(path, revision, load.download_dir, kinds)
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)
+        places.append(found.place)
         if found.changed_at > since - SETTLED_S:
             log.warning(
                 "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. "
@@ -312,7 +355,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> l
             )
             transfer = vllm_config.kv_transfer_config
             facts.append(f"private to {vllm_config.instance_id} {transfer.engine_id if transfer else ''}")
-    return facts
+    return facts, places
 
 
 def _has_text(value: object) -> bool:

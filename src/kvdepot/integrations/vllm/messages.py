@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import CompareTerms
 from kvdepot.integrations.vllm.in_step import MappedArena, StepLoad
+from kvdepot.protocol import wire
 
 Scope: TypeAlias = tuple[object, int, bool]
 """The weights (`NamedWeights.parts`), the LoRA adapter, by vLLM's number (0: none), and whether the prompt has images
@@ -30,19 +31,26 @@ class Terms(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A rank's result of a comparison. The fields are those of wire.Comparison."""
+    """A rank's result of a comparison, of all KV cache groups. The fields are those of wire.Comparison."""
 
     chunks: int = 0
     worst: float = 0.0
     unknown: int = 0
+    writers: tuple[wire.WriterRun, ...] = ()
+
+    def proves(self, limit: float) -> bool:
+        """Whether the rank has compared something, or knows no way to, and nothing differs by more than the limit."""
+        return bool(self.chunks or self.unknown) and self.worst <= limit
 
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison that every worker is to begin, before the stores of the same orders."""
+    """A comparison of blocks with stored chunks, on every worker."""
 
     transfers: list[Transfer]
     terms: CompareTerms
+    blocks: frozenset[int] = frozenset()
+    """Of a comparison within a step: the blocks that have failed to load unless it proves them."""
 
 
 @dataclass
@@ -53,13 +61,15 @@ class Orders(KVConnectorMetadata):
     """The namespace in which the scheduler looks up."""
     loads: dict[str, list[Transfer]] = field(default_factory=dict)
     """One transfer per KV cache group that needs any, by request."""
-    own_loads: set[str] = field(default_factory=set)
-    """Requests that may load only what this engine has stored."""
+    writers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The writers whose chunks these loads may read, by request."""
     step_loads: list[StepLoad] = field(default_factory=list)
     """Chunks that workers copy before the step computes."""
     stores: list[Transfer] = field(default_factory=list)
     checks: dict[int, Check] = field(default_factory=dict)
     """Comparisons to begin before the stores, by number (trust.py)."""
+    proofs: dict[int, Check] = field(default_factory=dict)
+    """Comparisons of what this step computes, which end within it; one without transfers proves nothing."""
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""

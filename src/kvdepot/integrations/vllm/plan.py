@@ -87,6 +87,8 @@ class GroupPlan:
         self._rules = rules
         self._spacing = rules.spacing or max(_SPACING, -(-_SPACING_TOKENS // chunk_tokens))
         self.is_bounded = any(group.reach for group in groups)
+        self.is_plain = len(groups) == 1 and not self.is_bounded
+        """Whether a request can resume after each chunk, of which vLLM has one table of blocks."""
         self.has_tails = (
             any(group.is_state for group in groups)
             and all(group.span == 1 and (group.is_state or not group.reach) for group in groups)

@@ -18,14 +18,13 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
-from kvdepot.integrations.vllm.identity import name_start, namespace, noted_token_bytes, refuse_unserved
+from kvdepot.integrations.vllm.identity import identify, name_writer, noted_token_bytes, refuse_unserved
 from kvdepot.integrations.vllm.paged_kv import share_kv
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
-from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
@@ -46,10 +45,10 @@ class EngineProcess:
         refuse_unserved(vllm_config, kv_cache_config)
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self.rank = rank or 0
-        self.model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
+        self.model, files = identify(vllm_config, kv_cache_config, settings.weights_revision)
         self.engine_id = str(transfer.engine_id)  # equal in all processes of this engine
-        # A user may give several starts of an engine one id.
-        self.writer = f"{name_start(vllm_config)} {self.engine_id}"[: wire.MAX_CLIENT_NAME]
+        # Weights that a trainer changes are not those of the files.
+        self.writer = name_writer(vllm_config, "" if settings.weights_run else files)
         self._name = "scheduler" if rank is None else "worker"
         self._vllm_config, self._kv_cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._is_consumer = transfer.is_kv_consumer

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from random import random
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from msgspec.structs import astuple
+
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.messages import Terms
@@ -109,6 +111,15 @@ class RequestLoad:
     """On some rank; the last rank may end it some steps later."""
 
 
+class Proof(NamedTuple):
+    """What a request has loaded, or is loading, that is to be proved by the step that begins to compute. blocks: those
+    that it fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
+
+    blocks: frozenset[int]
+    end: int
+    tokens: int
+
+
 @dataclass
 class Tracked:
     """The scheduler's state of one request."""
@@ -130,7 +141,13 @@ class Tracked:
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     check: Terms | None = None
-    """The terms on which its stores are compared, as it computes what its lookup has found; None: it may load that."""
+    """The terms on which what it computes is compared with what its lookup has found; None: it is not."""
+    writers: tuple[str, ...] = ()
+    """The writers whose chunks it may load; none: any."""
+    is_unproven: bool = False
+    """Whether what it may load is to be proved by the step that begins to compute."""
+    proof: Proof | None = None
+    """The load that is to be proved."""
     draw: float = field(default_factory=random)
     """Decides whether its hit is sampled, however often vLLM asks."""
     may_load: bool = True
@@ -171,7 +188,8 @@ class Tracked:
         """Count the latest answer about its tokens: vLLM schedules it with that."""
         if self.offered is not None:
             before, new = self.asked, self.offered
-            self.asked = wire.Asked(before.tokens + new.tokens, before.found + new.found, before.own + new.own)
+            sums = zip(astuple(before), astuple(new), strict=True)
+            self.asked = wire.Asked(*(one + other for one, other in sums))
             self.offered = None
 
     def take_report(self) -> Report:

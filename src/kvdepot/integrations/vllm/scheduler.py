@@ -24,11 +24,12 @@ from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
-from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.messages import Check, Orders, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
 from kvdepot.integrations.vllm.requests import (
     ChunkRules,
     PromptEnd,
+    Proof,
     Report,
     RequestChunks,
     RequestLoad,
@@ -84,7 +85,7 @@ class SchedulerHalf:
     _tails: Tails
 
     def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, writer: str) -> None:
-        """model: the engine's namespace. writer: names this start of the engine."""
+        """model: the engine's namespace. writer: the name under which it stores."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.stats = KVDepotStats()
         self._model = model
@@ -101,6 +102,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
+        self._proofs: dict[str, Proof] = {}  # loads that the last step built is to prove, by request
         self._shares_none = False  # whether a worker's KV cannot be shared
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
@@ -130,6 +132,7 @@ class SchedulerHalf:
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
         self._leases = RequestLeases(self._depot, self.stats)
         self._tails = Tails(self._chunk_tokens)
+        self._trust.connect(self._chunk_tokens, self._plan.is_plain)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -201,7 +204,7 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         self._depot.speed, tracked.waits_since, tracked.was_asked = self._prefill.speed, 0.0, False
-        self._depot.writer = self._trust.writer(request, request.num_tokens)
+        self._depot.writers = bool(self._trust.name)
         self._depot.layout = self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
@@ -229,6 +232,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
+        tracked.proof = None  # the blocks of its last load are not its own any more
         if tracked.copied_in > self._ended_step:
             return None, False  # preempted, and its last load may not have been copied: its session goes on
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
@@ -252,26 +256,35 @@ class SchedulerHalf:
         if isinstance(outcome, Pending):
             self._limit_wait(tracked, missing, begun)
             return None, False
+        found = cached = 0
+        tracked.tail, tracked.is_unproven = None, False
         if isinstance(outcome, Cached):
+            if outcome.tail is not None:
+                tracked.tail = tracked.tails[outcome.tail]
+            found = outcome.tokens if tracked.tail is None else tracked.tail.tokens
             client = self._depot.client
             has_waited = bool(tracked.waits_since and client.lookup_s)  # for tiers: it does not pay a prefill on top
-            tracked.check = self._trust.check(tracked, outcome, 0.0 if has_waited else client.verify_hits)
-            outcome = outcome if tracked.check is None else Cached(0)
-        cached = outcome.tokens if isinstance(outcome, Cached) else 0
+            sampled = 0.0 if has_waited else client.verify_hits
+            cached, tracked.check, tracked.is_unproven = self._trust.divide(
+                tracked, outcome, num_computed_tokens, sampled
+            )
+            runs = outcome.writers
+            last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
+            tracked.writers = tuple({run.writer for run in runs if run.end <= last})
+            tracked.tail = tracked.tail if cached == found else None
         tracked.saved_chunks = cached // self._chunk_tokens
-        tracked.tail = None
-        if isinstance(outcome, Cached) and outcome.tail is not None:
-            tracked.tail = tracked.tails[outcome.tail]
-            cached = tracked.tail.tokens
         if self._events is not None:
-            self._events.found(request, tracked.prompt.chain, tracked.saved_chunks)
+            self._events.found(request, tracked.prompt.chain, found // self._chunk_tokens)
         tracked.local_tokens = num_computed_tokens
-        new_tokens = min(cached, request.num_tokens) - num_computed_tokens
-        tracked.offered = wire.Asked(missing, max(new_tokens, 0), own)
-        found = cached, num_computed_tokens, request.num_tokens
-        log.debug("request %s: %d tokens in the depot, %d in vLLM's own cache, of %d", request.request_id, *found)
+        news = [max(0, min(tokens, request.num_tokens) - num_computed_tokens) for tokens in (found, cached)]
+        new_tokens = news[1]
+        tracked.offered = wire.Asked(missing, news[0], own, news[0] - new_tokens)
+        log.debug(
+            "request %s: %d tokens in the depot, of which %d are loaded, %d in vLLM's own cache, of %d",
+            request.request_id, found, cached, num_computed_tokens, request.num_tokens,
+        )  # fmt: skip
         tracked.held = None
-        if new_tokens <= 0:
+        if not new_tokens:
             return 0, False
         first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
         if not (isinstance(outcome, Cached) and self._depot.client.is_welcomed):
@@ -310,6 +323,8 @@ class SchedulerHalf:
         tracked.read_tokens = None
         tracked.count_asked()
         if num_external_tokens == 0:
+            if tracked.proof is not None:
+                self._hide(tracked, blocks)
             return
         tokens, tail = tracked.local_tokens + num_external_tokens, tracked.tail
         is_tail = tail is not None and tail.tokens == tokens
@@ -320,14 +335,23 @@ class SchedulerHalf:
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
+        if tracked.is_unproven:
+            tracked.proof = Proof(frozenset(targets), tokens, num_external_tokens)
         if tracked.held is not None:
             self._load_in_step(tracked, pieces, num_external_tokens)
+            if tracked.proof is not None:
+                self._hide(tracked, blocks)
             return
         transfers = [tracked.transfer(piece, key) for piece in pieces]
         tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens, tokens)
         self._next.loads[request.request_id] = transfers
-        if self._trust.writer(request, tokens):
-            self._next.own_loads.add(request.request_id)
+        self._next.writers[request.request_id] = tracked.writers
+
+    def _hide(self, tracked: Tracked, blocks: KVCacheBlocks) -> None:
+        """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
+        has just put all these blocks into its own prefix cache."""
+        block_ids, read = self._plan.split(blocks.get_block_ids(), tracked.local_tokens)
+        self._holds.hide(block_ids[read:])
 
     def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], tokens: int) -> None:
         """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
@@ -361,7 +385,7 @@ class SchedulerHalf:
             self._count_saved(tracked, load.tokens)
             return
         request_id = tracked.request.request_id
-        if self._trust.writer(tracked.request, load.end):  # it may have met another writer's chunk
+        if self._trust.name:  # it may have met another writer's chunk
             tracked.check = self._trust.terms(tracked.request, load.end)
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
@@ -392,6 +416,7 @@ class SchedulerHalf:
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
+        self._proofs = {}
         orders, self._next = self._next, Orders()
         orders.model = self._model
         self._in_step.built(self._step, orders.step_loads)
@@ -410,6 +435,9 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
+            if tracked.proof is not None:
+                assert state is not None
+                self._prove(orders, state, tracked, new_tokens)
             if self._keeps(tracked) or tracked.check is not None:
                 assert state is not None
                 try:
@@ -419,6 +447,31 @@ class SchedulerHalf:
             if tracked.has_pins and request_id not in going and tracked.copied_in <= self._ended_step:
                 self._end_pins(tracked)
         return orders
+
+    def _prove(self, orders: Orders, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
+        """Have this step prove what a request has loaded, by the chunks behind it that it completes, or else drop it:
+        vLLM then takes what the step has computed back."""
+        request, proof, terms, size = tracked.request, tracked.proof, tracked.check, self._chunk_tokens
+        assert proof is not None and terms is not None
+        self._proofs[request.request_id], tracked.proof = proof, None
+        check = orders.proofs[self._trust.open(terms)] = Check([], terms.compare, proof.blocks)
+        end = min(request.num_computed_tokens + new_tokens, request.num_tokens) // size
+        chunks = range(proof.end // size, min(end, len(tracked.prompt.chain)))
+        # A part of the load may have failed: vLLM keeps what is before.
+        if chunks and tracked.is_cached and request.num_computed_tokens == proof.end:
+            pieces = self._plan.to_store(state.resolve_block_ids(request.request_id), chunks, request.num_prompt_tokens)
+            check.transfers.extend(tracked.transfer(piece) for piece in pieces)
+
+    def _drop_unproven(self, failed: set[int]) -> set[int]:
+        """Requests whose load the last step did not prove compute its tokens. Returns the other failed blocks."""
+        for request_id, proof in self._proofs.items() if failed else ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and not failed.isdisjoint(proof.blocks):
+                failed = failed - proof.blocks
+                self._waiting.drop(request_id)
+                self._count_saved(tracked, -proof.tokens)
+                tracked.read_tokens, tracked.saved_chunks = None, 0
+        return failed
 
     def _keeps(self, tracked: Tracked) -> bool:
         """Whether what a request computes is stored."""
@@ -477,7 +530,7 @@ class SchedulerHalf:
             return
         blocks = block_ids[:read], block_ids[read:]
         kept, compared = self._keeps(tracked), list[Transfer]()
-        if tracked.check is not None:  # what it has read is no proof of what it computes
+        if tracked.check is not None and request.request_id not in self._proofs:  # what it reads proves nothing
             first = max(-(-tracked.read_tokens // size), tracked.check.first // size, chunks.start)
             own = self._plan.to_store(tables, range(first, chunks.stop), request.num_prompt_tokens, states, junction)
             compared = [tracked.transfer(piece) for piece in own] if first < chunks.stop else []
@@ -508,6 +561,7 @@ class SchedulerHalf:
         self._in_step.mapped(report.mapped)
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()
+        failed = self._drop_unproven(failed)
         self._step_ended(report.step, failed)
         for _, load in self._loads(self._tracked if failed else ()):
             load.has_failed |= not failed.isdisjoint(load.blocks)
@@ -557,6 +611,8 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False
+        if tracked.proof is not None:
+            self._holds.hide(tracked.proof.blocks)
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
         self._depot.answers = self._answers.status

@@ -14,7 +14,7 @@ their request, and the request's end waits for its stores. Invariant: each hold 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,11 @@ class Holds:
     def bind(self, pool: BlockPool) -> None:
         """vLLM's blocks; without them, nothing can be held."""
         self._pool = pool
+
+    def hide(self, blocks: Iterable[int]) -> None:
+        """Take these out of vLLM's own prefix cache: requests that have them keep them, and no other finds them."""
+        if self._pool is not None:
+            self._pool.evict_blocks(set(blocks))
 
     def hold(self, blocks: list[int]) -> bool:
         """Hold these, unless that would be too many."""

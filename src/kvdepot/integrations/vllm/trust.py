@@ -1,16 +1,25 @@
-"""Whether this engine may load what other engines have stored, which it must have proved, and goes on proving.
+"""Whether this engine may load what other engines have stored: as far as a comparison has proved each of them.
 
 Used by scheduler.py. What names a namespace (identity.py) is a list of facts, and no list is whole: the KV itself is
-the proof. So the first hit on chunks that this engine has not stored is computed as if it were a miss, and its stores
-go with a comparison: each rank has the server compare its blocks with the stored chunks (memory/comparison.py). If they
-are equal within rounding, the engine loads from then on. If not, what it computes is private from then on, and what it
-has stored under the shared name is removed. The same for the first hit with each LoRA adapter, and with images or other
-items. An engine that only meets its own chunks computes nothing twice; until it has proved itself, the server gives
-it no others (`Retrieve.writer`).
+the proof. So a table says up to which position this engine has compared the chunks of each writer with what it computes
+itself, in each scope. A writer is trusted up to four times that position. The answer to a lookup says who has stored
+what was found, and the first chunks of a writer that is not trusted there begin what must be compared:
 
-With `--verify-hits`, the same is done with a share of all later hits, for as long as the engine runs; then the server
-draws the consequences (core/verification.py). Invariant: nothing is loaded that another engine has stored before a
-comparison of the same scope has ended well on every rank.
+    chunks  |---- trusted ----|---- of an unproven writer ----| others ...
+    load    [0 ............................................e-1)
+    compute                                                [e-1 ...........)   on top of that, and compare
+
+The last chunk of that writer's run shows other weights, scales, positions and kernels in its own keys and values, and
+the wrong values of chunks before it by what attention makes of them. No token may be said before the comparison has
+ended well, so it ends within the step that computes the chunk (`Orders.proofs`, worker.py); otherwise that step reports
+the load as failed, and vLLM drops what it has computed. Where vLLM cannot do that (versions.takes_loads_back), only
+what is trusted is loaded, and the rest is computed and compared with what is stored; of models with windows, states or
+experts, and of prompts with images or other items, all is. If a comparison differs, what this engine computes is
+private from then on, and what it has stored under the shared name is removed.
+
+With `--verify-hits`, a share of the hits on trusted chunks is computed and compared in the same way, for as long as the
+engine runs; then the server draws the consequences (core/verification.py). Invariant: nothing that follows from chunks
+of an unproven writer leaves the engine before a comparison has ended well on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +32,8 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -32,6 +42,7 @@ from vllm.platforms import current_platform
 from kvdepot.client.scheduler import Cached
 from kvdepot.client.worker import CompareTerms
 from kvdepot.integrations.vllm.messages import Check, Compared, Scope, Terms
+from kvdepot.integrations.vllm.versions import takes_loads_back
 from kvdepot.protocol import wire
 
 if TYPE_CHECKING:
@@ -51,6 +62,8 @@ _ROUNDED = 0.1
 """KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
 _CHOSEN = 0.2
 """A mixture of experts adds this: rounding chooses other experts."""
+_REACH = 4
+"""A writer that was compared up to some position is trusted up to this many times as far."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
 _VARIABLES = "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_KV_CACHE_LAYOUT", "VLLM_USE_V2_MODEL_RUNNER"
 """Variables that people can compare; others may have secrets."""
@@ -73,39 +86,74 @@ class _Open:
     found: list[Compared] = field(default_factory=list)
 
 
+class Hit(NamedTuple):
+    """The part of a hit that is loaded. tokens: from the prompt's start. terms: on which the rest is compared; None: it
+    is not. is_unproven: whether the step that begins to compute the rest must prove what is loaded."""
+
+    tokens: int
+    terms: Terms | None = None
+    is_unproven: bool = False
+
+
 class Trust:
     """A record of what one engine has proved."""
 
     def __init__(self, vllm_config: VllmConfig, writer: str, weights: NamedWeights) -> None:
-        """writer: names this start of the engine; empty: it loads without proof."""
+        """writer: the name under which this engine stores; empty: it loads without proof."""
         parallel = vllm_config.parallel_config
         self.name, self._weights = writer, weights
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._limit = _largest_difference(vllm_config)
-        experts = vllm_config.model_config.get_num_experts() > 0
-        self._proof, self._sample = (CompareTerms(self._limit, is_sample, experts) for is_sample in (False, True))
-        self._proven: set[Scope] = set()
+        self._has_experts = vllm_config.model_config.get_num_experts() > 0
+        self._proof, self._sample = (CompareTerms(self._limit, sample, self._has_experts) for sample in (False, True))
+        self._chunk_tokens, self._is_plain = 1, False
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._takes_back = takes_loads_back(vllm_config)
+        self._proven: dict[tuple[Scope, str], int] = {}
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
 
     def __repr__(self) -> str:
-        return f"<Trust in {len(self._proven)} scopes, {len(self._open)} comparisons under way>"
+        return f"<Trust in {len(self._proven)} writers, {len(self._open)} comparisons under way>"
 
-    def writer(self, request: Request, tokens: int) -> str:
-        """As in wire.Lookup and wire.Retrieve, for the first `tokens` of a request; empty if it does not matter who has
-        stored them."""
-        return "" if self._scope(request, tokens) in self._proven else self.name
+    def connect(self, chunk_tokens: int, is_plain: bool) -> None:
+        """Before the first hit. is_plain: as of GroupPlan."""
+        self._chunk_tokens, self._is_plain = chunk_tokens, is_plain and not self._has_experts
 
-    def check(self, tracked: Tracked, found: Cached, sampled: float) -> Terms | None:
-        """The terms on which the request must be computed and compared; None: it may load what its lookup has found.
+    def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> Hit:
+        """Decide what is loaded of what a request's lookup has found.
 
-        sampled: the share of hits that the server wants to be compared.
+        local_tokens: that the engine's own cache has. sampled: the share of hits that the server wants to be compared.
         """
+        request, size = tracked.request, self._chunk_tokens
         tokens = found.tokens if found.tail is None else tracked.tails[found.tail].tokens
-        if tokens and not found.is_own and self.writer(tracked.request, tokens):
-            return self.terms(tracked.request, tokens)
-        is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
-        return Terms(self._scope(tracked.request, tokens), self._sample) if is_sample else None
+        is_plain = self._is_plain and not request.mm_features
+        trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
+        if not self.name or trusted >= tokens:
+            if not found.tokens or found.tail is not None or tracked.draw >= sampled:
+                return Hit(tokens)
+            return Hit(tokens - size if is_plain else 0, Terms(self._scope(request, tokens), self._sample))
+        terms = self.terms(request, tokens)
+        if not is_plain:
+            return Hit(0, terms)
+        if self._takes_back and size <= self._step_tokens and end - size > max(trusted, local_tokens):
+            return Hit(end - size, terms, is_unproven=True)
+        return Hit(trusted, terms)
+
+    def _trusted(self, scope: Scope, found: Cached, local_tokens: int) -> tuple[int, int]:
+        """The tokens from the start whose writers are trusted, and the end of the chunks behind them of writers that
+        are not, as far as the server says who they are."""
+        begin = 0
+        for chunks, runs in itertools.groupby(found.writers, key=attrgetter("end")):
+            end = chunks * self._chunk_tokens
+            bound = min(self._bound(scope, run.writer) for run in runs)
+            if bound < end and end > local_tokens:
+                return max(begin, int(bound) // self._chunk_tokens * self._chunk_tokens), end
+            begin = end
+        return begin, begin
+
+    def _bound(self, scope: Scope, writer: str) -> float:
+        return math.inf if writer == self.name else _REACH * self._proven.get((scope, writer), 0)
 
     def terms(self, request: Request, tokens: int) -> Terms:
         """The terms on which the first `tokens` of a request prove what it computes."""
@@ -114,13 +162,14 @@ class Trust:
 
     def order(self, waiting: Iterable[WaitingStore]) -> dict[int, Check]:
         """The comparisons that go with stores that are ready, by number."""
-        checks = {}
-        for store in waiting:
-            if store.terms is not None and store.compared:
-                number = next(self._numbers)
-                checks[number] = Check(store.compared, store.terms.compare)
-                self._open[number] = _Open(store.terms.scope, store.terms.compare.is_sample)
-        return checks
+        stores = [store for store in waiting if store.compared]
+        return {self.open(store.terms): Check(store.compared, store.terms.compare) for store in stores if store.terms}
+
+    def open(self, terms: Terms) -> int:
+        """Begin a comparison that every rank will report; returns its number."""
+        number = next(self._numbers)
+        self._open[number] = _Open(terms.scope, terms.compare.is_sample)
+        return number
 
     def report(self, compared: Mapping[int, Sequence[Compared]]) -> Verdict:
         """Handle what ranks have found, by number; returns the worst verdict of those that have ended on all ranks.
@@ -144,29 +193,39 @@ class Trust:
         if worst > self._limit:
             if check.is_sample:
                 log.error(
-                    "kvdepot: a sampled hit differs by %.2g from what this engine computes (limit: %.2g); the server "
-                    "serves no chunk of this model until it is released: see `kvdepot verify`", worst, self._limit,
+                    "kvdepot: a sampled hit differs by %.2g from what this engine computes, and up to %.2g is "
+                    "rounding. The server serves no chunk of this model until it is released: see `kvdepot verify`",
+                    worst, self._limit,
                 )  # fmt: skip
                 return Verdict.UNKNOWN
             log.error(
-                "kvdepot: this engine's KV differs by %.2g from what another engine has stored under the same name "
-                "(limit: %.2g). This engine shares no KV until it is restarted; `kvdepot verify` shows how the two "
-                "engines differ", worst, self._limit,
+                "kvdepot: this engine's KV differs by %.2g from what another engine has stored under the same name, "
+                "and up to %.2g is rounding. This engine shares no KV until it is restarted. `kvdepot verify` shows "
+                "how the two engines differ", worst, self._limit,
             )  # fmt: skip
             return Verdict.DIFFERENT
-        # A sample may have met chunks of this engine only. And a model's groups are proved by any of them: what one
-        # layer keeps depends on all layers before it.
-        is_proof = not check.is_sample and all(each.chunks or each.unknown for each in check.found)
-        if check.scope in self._proven or not is_proof:
+        if not all(each.proves(self._limit) for each in check.found):
             return Verdict.UNKNOWN
-        self._proven.add(check.scope)
-        if not all(each.chunks for each in check.found):
-            log.warning("kvdepot: KV of this engine's format cannot be compared, so stored KV is loaded unchecked")
-            return Verdict.EQUAL
-        log.info(
-            "kvdepot: this engine computes what others have stored (largest difference %.2g, limit %.2g), and loads it "
-            "from here on", worst, self._limit,
-        )  # fmt: skip
+        # A model's groups are proved by any of them: what one layer keeps depends on all layers before it.
+        ranks = [{run.writer: run.end for run in sorted(each.writers, key=attrgetter("end"))} for each in check.found]
+        for writer in set.intersection(*map(set, ranks)) - {self.name}:
+            end = min(rank[writer] for rank in ranks) * self._chunk_tokens
+            key = check.scope, writer
+            if end <= self._proven.get(key, 0):
+                continue
+            self._proven[key] = end
+            called = writer.partition(" ")[2] or writer or "an unknown engine"
+            if not all(each.chunks for each in check.found):
+                log.warning(
+                    "kvdepot: this engine's KV has a format that cannot be compared, so the KV of %s is loaded "
+                    "unchecked", called,
+                )  # fmt: skip
+                continue
+            log.info(
+                "kvdepot: the KV that %s has stored equals what this engine computes: compared up to token %d, the "
+                "largest difference is %.2g, and up to %.2g is rounding. It is loaded from now on, in prompts of up to "
+                "%d tokens", called, end, worst, self._limit, _REACH * end,
+            )  # fmt: skip
         return Verdict.EQUAL
 
     def _scope(self, request: Request, tokens: int) -> Scope:

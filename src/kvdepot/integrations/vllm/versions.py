@@ -94,6 +94,17 @@ def notifies_of_sleep() -> bool:
     return installed_release() not in ("0.30", "0.31", "0.32")
 
 
+def takes_loads_back(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM can drop what a step has computed on top of loaded blocks, when that step reports their load as
+    failed: not if another step is under way by then (async scheduling, pipelines), nor in runner V2 (its workers go on
+    from the tokens that they have computed)."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_load_failure_policy != "recompute":
+        return False
+    is_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return not (is_ahead or vllm_config.use_v2_model_runner or vllm_config.speculative_config is not None)
+
+
 def tensor_replicas(kv_cache_config: KVCacheConfig) -> int:
     """The number of tensor-parallel ranks that hold the same KV; their shards are stored once."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))

@@ -32,6 +32,8 @@ _PREEMPTION_S = 0.05
 """Stores of preempted requests are waited for this long before they are voided."""
 _SLEEP_S = 5.0
 """An engine that goes to sleep waits this long for the server to release its KV's memory."""
+_COMPARISON_S = 1.0
+"""A step waits this long for the comparison of what it has computed on top of a load that nothing has proved yet."""
 _IDLE_S = 0.002
 """A worker with nothing to compute waits this long for a load, rather than spin on a core that copies need."""
 
@@ -53,7 +55,8 @@ class WorkerHalf:
         self._failed = Orders()  # whose loads have failed for want of a connection
         self._storing: dict[int, list[_Reading]] = {}  # what reads blocks that the scheduler holds, by step
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
-        self._unknown: list[int] = []  # checks that were ordered without a connection
+        self._compared: dict[int, Compared] = {}  # what was found, and is not reported
+        self._unproven: set[int] = set()  # blocks whose comparison has not proved them, not reported
         self._gpu: torch.device | None = None  # that holds the KV, if one does
         self._copies: StepCopies | None = None
         self._reported = MappedArena()  # what it has mapped, as far as the scheduler knows
@@ -127,8 +130,8 @@ class WorkerHalf:
             return
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
-            writer = self._depot.origin.writer if request_id in orders.own_loads else ""
-            self._depot.submit_retrieve([request_id], transfers, event, writer)
+            writers = orders.writers.get(request_id, ())
+            self._depot.submit_retrieve([request_id], transfers, event, writers)
 
     def store(self, orders: Orders) -> None:
         """Submit comparisons, and stores, of chunks that earlier steps completed. They begin once the work queued so
@@ -137,7 +140,7 @@ class WorkerHalf:
         Before this step computes: another engine may be waiting for these chunks, and a step takes long.
         """
         if not self.is_connected:
-            self._unknown += orders.checks
+            self._compared |= dict.fromkeys(orders.checks, Compared())
             return
         event = self._queued() if orders.stores or orders.checks else None
         submitted: list[_Reading] = []
@@ -149,6 +152,21 @@ class WorkerHalf:
             submitted.append(self._depot.submit_store(requests, orders.stores, event))
         if orders.holds:
             self._storing[orders.step] = submitted
+
+    def prove(self, orders: Orders) -> None:
+        """Compare what this step has computed on top of loads that nothing has proved. Blocks for `_COMPARISON_S` at
+        most, once the step has computed it; call it before its failed blocks are taken."""
+        asked: dict[int, Submitted[wire.Comparison]] = {}
+        if any(check.transfers for check in orders.proofs.values()) and self.is_connected:
+            if self._gpu is not None:
+                torch.cuda.current_stream(self._gpu).synchronize()
+            for number, check in orders.proofs.items():
+                asked[number] = self._depot.submit_compare(check.transfers, None, check.terms)
+            self._depot.give_up_stores({each for one in asked.values() for each in one.request_ids}, _COMPARISON_S)
+        for number, check in orders.proofs.items():
+            found = self._compared[number] = _found(asked[number]) if number in asked else Compared()
+            if not found.proves(check.terms.limit):
+                self._unproven |= check.blocks
 
     def _queued(self) -> torch.cuda.Event | None:
         """An event that happens once all work queued on vLLM's stream is done; None on the CPU, where it already is.
@@ -187,9 +205,10 @@ class WorkerHalf:
         """Ids of blocks that vLLM must recompute: where a load may fail in part."""
         if self._fails_whole:
             return set()
+        unproven, self._unproven = self._unproven, set()
         if self.is_connected:
-            return self._depot.take_failed_blocks()
-        return {
+            return self._depot.take_failed_blocks() | unproven
+        return unproven | {
             block
             for transfers in self._failed.loads.values()
             for transfer in transfers
@@ -208,17 +227,21 @@ class WorkerHalf:
             del self._storing[step]
             report.ended[step] = {self._rank}
         for number in [number for number, each in self._comparing.items() if each.done()]:
-            outcome = self._comparing.pop(number).outcome()
-            of_groups = [] if isinstance(outcome, KVDepotError) else outcome
-            worst = max((each.worst for each in of_groups), default=0.0)
-            chunks, unknown = (sum(getattr(each, name) for each in of_groups) for name in ("chunks", "unknown"))
-            report.compared[number] = [Compared(chunks, worst, unknown)]
-        for number in self._unknown:
-            report.compared[number] = [Compared()]
-        self._unknown.clear()
+            self._compared[number] = _found(self._comparing.pop(number))
+        report.compared = {number: [found] for number, found in self._compared.items()}
+        self._compared = {}
         return report
 
     def shutdown(self) -> None:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.is_connected = False
         self._depot.close()
+
+
+def _found(submitted: Submitted[wire.Comparison]) -> Compared:
+    """The result of a comparison; nothing, if it has not ended, or failed."""
+    outcome = submitted.outcome() if submitted.done() else KVDepotError("it took too long")
+    of_groups = [] if isinstance(outcome, KVDepotError) else outcome
+    chunks, unknown = sum(each.chunks for each in of_groups), sum(each.unknown for each in of_groups)
+    runs = tuple(run for each in of_groups for run in each.writers)
+    return Compared(chunks, max((each.worst for each in of_groups), default=0.0), unknown, runs)
