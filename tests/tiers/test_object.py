@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import subprocess
+import sys
 import threading
 import traceback
 import uuid
@@ -180,3 +182,34 @@ def test_a_directory_tells_how_large_its_file_system_is_and_when_it_is_gone(tmp_
     assert tier.find([name_of(1)]) == [False]
     (tmp_path / "elsewhere").rename(tmp_path / "shared")
     assert get(tier, 1) == b"one"
+
+
+FORKED = """
+import os, signal, sys
+from kvdepot.errors import ConfigError
+from kvdepot.tiers import Blob, object
+
+def use():
+    tier = object.open(sys.argv[1], {}, 1)
+    blobs = [Blob("0" * 16 + "/a/b.0", [memoryview(b"a")])]
+    assert tier.write(blobs) == tier.find([blobs[0].name]) == [True]
+
+use()
+child = os.fork()
+if child == 0:
+    signal.alarm(int(sys.argv[2]))
+    try:
+        use()
+    except ConfigError as exc:
+        os._exit(0 if "fork" in str(exc) else 2)
+    os._exit(3)
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert ended == 0, ended
+"""
+
+
+@pytest.mark.faults
+def test_a_forked_child_of_a_process_with_tiers_is_refused_before_it_can_hang(tmp_path: Path) -> None:
+    code = [sys.executable, "-c", FORKED, f"file://{tmp_path}", str(int(HANG_S / 2))]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr

@@ -75,6 +75,7 @@ class Connection:
         """introduction: what our hello says about us. send: sends a frame; False where there is no connection. watch:
         watches the server of an arena and incarnation, or raises a KVDepotError."""
         self.phase = Phase.APART
+        self._closed: KVDepotError = Unavailable("this client is closed")
         self.incarnation = b""  # of the server that last welcomed us
         self.arena = "", b""  # its name, and that incarnation
         self.welcomes = 0
@@ -142,7 +143,7 @@ class Connection:
         if isinstance(request, wire.Unregister):
             self.requests.note(request)  # whatever becomes of it
         if self.phase is Phase.CLOSED:
-            done(Unavailable("this client is closed"))
+            done(self._closed)
             return
         if len(self) >= MAX_IN_FLIGHT:
             done(Busy(f"{len(self)} requests are in flight"))
@@ -448,11 +449,12 @@ class Connection:
             self.requests.send_again([queued], now)
             self._send_parked()
 
-    def close(self) -> None:
-        """Fail every request with Unavailable. Safe twice."""
+    def close(self, error: KVDepotError | None = None) -> None:
+        """Fail every request, later ones too, with this error or Unavailable. Safe twice."""
         if self.phase is not Phase.CLOSED:
+            self._closed = error or self._closed
             self._own.clear()
             self._go(Change.CLOSE)
-            self.requests.fail_all(Unavailable("this client is closed"))
+            self.requests.fail_all(self._closed)
             self._handshake.close()
             self._servers.close()

@@ -118,7 +118,7 @@ class EventQueue:
             self._stopping = True
             thread = self._thread
         self._woken.set()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             self._ended.wait(_STOP_S)
         for number in list(self._waiting):
             waiting = self._waiting.pop(number, None)

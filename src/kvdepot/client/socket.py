@@ -14,6 +14,7 @@ import select
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connec
 from kvdepot.client.phases import Phase
 from kvdepot.client.servers import Introduction
 from kvdepot.config import default_key
-from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
+from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
@@ -147,7 +148,8 @@ class MessagingFuture(Generic[T]):
 
 class Client:
     """A connection to one server. Any thread may use it, several at once; `close` it. The constructor neither blocks
-    nor fails without a server: the first requests wait up to 5 s for one."""
+    nor fails without a server: the first requests wait up to 5 s for one. In a forked child it is closed, and requests
+    fail with BadRequest: ZeroMQ's threads do not survive a fork."""
 
     def __init__(
         self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "", engine: str = ""
@@ -199,6 +201,7 @@ class Client:
         between = partial(_others_between, server_url) if keys is None else bool
         introduction = Introduction(self.liveness.name, self.liveness.secret, engine, between)
         self._connection = Connection(server_url, introduction, self._send, Watch, time.monotonic)
+        _clients.add(self)
 
     def __repr__(self) -> str:
         return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
@@ -394,3 +397,18 @@ class Client:
     def _close_sockets(self) -> None:
         self._monitor.close()
         self._socket.close()
+
+    def _leave_to_parent(self) -> None:
+        self._lock = threading.RLock()  # a thread of the parent may have held the other
+        self._connection.close(BadRequest("this client connected before a fork: connect again in the child process"))
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for client in list(_clients):
+        client._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -60,6 +60,9 @@ _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9a-f:.]*:[0-9a-f:.]*")
 _WORD = re.compile(r"[A-Za-z0-9._\-]+")
 """The form of names of buckets, containers and regions."""
 
+_user = 0
+"""The process that has opened tiers."""
+
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -79,8 +82,13 @@ _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "
 
 
 def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
-    """The tier at `url`. Connects at the first call. Raises ConfigError."""
+    """The tier at `url`. Connects at the first call. Raises ConfigError, also in a child that was forked afterwards:
+    obstore would hang there."""
+    global _user
     name = shown(url)
+    if _user not in (0, os.getpid()):
+        raise ConfigError(f"tier {name}: obstore's threads do not survive the fork of this process: spawn it instead")
+    _user = os.getpid()
     own = convert(options, ObjectOptions, name)
     if fault := _fault_of_endpoint(own.endpoint):
         raise ConfigError(f"tier {name}: endpoint: {fault}")

@@ -95,7 +95,7 @@ def fingerprint(model: torch.nn.Module) -> bytes:
 
 def identity(model: torch.nn.Module) -> str:
     """The digest that names the model's KV in a depot. Raises ConfigError for weights that cannot be read."""
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3()
     facts = [_FORMAT, transformers.__version__, str(model.device.type), _describe(model), _code(model)]
     hasher.update(json.dumps(facts).encode())
     weights = {**dict(model.named_buffers()), **model.state_dict()}
