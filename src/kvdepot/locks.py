@@ -5,8 +5,8 @@ process and its mappings are gone, even after `kill -9`; so a lock that can be t
 touches memory. `flock` belongs to the open file, not to the process: a forked child that does not exec would keep its
 parent alive, so the files that `lock` has locked are closed in children that Python forks.
 
-A **use** is a second, shared lock (`fcntl`, of the open file), which is independent of the owner's: whoever copies into
-another's file holds it meanwhile.
+A **use** is a second, shared lock (`fcntl`, of the open file) on a range of bytes, which is independent of the owner's:
+whoever copies to or from this range of another's file holds it meanwhile.
 """
 
 from __future__ import annotations
@@ -68,38 +68,32 @@ def leads_to(path: Path, fd: int) -> bool:
         return False
 
 
-def use(fd: int, timeout_s: float) -> bool:
-    """Record in the kernel that this open file is in use, until `end_use` or its last process ends. Waits while another
-    process refuses it; False after `timeout_s`. Threads with one open file share one use.
+def use(fd: int, start: int, size: int) -> None:
+    """Record in the kernel that this open file uses a range of bytes, until it is closed in its last process.
 
-    Raises OSError where the kernel has no locks of open files.
+    Raises OSError if another process forbids that, or where the kernel has no locks of open files.
     """
-    return _take_use(fd, fcntl.F_RDLCK, timeout_s)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, start, size, 0))
 
 
-def end_use(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
-
-
-def refuse_use(fd: int, timeout_s: float) -> bool:
-    """Wait until no other open file is in use, and let no use begin before `end_use`; False after `timeout_s`, and if
-    the kernel cannot tell. Where it has no locks of open files, nobody can use one."""
+def uses(fd: int, start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of [start, end) that other open files use, as offset and size, ascending. All of it if the kernel
+    cannot tell; none where it has no locks of open files, because nobody can use any."""
+    found, left = list[tuple[int, int]](), [(start, end)]
     try:
-        return _take_use(fd, fcntl.F_WRLCK, timeout_s)
+        while left:
+            first, last = left.pop()
+            if first >= last:
+                continue
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, last - first, 0)
+            kind, _, at, size, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+            if kind != fcntl.F_UNLCK:
+                at, stop = max(first, at), min(last, at + size if size else last)
+                found.append((at, stop - at))
+                left += [(first, at), (stop, last)]
     except OSError as exc:
-        return exc.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def _take_use(fd: int, kind: int, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
-            return True
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_PAUSE_S)
+        return [] if exc.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP) else [(start, end - start)]
+    return sorted(found)
 
 
 def is_locked(fd: int) -> bool:

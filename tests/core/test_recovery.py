@@ -126,6 +126,36 @@ def test_a_chunk_from_the_future_is_as_old_as_the_arena_is_taken_over() -> None:
         assert {chunk.born for each in index.namespaces.all() for chunk in each.chunks.values()} == born
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_clients_of_the_earlier_server_use_is_given_to_nobody_until_they_end(seed: int) -> None:
+    rng = random.Random(seed)
+    index = make(pages=40)
+    rack = Rack(rng.choice([(0,), (0, 2)]), index=index)
+    for chain in PROMPTS:
+        rack.store_needed(chain)
+    used = [(START + rng.randrange(39 * PAGE), rng.randrange(1, 3 * PAGE)) for _ in range(rng.randrange(1, 5))]
+    after = make(pages=40, memory=bytearray(index.records._memory))
+    restored = restore(after, used=used)
+    after.validate()
+    assert (restored.dropped, recorded(after)) == ([], recorded(index)), "nothing is lost"
+    whole = {(at - START) // PAGE for start, size in used for at in range(start, start + size)} & set(range(40))
+    kept = {
+        (at - START) // PAGE for each in restored.in_use for at, size in each.extents for at in range(at, at + size)
+    }
+    assert whole == kept
+    clear(after)
+    after.validate()
+    again = Rack((0,), model="again", index=after)
+    again.store(0, keys("many", after.allocator.free_bytes // PAGE))
+    pages = {at for each in again.namespaces[0].chunks.values() for at, _ in each.shards[0].extents}
+    assert not pages & {START + page * PAGE for page in whole}
+    for each in restored.in_use:
+        each.end(after)
+    clear(after)
+    after.validate()
+    assert after.allocator.free_bytes == after.allocator.capacity and after.held == 0
+
+
 def test_of_two_writers_with_one_number_no_shard_is_kept() -> None:
     after, restored = restored_from(record(writer=1), WriterRecord(1, "one"), WriterRecord(1, "two"))
     assert (restored.shards, len(restored.dropped), after.records.used) == (0, 1, 0)

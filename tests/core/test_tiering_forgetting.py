@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvdepot.protocol import wire
-from kvdepot.tiers.stamps import FRESH_S, stamp_name
+from kvdepot.tiers.stamps import FRESH_S, PERIOD_S, space_of
 from kvdepot.tiers.worker import Find, Load
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, store
 from tests.core.host import Host, look, new_host
@@ -122,6 +122,16 @@ def test_what_is_loaded_from_a_tier_knows_its_writer(tier: MemoryTier) -> None:
     asked = msgspec.structs.replace(look(prompt("bad", 4)), writers=True)
     assert there.find(b"one", asked) == [4, [wire.WriterRun(4, "bad")]]
     assert there.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}
+    assert there.find(b"one", look(prompt("bad", 4))) == 0
+
+
+def test_another_server_of_a_shared_tier_notices_within_a_minute(tier: MemoryTier) -> None:
+    here, there = stamped(tier)
+    here.find(b"bad", store(prompt("more", 2)))
+    assert there.find(b"one", look(prompt("bad", 1))) == 1
+    here.find(b"one", FORGET)
+    there.tick(FRESH_S, 1000.0 + FRESH_S)
+    assert there.find(b"one", look(prompt("more", 2), "later")) == 0
 
 
 def test_what_was_being_loaded_when_its_writer_was_forgotten_is_not_served(tier: MemoryTier) -> None:
@@ -150,9 +160,9 @@ def test_a_tier_that_cannot_forget_a_writer_says_so_and_serves_nothing_of_it(tie
 
 def test_a_tier_that_has_lost_a_stamp_loses_hits_and_then_has_another(tier: MemoryTier) -> None:
     here, _ = stamped(tier)
-    del tier.objects[stamp_name("", "m", "good")]
+    assert tier.forget("", space_of("", "m", "good")) == 1
     assert new_host(tier).find(b"one", look(prompt("good", 4))) == 0
-    here.now += FRESH_S
+    here.now += PERIOD_S
     here.tick(here.now, 1000.0 + here.now)
     assert here.find(b"good", store(prompt("more", 2))) is True
     assert new_host(tier).find(b"one", look(prompt("more", 2))) == 2

@@ -15,9 +15,8 @@ import pytest
 
 from kvdepot.errors import ArenaError
 from kvdepot.locks import is_locked
-from kvdepot.memory import arena_header
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.arena_header import HEADER_BYTES, VERSION, Watch
+from kvdepot.memory.arena_header import HEADER_BYTES, VERSION, ArenaHeader, Watch
 from tests.conftest import SHM, eventually
 
 # The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
@@ -63,16 +62,15 @@ def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
 
 
 @pytest.mark.parametrize("version", [2, VERSION + 1])
-def test_an_arena_of_another_format_is_refused_and_left_as_it_is(
-    name: str, version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(arena_header, "VERSION", version)
-        Arena(name, 4 << 20, b"bootboot").close(remove=False)
-    before = (SHM / name).read_bytes()
+def test_an_arena_of_another_format_is_refused_and_left_as_it_is(name: str, version: int) -> None:
+    Arena(name, 4 << 20, b"bootboot").close(remove=False)
+    before = bytearray((SHM / name).read_bytes())
+    header = ArenaHeader(4 << 20, int.from_bytes(before[24:32], "little"), b"bootboot", version).pack()
+    before[: len(header)] = header
+    (SHM / name).write_bytes(before)
     with pytest.raises(ArenaError, match=f"format {version}, this kvdepot has format {VERSION}.* remove the file"):
         Arena(name, 4 << 20, b"new boot")
-    assert (SHM / name).read_bytes() == before
+    assert (SHM / name).read_bytes() == bytes(before)
 
 
 def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(name: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -17,8 +16,9 @@ from kvdepot import locks
 from kvdepot.errors import ArenaError, KVDepotError, Unavailable
 from kvdepot.memory import arena as arena_module
 from kvdepot.memory import arena_view
+from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.arena_header import ArenaHeader
+from kvdepot.memory.arena_header import EARLIER, ArenaHeader
 from kvdepot.memory.arena_view import ArenaView
 from tests.conftest import HANG_S, SHM
 from tests.programs import die_with_parent
@@ -58,68 +58,78 @@ def test_a_view_is_of_one_run_of_a_server(name: str) -> None:
         ArenaView(name, FIRST)
 
 
-def test_a_successor_takes_over_once_all_uses_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_USE_WAIT_S", HANG_S)
+def test_a_successor_takes_over_at_once_and_knows_what_is_in_use(name: str) -> None:
     die(name)
     views = [ArenaView(name, FIRST), ArenaView(name, FIRST)]
-    tried, taken = threading.Event(), threading.Event()
-    refuse = locks.refuse_use
-
-    def refuse_use(fd: int, timeout_s: float) -> bool:
-        assert not refuse(fd, 0.0)
-        tried.set()
-        return refuse(fd, timeout_s)
-
-    monkeypatch.setattr(locks, "refuse_use", refuse_use)
-    successors: list[Arena] = []
-
-    def succeed() -> None:
-        successors.append(Arena(name, SIZE, SECOND))
-        taken.set()
-
     with ExitStack() as uses:
-        uses.enter_context(views[1].use())
-        with views[0].use() as seen, views[0].use():
-            thread = threading.Thread(target=succeed)
-            thread.start()
-            assert tried.wait(HANG_S)
-            seen[AT] = 7
-        assert not taken.wait(0.1) and boot_of(name) == FIRST
-        with views[0].use() as seen:  # it still is the first server's
-            seen[AT + 1] = 8
-    assert taken.wait(HANG_S)
-    thread.join()
-    assert boot_of(name) == SECOND and successors[0].taken_over
-    assert successors[0].bytes[AT : AT + 2].tolist() == [7, 8]
-    for view in views:
-        with pytest.raises(Unavailable, match="replaced"), view.use():
-            pytest.fail("a replaced server's arena was used")
-    successors.pop().close(remove=False)
-    fd = os.open(SHM / name, os.O_RDWR)
-    assert refuse(fd, 0.0), "a use that was refused goes on"
-    os.close(fd)
+        uses.enter_context(views[1].use([(AT + 2 * PAGE, PAGE), (AT, PAGE), (AT + PAGE, 10)]))
+        seen = uses.enter_context(views[0].use([(AT + PAGE, PAGE)]))
+        with views[0].use([(AT, PAGE), (AT + 8 * PAGE, PAGE)]):
+            successor = Arena(name, SIZE, SECOND)
+        assert boot_of(name) == SECOND and successor.taken_over
+        assert joined(successor.in_use) == [(AT, 3 * PAGE), (AT + 8 * PAGE, PAGE)]
+        seen[AT + PAGE] = 7
+        assert successor.bytes[AT + PAGE] == 7
+        assert not successor.is_used(((AT + 8 * PAGE, PAGE),)), "that use has ended, and no other"
+        assert successor.is_used(((AT + 4 * PAGE, PAGE), (AT + 2 * PAGE, PAGE)))
+        for view in views:
+            with pytest.raises(Unavailable, match="replaced"), view.use([(AT + 8 * PAGE, PAGE)]):
+                pytest.fail("a replaced server's arena was used")
+        assert not successor.is_used(((AT + 8 * PAGE, PAGE),)), "a use that was refused goes on"
+    assert not successor.is_used(((0, SIZE),))
+    successor.close()
 
 
-def test_a_use_that_does_not_end_costs_the_successor_what_was_stored(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(start, end - start) for start, end in arena_view._joined(ranges)]
+
+
+def test_a_use_of_many_places_is_one_of_all_between_them(name: str) -> None:
+    die(name)
+    with ArenaView(name, FIRST).use((SIZE - at * 2 * PAGE, PAGE) for at in range(1, 300)):
+        successor = Arena(name, SIZE, SECOND)
+        assert successor.in_use == [(SIZE - 598 * PAGE, 597 * PAGE)]
+    successor.close()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_use_that_cannot_go_on_costs_the_successor_what_was_stored(
+    earlier: bool, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of bytes behind the end of a smaller arena; or, by a client of an earlier version, of nobody knows what."""
     monkeypatch.setattr(arena_module, "_USE_WAIT_S", 0.05)
     die(name)
     view = ArenaView(name, FIRST)
-    with view.use() as seen:
+    with view.use([(0 if earlier else SIZE - PAGE, PAGE)]) as seen:
+        if earlier:
+            header = ArenaHeader.read(view._fd, name)
+            assert header is not None
+            os.pwrite(view._fd, header._replace(version=EARLIER).pack(), 0)
         with caplog.at_level(logging.WARNING):
-            successor = Arena(name, SIZE, SECOND)
+            successor = Arena(name, SIZE if earlier else SIZE - PAGE, SECOND)
         assert "empty arena" in caplog.text
-        assert not successor.taken_over
+        assert not successor.taken_over and not successor.in_use
+        # Its descriptor has to have a lower number than any that is opened later (memory/arena.py).
+        later = os.open("/", os.O_RDONLY)
+        os.close(later)
+        assert later > successor._fd
         seen[AT] = 9  # the stopped program goes on
         assert successor.bytes[AT] == 0
     assert boot_of(name) == SECOND
-    # Its descriptor has to have a lower number than any that is opened later (memory/arena.py).
-    later = os.open("/", os.O_RDONLY)
-    os.close(later)
-    assert later > successor._fd
-    with ArenaView(name, SECOND).use() as seen:
+    with ArenaView(name, SECOND).use([(AT, PAGE)]) as seen:
         assert seen[AT] == 0
+    successor.close()
+
+
+def test_an_arena_of_the_earlier_version_is_taken_over_and_becomes_one_of_this(name: str) -> None:
+    die(name)
+    fd = os.open(SHM / name, os.O_RDWR)
+    header = ArenaHeader.read(fd, name)
+    assert header is not None
+    os.pwrite(fd, header._replace(version=EARLIER).pack(), 0)
+    successor = Arena(name, SIZE, SECOND)
+    assert successor.taken_over and ArenaHeader.read(fd, name) == header._replace(boot=SECOND)
+    os.close(fd)
     successor.close()
 
 
@@ -127,27 +137,25 @@ KILLED = """
 import sys
 from kvdepot.memory.arena_view import ArenaView
 view = ArenaView(sys.argv[1], sys.argv[2].encode())
-with view.use():
+with view.use([(int(sys.argv[3]), 4096)]):
     print("uses", flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_use_of_a_killed_program_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_USE_WAIT_S", HANG_S)
+def test_the_use_of_a_killed_program_ends(name: str) -> None:
     die(name)
     parent = os.getpid()
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, name, FIRST.decode()], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", KILLED, name, FIRST.decode(), str(AT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         preexec_fn=lambda: die_with_parent(parent),
     ) as program:  # fmt: skip
         assert program.stdout is not None and program.stdout.readline() == b"uses\n"
-        fd = os.open(SHM / name, os.O_RDWR)
-        assert not locks.refuse_use(fd, 0.0)
-        os.close(fd)
-        program.kill()
         successor = Arena(name, SIZE, SECOND)
-    assert successor.taken_over
+        assert successor.in_use == [(AT, PAGE)]
+        program.kill()
+        program.wait(HANG_S)
+        assert not successor.is_used(((AT, PAGE),))
     successor.close()
 
 
@@ -157,13 +165,12 @@ def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, mo
     other = os.open(SHM / name, os.O_RDWR)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(locks, "use", interrupt)
-        with view.use():
+        with view.use([(AT, PAGE)]):
             pytest.fail("a use began without the lock")
-    assert locks.refuse_use(other, 0.0)
-    locks.end_use(other)
-    with view.use():
-        assert not locks.refuse_use(other, 0.0), "this use is not in the kernel"
-    assert locks.refuse_use(other, 0.0)
+    assert not locks.uses(other, 0, SIZE) and not view._uses
+    with view.use([(AT, PAGE)]):
+        assert locks.uses(other, 0, SIZE) == [(AT, PAGE)], "this use is not in the kernel"
+    assert not locks.uses(other, 0, SIZE)
     os.close(other)
 
 
@@ -171,38 +178,20 @@ def interrupt(*_: object) -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_use_is_refused_while_a_successor_hangs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_view, "_USE_S", 0.05)
+def test_a_kernel_that_cannot_tell_proves_no_copy_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     die(name)
-    view = ArenaView(name, FIRST)
-    other = os.open(SHM / name, os.O_RDWR)
-    assert locks.refuse_use(other, 0.0)
-    with pytest.raises(Unavailable), view.use():
-        pytest.fail("a use began while it was refused")
-    locks.end_use(other)
-    with view.use():
-        assert not locks.refuse_use(other, 0.0)
-    os.close(other)
-
-
-def test_a_kernel_without_memory_for_locks_proves_no_copy_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    die(name)
-    view, control = ArenaView(name, FIRST), fcntl.fcntl
+    control = fcntl.fcntl
 
     def fail(fd: int, command: int, *rest: object) -> object:
-        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW):
+        if command == fcntl.F_OFD_GETLK:
             raise OSError(errno.ENOLCK, "no locks available")
         return control(fd, command, *rest)
 
-    with view.use() as seen:
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "fcntl", fail)
-            try:
-                successor = Arena(name, SIZE, SECOND)
-            except ArenaError:
-                return
-        seen[AT] = 9
-        assert successor.bytes[AT] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", fail)
+        successor = Arena(name, SIZE, SECOND)
+        ((start, size),) = successor.in_use
+        assert start == successor.header.chunks_start and start + size == SIZE
     successor.close()
 
 
@@ -211,11 +200,11 @@ def test_without_locks_of_open_files_a_server_starts_and_a_use_is_refused(
 ) -> None:
     """As in sandboxes that lack them."""
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 99)
-    monkeypatch.setattr(fcntl, "F_OFD_SETLKW", 99)
+    monkeypatch.setattr(fcntl, "F_OFD_GETLK", 99)
     die(name)
     successor = Arena(name, SIZE, SECOND)
     view = ArenaView(name, SECOND)
     for _ in range(2):
-        with pytest.raises(KVDepotError), view.use():
+        with pytest.raises(KVDepotError), view.use([(AT, PAGE)]):
             pytest.fail("a use began without a lock")
     successor.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvdepot import locks
 from kvdepot.client import admin
 from kvdepot.errors import Unavailable
 from kvdepot.memory.arena_view import ArenaView
@@ -119,7 +120,7 @@ def test_what_a_step_copies_is_bounded(start: Callable[..., Engine], monkeypatch
 def test_a_server_that_is_killed_and_replaced_fails_no_promised_load(
     steps: int, depot: Depot, start_depot: StartDepot, start: Callable[..., Engine]
 ) -> None:
-    """Its successor takes another file, because the scheduler uses the arena until the step's output is back."""
+    """Its successor keeps the chunks that the step loads, and gives their memory to nobody until it has."""
     tokens = prompt(15, TOKENS)
     engine = start(tokens, steps=steps)
     made = add(engine, "promised", tokens)
@@ -127,11 +128,30 @@ def test_a_server_that_is_killed_and_replaced_fails_no_promised_load(
     depot.process.kill()
     depot.process.wait(HANG_S)
     again = start_depot(url=depot.url, name=depot.name, arena_mib=64, chunk_size=CHUNK)
-    assert again.status()["chunks"] == 0 and "starting with an empty arena" in again.logged()
+    found = again.status()
+    assert found["chunks"] == TOKENS // CHUNK and "empty" not in again.logged()
+    assert found["holds"] == 3, "those that are loaded"
     engine.scheduler.update_from_output(planned, engine.worker.step(planned))
     engine.finish()
     check(made)
     assert engine.worker.begun["promised"] == [3 * CHUNK]
+    eventually(lambda: nothing_is_held(again.status()))
+
+
+def test_the_arena_is_in_use_until_the_only_worker_has_copied(depot: Depot, start: Callable[..., Engine]) -> None:
+    tokens = prompt(151, TOKENS)
+    engine = start(tokens)
+    made = add(engine, "copied", tokens)
+    planned = engine.scheduler.schedule()
+    fd = os.open(f"/dev/shm/{depot.name}", os.O_RDONLY)
+    size = os.fstat(fd).st_size
+    assert sum(length for _, length in locks.uses(fd, 0, size)) == depot.status()["used_bytes"], "three chunks"
+    output = engine.worker.step(planned)
+    assert not locks.uses(fd, 0, size), "long before the step's output is back"
+    os.close(fd)
+    engine.scheduler.update_from_output(planned, output)
+    engine.finish()
+    check(made)
 
 
 def test_chunks_of_an_aborted_request_stay_until_its_step_is_over(depot: Depot, start: Callable[..., Engine]) -> None:
@@ -173,7 +193,7 @@ def test_engines_do_not_keep_the_memory_of_an_arena_that_is_gone(depot: Depot, s
     depot.process.terminate()
     depot.process.wait(HANG_S)
     assert os.fstat(view._fd).st_blocks == 0
-    with pytest.raises(Unavailable), view.use():
+    with pytest.raises(Unavailable), view.use([(0, 1)]):
         pass
 
 

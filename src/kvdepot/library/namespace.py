@@ -425,7 +425,8 @@ class Namespace:
             return placed
         copied, is_store = False, isinstance(message, wire.Store)
         try:
-            with self._link.arena(placed.arena, placed.boot).use() as arena:
+            extents = [extent for place in placed.places for extent in place.extents]
+            with self._link.arena(placed.arena, placed.boot).use(extents) as arena:
                 copy = partial(_copy, arena, moves=moves, first=first, is_store=is_store)
                 is_large = len(placed.places) * moves.size >= _SHARED_BYTES
                 _copy_all(copy, placed.places, _COPY_THREADS if is_large else 1)

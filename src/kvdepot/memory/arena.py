@@ -20,7 +20,15 @@ from kvdepot import locks
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
-from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, WITHDRAWALS_OFFSET, ArenaHeader
+from kvdepot.memory.allocator import Extents
+from kvdepot.memory.arena_header import (
+    CHUNKS_OFFSET,
+    EARLIER,
+    HEADER_BYTES,
+    SECRET_OFFSET,
+    WITHDRAWALS_OFFSET,
+    ArenaHeader,
+)  # fmt: skip
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_shm
 from kvdepot.protocol.handshake import SECRET_BYTES
@@ -32,8 +40,7 @@ sparing_log = Sparing(log)
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
 _USE_WAIT_S = 10.0
-"""A client's copies, or the step of an engine that loads within it, may outlive the server that placed them, and must
-end before its successor gives their memory to others."""
+"""The time for which a successor waits for uses that it cannot leave alone."""
 
 
 class Arena:
@@ -54,6 +61,9 @@ class Arena:
         self.taken_over = False
         self.whole = 0
         """Bytes from the start that the previous server's file still had when we took it over."""
+        self.in_use: list[tuple[int, int]] = []
+        """Offsets and sizes that clients of the previous server used when we took it over: their copies, or the step of
+        an engine that loads within it, may outlive it. Nobody else may get this memory before that has ended."""
         # Linux closes a dead process's descriptors in ascending order, but releases their files in reverse. The lock
         # must become free only after every driver has stopped its work for us, so the arena's descriptor must have a
         # lower number than any driver's: it is opened first, and must not be duplicated later.
@@ -92,21 +102,9 @@ class Arena:
                 time.sleep(0.01)
                 continue
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
-        if self.taken_over and not locks.refuse_use(self._fd, _USE_WAIT_S):
-            # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
-            log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
-            self.path.unlink(missing_ok=True)
-            self.taken_over = False
-            unused, self._fd = self._fd, self._open()
-            os.close(unused)
-            return self._claim(boot)
-        try:
-            return self._claim_unused(boot)
-        finally:
-            with contextlib.suppress(OSError):  # a kernel without locks of open files
-                locks.end_use(self._fd)
+        return self._claim_locked(boot)
 
-    def _claim_unused(self, boot: bytes) -> ArenaHeader:
+    def _claim_locked(self, boot: bytes) -> ArenaHeader:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
@@ -129,10 +127,33 @@ class Arena:
                 f"{self.path} is truncated, or the requested size is too small for its contents "
                 f"({self.whole} bytes, {self.size} requested): raise --arena-gib or remove the file"
             )
-        # In case we die before `settle`, the header gives the size of the old contents.
+        # In case we die before `settle`, the header gives the size of the old contents. Whoever begins a use now finds
+        # our boot id, and ends it at once (arena_view.py).
         header = self._write_header(ArenaHeader(min(self.whole, self.size), found.table_bytes, boot))
+        deadline = time.monotonic() + _USE_WAIT_S
+        while not (can_stay := self._find_uses(found)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not can_stay:
+            # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
+            log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
+            self.path.unlink(missing_ok=True)
+            self.taken_over, self.in_use = False, []
+            unused, self._fd = self._fd, self._open()
+            os.close(unused)
+            return self._claim(boot)
         os.ftruncate(self._fd, self.size)
         return header
+
+    def _find_uses(self, found: ArenaHeader) -> bool:
+        """Note what clients of the previous server use; whether it may go on while we serve."""
+        if found.version == EARLIER:
+            return not locks.uses(self._fd, 0, 1)
+        self.in_use = locks.uses(self._fd, found.chunks_start, self.whole)
+        return all(start + size <= self.size for start, size in self.in_use)
+
+    def is_used(self, extents: Extents) -> bool:
+        """Whether a client uses any of this memory."""
+        return any(locks.uses(self._fd, start, start + size) for start, size in extents)
 
     def _map_whole(self) -> mmap.mmap:
         try:
@@ -207,8 +228,10 @@ class Arena:
             self._thread.join()
         if remove:
             self.remove()
-            if locks.refuse_use(self._fd, 0.0):  # engines that have mapped it would keep its memory
-                shm.free(self._fd, self.size)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, self.header._replace(boot=bytes(8)).pack(), 0)  # no use begins from here on
+                if not locks.uses(self._fd, 0, self.size):  # engines that have mapped it would keep its memory
+                    shm.free(self._fd, self.size)
         os.close(self._fd)
         self._fd = -1
 

@@ -39,7 +39,9 @@ A copy to an address slightly above the source, modulo 4096, is 4 times as slow 
 for a dependency of the preceding store); with equal offsets both directions are fast.
 """
 MAGIC = shm.ARENA_MAGIC
-VERSION = 3
+VERSION = 4
+EARLIER = 3
+"""The version that is read, too. Its clients use the file as a whole (byte 0), and no writers are recorded in it."""
 _HEADER = struct.Struct("<8sIIQQ8s")
 SECRET_OFFSET, WITHDRAWALS_OFFSET = 64, 96
 
@@ -48,9 +50,11 @@ class ArenaHeader(NamedTuple):
     size: int
     table_bytes: int
     boot: bytes
+    version: int = VERSION
 
     def pack(self) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, crc32(_HEADER.pack(MAGIC, VERSION, 0, *self)), *self)
+        *facts, version = self
+        return _HEADER.pack(MAGIC, version, crc32(_HEADER.pack(MAGIC, version, 0, *facts)), *facts)
 
     @classmethod
     def read(cls, fd: int, path: object) -> ArenaHeader | None:
@@ -61,12 +65,12 @@ class ArenaHeader(NamedTuple):
         magic, version, _, size, table_bytes, boot = _HEADER.unpack(data.ljust(_HEADER.size, b"\0"))
         if magic != MAGIC:
             raise ArenaError(f"{path} is not a kvdepot arena; remove it or choose another --arena-name")
-        if version != VERSION:
+        if version not in (VERSION, EARLIER):
             raise ArenaError(
                 f"{path} was written in arena format {version}, this kvdepot has format {VERSION}: start the version "
                 f"that wrote it, or remove the file (its chunks are recomputed on demand)"
             )
-        header = cls(size, table_bytes, boot)
+        header = cls(size, table_bytes, boot, version)
         if header.pack() != data:
             raise ArenaError(f"the header of {path} is damaged: remove the file (its chunks are recomputed on demand)")
         return header

@@ -1,8 +1,9 @@
 """A client's view of an arena, through which it copies chunks itself (devices/by_client.py).
 
-Invariant: no byte is copied for a server that another has replaced. The successor waits until nobody `use`s the file,
-writes its own boot id, and only then gives the file's memory to others; so a client that uses it and finds the boot id
-of the server that has placed its chunks may copy until it ends the use. A client that is killed uses it no more.
+Invariant: no byte is copied for a server that another has replaced. A client records the ranges that it is about to
+`use`, and then reads the boot id; a successor writes its own boot id, and then looks which ranges are in use. So a
+client that finds the boot id of the server that has placed its chunks may copy until it ends the use: until then, the
+successor gives these ranges to nobody (`Arena.in_use`). A client that is killed uses nothing any more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ from kvdepot.errors import Unavailable
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import WITHDRAWALS_OFFSET, ArenaHeader
 
-_USE_S = 5.0
-
+_MOST_RANGES = 256
+"""Ranges of one use; of more, all that lies between them is used."""
 
 _views: weakref.WeakSet[ArenaView] = weakref.WeakSet()
 
@@ -57,11 +57,12 @@ class ArenaView:
         self._close = weakref.finalize(self, os.close, self._fd)  # the mapping goes with its last array
         self._close.atexit = False  # a thread may copy until the process has ended
         _views.add(self)
-        self._lock = threading.Lock()
-        self._users = 0
+        self._uses: set[int] = set()  # descriptors of uses in progress
 
     def leave(self) -> None:
-        """Close the file, and with it end any use: a forked child's copy of it would outlive the parent's."""
+        """Close the file, and with it end all uses: a forked child's copies of them would outlive the parent's."""
+        while self._uses:
+            os.close(self._uses.pop())
         self._close()
         self._fd = -1
 
@@ -73,28 +74,36 @@ class ArenaView:
         """The number of times that the server has hidden chunks from those who had found them."""
         return int.from_bytes(self.bytes[WITHDRAWALS_OFFSET : WITHDRAWALS_OFFSET + 8].tobytes(), "little")
 
-    def _begin_use(self, timeout_s: float) -> None:
-        try:
-            if not locks.use(self._fd, timeout_s):
-                raise Unavailable("the arena is being taken over by another server, which hangs")
-        except OSError as exc:
-            raise Unavailable(f"this kernel has no locks of open files (F_OFD_SETLK): {exc.strerror}") from exc
-
     @contextlib.contextmanager
-    def use(self, timeout_s: float = _USE_S) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy within: the arena's bytes. Blocks for `timeout_s` while another server takes the arena over. Raises
-        Unavailable if the server has been replaced, or where the kernel has no locks of open files."""
-        with self._lock:
-            if not self._users:
-                self._begin_use(timeout_s)
-            self._users += 1
+    def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copy to or from these places within: the arena's bytes. Raises Unavailable if the server has been replaced,
+        or where the kernel has no locks of open files."""
+        fd = -1
         try:
-            header = ArenaHeader.read(self._fd, self.key[0])
+            try:
+                # Of an open file of its own: uses by several threads may overlap.
+                fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+                self._uses.add(fd)
+                for start, end in _joined(extents):
+                    locks.use(fd, start, end - start)
+            except OSError as exc:
+                raise Unavailable(f"the use of the arena cannot be recorded: {exc.strerror}") from exc
+            header = ArenaHeader.read(fd, self.key[0])
             if header is None or header.boot != self.key[1]:
                 raise Unavailable("the server that placed these chunks has been replaced")
             yield self.bytes
         finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    locks.end_use(self._fd)
+            if fd in self._uses:  # not in a forked child
+                self._uses.discard(fd)
+                os.close(fd)
+
+
+def _joined(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges (start, end) that extents make up."""
+    ranges: list[tuple[int, int]] = []
+    for start, size in sorted(extents):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], start + size)
+        else:
+            ranges.append((start, start + size))
+    return ranges if len(ranges) <= _MOST_RANGES else [(ranges[0][0], ranges[-1][1])]

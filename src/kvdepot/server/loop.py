@@ -25,7 +25,7 @@ from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.recovery import restore
+from kvdepot.core.index.recovery import InUse, restore
 from kvdepot.core.report import ServerFacts
 from kvdepot.devices import Devices
 from kvdepot.errors import BadRequest, ConfigError
@@ -75,6 +75,7 @@ class Server:
         self._serves = False
         self._stopping = False
         self._ticks = 0
+        self._in_use: list[InUse] = []  # by clients of the earlier server
         self._is_releasing = False  # idle GPUs are being released, or are about to be
         self._outcomes: deque[tuple[Any, Outcome | TierOutcome]] = deque()
         self._tier_workers: list[TierWorker] = []
@@ -132,7 +133,8 @@ class Server:
         self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()
-            restored = restore(index, arena.read_table(), arena.whole, int(time.time()))
+            restored = restore(index, arena.read_table(), arena.whole, int(time.time()), arena.in_use)
+            self._in_use = restored.in_use
             reasons = Counter(line.partition(": ")[2] for line in restored.dropped)
             for reason, number in reasons.items():
                 log.warning(
@@ -262,6 +264,9 @@ class Server:
                 self._act(self.depot.finished(token, outcome, time.monotonic()))
 
     def _tick(self) -> None:
+        for use in [each for each in self._in_use if not self.arena.is_used(each.extents)]:
+            use.end(self.depot.index)
+            self._in_use.remove(use)
         if self._feed is not None:
             self._feed.tick(self.depot.index, self.depot.topics())
             self.depot.counters["kv_event_overflows"] = self._feed.overflows

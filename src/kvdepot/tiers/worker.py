@@ -132,8 +132,8 @@ class Erase(_Task):
 
 @dataclass(slots=True, eq=False)
 class Forget(_Task):
-    """Remove all objects of a salt and of these namespaces (prefixes of their names), or if there are stamps (names),
-    only what their writers have saved, which counts as none. Outcome: Forgotten."""
+    """Remove all objects of a salt and of these namespaces (prefixes of their names), or if there are stamps (spaces of
+    their names), only what their writers have saved, which counts as none. Outcome: Forgotten."""
 
     salt: str
     namespaces: list[str]

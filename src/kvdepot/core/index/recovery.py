@@ -9,7 +9,9 @@ prefix any more. Of a model whose namespaces' records contradict each other, eve
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from kvdepot.core.index.accounts import queue
 from kvdepot.core.index.chains import link
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
-from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.records import Contents, NamespaceRecord, ShardRecord, WriterRecord
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
@@ -51,15 +53,38 @@ class Restored:
     """One line per dropped record."""
     damaged: list[int] = field(default_factory=list)
     """Slots of the table that do not belong to a complete record."""
+    in_use: list[InUse] = field(default_factory=list)
+    """What clients of the earlier server still use."""
+
+
+class InUse(NamedTuple):
+    """Memory that a client of an earlier server may still read or write. chunk: whose bytes are there, and which is
+    held for as long; None: they are of a store that had not ended, or of no chunk any more, and `shard` keeps them."""
+
+    extents: Extents
+    chunk: Chunk | None
+    shard: Shard | None = None
+
+    def end(self, index: Index) -> None:
+        """The client uses it no more."""
+        if self.chunk is not None:
+            index.release([self.chunk])
+        if self.shard is not None:
+            index.give_back(self.shard)
 
 
 def restore(
-    index: Index, data: bytes | bytearray | None = None, limit: int | None = None, wall: int | None = None
+    index: Index,
+    data: bytes | bytearray | None = None,
+    limit: int | None = None,
+    wall: int | None = None,
+    used: Sequence[tuple[int, int]] = (),
 ) -> Restored:
     """Fill an empty index from its records.
 
     data: the table's bytes, if the caller has read them already. limit: bytes at or behind this offset of the arena
     are lost. wall: the time in seconds since 1970, at which chunks from the future count as computed; None: any.
+    used: offsets and sizes of memory that clients of the earlier server still use.
     """
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
@@ -75,7 +100,9 @@ def restore(
         elif isinstance(record, NamespaceRecord):
             _add_namespace(index, namespaces, slot, record, restored)
     complete = _join(index, namespaces, restored)
-    shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
+    shards, places = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
+    gaps, used_slots = _match(index.allocator, used, places)
+    index.allocator.occupy(sorted([*places, *gaps]) if gaps else places)
     # In the order of their stores: neighbours in a chain are then neighbours in memory.
     shards.sort(key=lambda item: item[1].serial)
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
@@ -94,6 +121,13 @@ def restore(
     _adopt(index, sorted(there, key=lambda namespace: namespace.number), serial)
     if wall is not None:
         _date(index, wall)
+    for slot, record in shards if used_slots else ():
+        if slot in used_slots:
+            chunk = namespaces[record.namespace].namespace.chunks[record.key]
+            index.hold([chunk])
+            restored.in_use.append(InUse(record.extents, chunk))
+    for start, size, _ in gaps:
+        restored.in_use.append(InUse(((start, size),), None, index.lend(((start, size),))))
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
@@ -213,8 +247,8 @@ def _plausible(
     namespaces: dict[int, _Recorded],
     limit: int,
     restored: Restored,
-) -> list[tuple[int, ShardRecord]]:
-    """The valid records, with their extents occupied in the allocator; erases the others."""
+) -> tuple[list[tuple[int, ShardRecord]], list[tuple[int, int, int]]]:
+    """The valid records, and their extents with the slots, ascending; erases the others."""
     start, end = index.allocator.start, min(index.allocator.end, limit)
     is_cut = limit < index.allocator.end
     lost = "its bytes were cut off" if is_cut else "its bytes lie behind the end of the arena, which is smaller now"
@@ -251,8 +285,29 @@ def _plausible(
                 index.records.erase(slot)
         shards = [item for item in shards if item[0] not in wrong]
         places = [place for place in places if place[2] not in wrong]
-    index.allocator.occupy(places)
-    return shards
+    return shards, places
+
+
+def _match(
+    allocator: Allocator, used: Sequence[tuple[int, int]], places: Sequence[tuple[int, int, int]]
+) -> tuple[list[tuple[int, int, int]], set[int]]:
+    """The parts of used memory that are in no valid record, in whole pages, and the slots of the records that are.
+    places: extents of records with their slots, ascending."""
+    gaps, slots, reached = list[tuple[int, int, int]](), set[int](), allocator.start
+    for start, size in sorted(used):
+        at = max(reached, start - (start - allocator.start) % PAGE)
+        reached = end = max(reached, min(allocator.end, start + size + (allocator.start - start - size) % PAGE))
+        place = bisect_left(places, (at,))
+        place -= place > 0 and sum(places[place - 1][:2]) > at
+        while place < len(places) and places[place][0] < end:
+            offset, length, slot = places[place]
+            slots.add(slot)
+            if offset > at:
+                gaps.append((at, offset - at, -1))
+            at, place = max(at, offset + length), place + 1
+        if at < end:
+            gaps.append((at, end - at, -1))
+    return gaps, slots
 
 
 def _fault(record: ShardRecord, recorded: _Recorded | None, start: int) -> str:

@@ -18,7 +18,7 @@ from kvdepot.core.tiering.tier import TierState, facts_of
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
-from kvdepot.tiers.stamps import stamp_name
+from kvdepot.tiers.stamps import space_of
 from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten, Save
 
 MOST_FORGETTINGS = 16
@@ -85,7 +85,7 @@ class Forgetting:
         if self.writer:
             names = sorted({self.model, *self.known} - {""})
             return TierForget(
-                tier.number, "", [], [stamp_name(self.tenant or "", name, self.writer) for name in names], self
+                tier.number, "", [], [space_of(self.tenant or "", name, self.writer) for name in names], self
             )
         namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:

@@ -3,8 +3,9 @@
 Used by scheduler.py and worker.py. A load by the server costs a request one step, because vLLM schedules the request
 once the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So
 such a load must not fail. Invariant: once it is promised, nothing is asked of the server. A live one keeps the chunks
-for the request's session; and the scheduler uses the arena (memory/arena_view.py) until the step's output is back, so
-that the successor of a dead one gives the memory to nobody before.
+for the request's session; and the scheduler uses their places in the arena (memory/arena_view.py) until the workers
+have copied them, so that the successor of a dead one gives that memory to nobody before. It learns that with the step's
+output, or at once from the only worker, if that runs in its process.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ _STEP_BYTES = wire.MAX_PLACED_BYTES
 """A step copies at most this many bytes on each rank: the other requests of the step wait some 10 ms for them."""
 
 
+_uses_by_request: dict[str, ExitStack] = {}
+"""Uses of the arena by steps of engines with one rank, by the id of the last request that such a step loads."""
+
+
 class StepLoad(NamedTuple):
     """Chunks that workers are to copy before the step computes. blocks: of all of them; the first `skip` are not
     written. run: the server's, in whose arena they are. ranks: of each rank, the extents of its shards. size: bytes of
@@ -68,10 +73,9 @@ class StepLoads:
         self._ranks = ranks
         self._mapped: dict[int, MappedArena] = {}
         self._view: ArenaView | None = None
-        self._use = ExitStack()
-        self._is_used = False
+        self._promised = ExitStack()  # uses of the arena by the step that is being scheduled
+        self._uses: dict[int, ExitStack] = {}  # by step, until its output is back
         self._left = _STEP_BYTES  # of the step that is being scheduled
-        self._last = self._ended = 0  # the last step with such loads, and the last whose output is back
 
     @property
     def arena(self) -> MappedArena:
@@ -86,7 +90,7 @@ class StepLoads:
     def promise(self, found: Cached, first: int, end: int) -> bool:
         """Whether chunks `[first, end)` of what was found are loaded within the step that is being scheduled.
 
-        Ask it while a server is there: a successor waits until no step uses the arena.
+        Ask it while a server is there.
         """
         held, arena = found.held, self.arena
         if held is None or not arena.run or arena.run != found.incarnation or first < held.first:
@@ -96,18 +100,14 @@ class StepLoads:
             return False
         try:
             if self._view is None or self._view.key != arena[:2]:
-                if self._is_used:  # for a step that loads from the arena of the server before
-                    return False
                 self._view = ArenaView(*arena[:2], mmap.ACCESS_READ)
-            if not self._is_used:
-                self._use.enter_context(self._view.use(0.0))
-                self._is_used = True
+            shards = [shard for rank in held.ranks for shard in rank[first - held.first : end - held.first]]
+            self._promised.enter_context(self._view.use(each for extents, _ in shards for each in extents))
         except (KVDepotError, OSError, ValueError):  # another server takes the arena over, or has
             return False
-        for shards in held.ranks:
-            for extents, known in shards[first - held.first : end - held.first]:
-                if known and checksum(self._view.bytes, extents, held.size) != known:
-                    return False  # the server finds that, too, and marks the chunk
+        for extents, known in shards:
+            if known and checksum(self._view.bytes, extents, held.size) != known:
+                return False  # the server finds that, too, and marks the chunk
         if self._view.withdrawals() != held.withdrawals:
             return False
         self._left -= size
@@ -117,21 +117,25 @@ class StepLoads:
         """A step is scheduled, with these loads."""
         self._left = _STEP_BYTES
         if loads:
-            self._last = step
-        self._release()
+            self._uses[step] = self._promised.pop_all()
+            if self._ranks == 1:
+                _uses_by_request[loads[-1].request_id] = self._uses[step]
+        self._promised.close()
 
     def ended(self, step: int) -> None:
         """The output of a step is back."""
-        self._ended = max(step, self._ended)
-        self._release()
+        for each in [each for each in self._uses if each <= step]:
+            self._close(self._uses.pop(each))
 
-    def _release(self) -> None:
-        if self._is_used and self._last <= self._ended:
-            self._use.close()
-            self._is_used = False
+    def _close(self, use: ExitStack) -> None:
+        use.close()
+        for request_id in [request_id for request_id, each in list(_uses_by_request.items()) if each is use]:
+            del _uses_by_request[request_id]
 
     def close(self) -> None:
-        self._use.close()
+        for use in (self._promised, *self._uses.values()):
+            self._close(use)
+        self._uses.clear()
 
 
 class StepCopies:
@@ -170,5 +174,7 @@ class StepCopies:
             page = offset // mmap.PAGESIZE * mmap.PAGESIZE
             shm.enter_pages(base + page, offset - page + length)  # one by one, faults take ten times as long
         self._tensors.move(view, pieces, False)
+        if (use := _uses_by_request.pop(load.request_id, None)) is not None:  # the scheduler is in this process
+            use.close()
         size = len(places) * load.size - load.skip * self._layout.block_bytes
         return Operation("retrieve", [load.request_id], time.monotonic() - began, len(places), len(places), size)
