@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
-from kvdepot.memory.room import allocated, limits
+from kvdepot.memory.room import allocated, default_arena, limits
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import MOST_PATH, MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
@@ -149,7 +149,9 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
-    url: Annotated[str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT", "URL")] = ""
+    url: Annotated[
+        str, _access("ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT (IPv6: tcp://[::1]:PORT)", "URL")
+    ] = ""
     chunk_size: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"],
         _memory("tokens per chunk; auto = the fewest blocks of an engine with 256 KiB of KV, or 256 with remote tiers"),
@@ -303,13 +305,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena: `arena_gib`, or 4 GiB, or a quarter of the memory that is free if less: of the machine, of
-        each control group and of /dev/shm, whichever has least. An earlier server's arena counts as free, so that it
-        keeps its size."""
+        """Size of the arena: `arena_gib`, or 4 GiB, or `default_arena` if less. An earlier server's arena counts as
+        free, so that it keeps its size."""
         if self.arena_gib:
             return int(self.arena_gib * GIB)
-        taken = allocated(self.arena)
-        return min([_DEFAULT_ARENA, *((limit.free + taken) // 4 for limit in limits())])
+        return min([_DEFAULT_ARENA, default_arena(limits(), allocated(self.arena))])
 
 
 @functools.cache

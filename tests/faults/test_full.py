@@ -162,6 +162,23 @@ def test_a_client_that_finds_dev_shm_full_is_told_so_and_others_go_on(elsewhere:
     assert server.poll() is None
 
 
+@pytest.mark.parametrize("size_mib", [243, 256, 300, 320, 330])
+def test_a_server_that_chooses_its_size_leaves_what_an_engine_needs(
+    elsewhere: Callable[[int], Elsewhere], size_mib: int
+) -> None:
+    """vLLM refuses to start where /dev/shm has less than 240 MiB and some bytes free."""
+    place = elsewhere(size_mib)
+    place.serve(0)
+    arena = place.shm / "arena"
+    eventually(lambda: arena.exists() and MIB <= arena.stat().st_size <= arena.stat().st_blocks * 512)  # all of it
+    left = os.statvfs(place.shm)
+    assert left.f_bavail * left.f_frsize > 240 * MIB + 4096
+    driver = place.spawn()
+    driver.tell("open", url=place.url, blocks=64, width=1 << 10)
+    assert driver.tell("store", family=1, chunks=2) is True
+    assert driver.tell("hits", families=[1], chunks=2) == 2
+
+
 def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(
     start_depot: StartDepot, start_driver: StartDriver
 ) -> None:

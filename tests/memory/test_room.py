@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.memory.room import limits
+from kvdepot.memory.room import Limit, default_arena, limits
 from tests.conftest import HANG_S
 from tests.programs import missing
 
@@ -111,3 +111,20 @@ def test_the_arena_of_a_server_in_a_control_group_stays_within_its_limit(group: 
     found = json.loads(run("doctor", "--json").stdout)
     memory = [finding["text"] for finding in found if finding["what"] == "memory"]
     assert any("of 1 GiB available" in text for text in memory)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("shm_mib", "machine_mib", "arena_mib"),
+    [
+        (64, 4000, 16), (242, 4000, 60), (243, 4000, 1), (250, 4000, 8), (300, 4000, 58), (320, 4000, 78),
+        (323, 4000, 80), (400, 4000, 100), (16000, 64000, 4000), (300, 100, 25), (16000, 300, 75),
+    ],
+)  # fmt: skip
+def test_an_arena_that_nobody_sized_leaves_engines_their_share(shm_mib: int, machine_mib: int, arena_mib: int) -> None:
+    bounds = [Limit("/dev/shm", shm_mib * MIB, shm_mib * MIB, ""), Limit("this machine", GIB, machine_mib * MIB, "")]
+    assert default_arena(bounds, 0) // MIB == arena_mib
+    bounds = [each._replace(free=each.free - 10 * MIB) for each in bounds]
+    assert default_arena(bounds, 10 * MIB) // MIB == arena_mib, "an earlier server's arena counts as free"

@@ -149,18 +149,37 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     assert not home.log.exists()
 
 
-def test_an_engine_whose_kv_and_whose_server_do_not_fit_runs_uncached_and_says_why(
-    home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVDEPOT_ARENA_GIB", "100000")
-    python = tmp_path / "python"  # one whose processes have a small /dev/shm; vLLM wants 240 MiB of it for itself
+def small_shm(tmp_path: Path, size_mib: int) -> Path:
+    """A Python whose processes have a /dev/shm of their own, of this size."""
+    python = tmp_path / "python"
     python.write_text(
-        "#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size=400m tmpfs /dev/shm && "
-        f'exec {sys.executable} "$@"\' sh "$@"\n'
+        f"#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size={size_mib}m tmpfs "
+        f'/dev/shm && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     python.chmod(0o755)
     if subprocess.run([python, "-c", ""], check=False).returncode:
         missing("the right to mount a small /dev/shm")
+    return python
+
+
+def test_an_engine_starts_beside_the_server_that_it_has_started_in_a_small_shm(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVDEPOT_ARENA_GIB", raising=False)
+    python = str(small_shm(tmp_path, 300))
+    engine = start_engine(models["gqa"], "", python=python, **settings(), num_gpu_blocks_override=64).wait_started()
+    tokens = prompt(46, 2 * 256 + 9)
+    cold = engine.run(tokens)
+    again = engine.run_fresh(tokens)
+    assert again["cached"] > 0 and output(again) == output(cold)
+    engine.stop()
+
+
+def test_an_engine_whose_kv_and_whose_server_do_not_fit_runs_uncached_and_says_why(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GIB", "100000")
+    python = small_shm(tmp_path, 400)  # vLLM wants 240 MiB of it for itself
     tokens = prompt(45, 2 * 256 + 9)
     small = start_engine(models["gqa"], "", python=str(python), **settings(), num_gpu_blocks_override=4096)
     small.wait_started()

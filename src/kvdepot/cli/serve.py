@@ -115,7 +115,7 @@ def check_memory(config: Config) -> None:
     free = tightest.free + allocated(config.arena)
     if not config.arena_gib and arena < _SMALL_ARENA:
         log.warning(
-            "the arena has %s only, a quarter of the %s that %s has free: set --arena-gib, or %s",
+            "the arena has %s only, because %s is free in %s: set --arena-gib, or %s",
             size(arena), size(free), tightest.what, tightest.advice,
         )  # fmt: skip
     elif config.arena_gib and arena > free:

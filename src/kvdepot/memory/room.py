@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvdepot.memory.shm import SHM
 
+ENGINE_SHM = 242 << 20
+"""Bytes that must be free in /dev/shm for an engine to start: vLLM looks for 240 MiB for each queue between its
+processes, and the clients' own files take some pages."""
+_LEAST_ARENA = 1 << 20
 _UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this for no limit."""
 
@@ -41,6 +45,18 @@ def allocated(name: str) -> int:
         return (SHM / name).stat().st_blocks * 512
     except OSError:
         return 0
+
+
+def default_arena(bounds: Iterable[Limit], taken: int) -> int:
+    """Size of an arena that nobody gave: a quarter of what is free of the memory that has least, and no more of
+    /dev/shm than leaves `ENGINE_SHM`. taken: bytes that the arena already has, which count as free."""
+    shares = [sys.maxsize]
+    for bound in bounds:
+        room = bound.free + taken
+        shares.append(room // 4)
+        if bound.what == str(SHM) and room > ENGINE_SHM:  # with less, no engine of several processes starts anyway
+            shares.append(max(_LEAST_ARENA, room - ENGINE_SHM))
+    return min(shares)
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
