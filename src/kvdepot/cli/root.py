@@ -52,7 +52,7 @@ _MEANT = {
     "forget": "flush flushall flushdb clear delete del rm remove drop evict purge reset",
     "--version": "version",
 }
-"""What users of other caches and databases type in place of our commands."""
+"""Our commands, and what users of other caches and databases type in their place."""
 _COMPLETE = "_KVDEPOT_COMPLETE"
 """The environment variable with which a shell asks for completions."""
 

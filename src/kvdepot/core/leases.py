@@ -33,14 +33,12 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
-from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_LISTED, MOST_PRIORITY, LeaseStatus
+from kvdepot.protocol.leases import KINDS, MOST_HASHES, MOST_LEASES, MOST_LISTED, MOST_PRIORITY, LeaseStatus
 
 log = logging.getLogger(__name__)
 
 GROW_S = 60.0
 """The time for which a lease grows with the chunks that are stored."""
-MOST_HASHES = 1 << 22
-"""Hashes that all leases keep, to grow or to drop their chunks: 128 MiB."""
 _MOST_TTL_S = 1 << 31
 _MOST_MATCHED = 64
 """Leases that one tick looks up again; the others follow with the next."""

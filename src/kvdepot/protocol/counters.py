@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvdepot.protocol.leases import MOST_HASHES, MOST_LEASES
 from kvdepot.protocol.status import Loss, Status
+from kvdepot.protocol.wire import MAX_CHUNKS
 
 _REFUSED = "_refused"
 
@@ -158,7 +160,7 @@ SERVER = (
         "requests refused", _REQUESTS, "Find the client that floods the server, or raise `max_rate`.", is_event=True,
     ),
     Counted(
-        "large_requests_refused", "requests", "Requests for more than 65,536 chunks.",
+        "large_requests_refused", "requests", f"Requests for more than {MAX_CHUNKS:,} chunks.",
         "large requests refused", _REQUESTS, "Use shorter prompts, or larger chunks.",
     ),
     Counted(
@@ -176,7 +178,7 @@ SERVER = (
     ),
     Counted(
         "leases_refused", "leases",
-        "Leases beyond the budget of their tenant, or beyond 16,384 leases or 1,048,576 hashes in all.",
+        f"Leases beyond the budget of their tenant, or beyond {MOST_LEASES:,} leases or {MOST_HASHES:,} hashes in all.",
         "leases refused", _REQUESTS,
         "End leases (`kvdepot release`), or give the tenant a higher floor or the server more memory.",
         is_event=True,

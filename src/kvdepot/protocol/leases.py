@@ -13,6 +13,8 @@ MOST_PRIORITY = 100
 HINT_S = 3600
 """Seconds for which a request's hints keep chunks, at most, by default: KV unused for an hour is not worth memory."""
 MOST_LEASES = 1 << 14
+MOST_HASHES = 1 << 22
+"""Hashes that all leases keep, to grow or to drop their chunks: 128 MiB."""
 MOST_LISTED = 1000
 
 

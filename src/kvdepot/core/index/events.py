@@ -1,8 +1,8 @@
 """The events of the index: what its mutations have done to chunks. Plain values.
 
-Events are collected while a request is decided, and handed to the listeners once, after the mutation (core/depot.py).
-Listeners import this file, never the index: what an event says has happened already, and later events may have
-overtaken it.
+Events are collected while a request is decided, and handed to the listeners after the mutation (core/depot.py). What an
+event says has happened already, and later events may have overtaken it. A listener may change the index in turn, as
+the tiers and waiting lookups do; these events are handed out next.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ IndexEvent: TypeAlias = Stored | Failed | Used | Hidden | Removed
 
 
 class Listener(Protocol):
-    """Whoever only wants to know what has happened to chunks."""
+    """Whoever wants to know what has happened to chunks."""
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
         """Take note of events, in their order, and return what is to be done about them."""

@@ -3,8 +3,9 @@
 Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
 pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects all of
 it; a record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py), which
-listeners read afterwards, so nothing re-enters. Space is made before chunks are inserted. Chunks without a known parent
-are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one with the same key.
+listeners get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
+without a known parent are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one
+with the same key.
 """
 
 from __future__ import annotations

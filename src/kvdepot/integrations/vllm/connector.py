@@ -85,7 +85,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = HOST_HITS
     _pooled: ClassVar[KVCacheConfig | None] = None
-    """That of the KV for which a connector of this process has given `get_mem_pool_context`."""
+    """The KV for which a connector of this process has given `get_mem_pool_context`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

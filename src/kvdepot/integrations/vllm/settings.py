@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_type_hints
@@ -116,7 +117,7 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
     return settings
 
 
-def foreign_settings(extra: dict[str, Any]) -> list[str]:
+def foreign_settings(extra: Iterable[str]) -> list[str]:
     """The keys of kv_connector_extra_config that are another connector's, which `read_settings` ignores."""
     return [key for key in extra if "." in key and not key.lower().startswith(_PREFIX)]
 
