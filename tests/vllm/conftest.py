@@ -108,7 +108,7 @@ def start_by_hand(
     def begin(url: str = depot.url, **options: Any) -> by_hand.Engine:
         if started:
             started.pop().close()
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", options.pop("runner", "1"))
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # of which nothing here runs
         started.append(by_hand.Engine(url, target, **options))
         return started[-1]

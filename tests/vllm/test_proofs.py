@@ -1,0 +1,173 @@
+"""Loads that nothing has proved yet, in engines of by_hand.py: what follows from them is heard only once the step that
+computes on top of them has compared. The worker says wrong tokens wherever it has read another engine's wrong KV."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.conftest import Depot, StartDepot, eventually
+from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, lose_server, prompt
+from tests.vllm.conftest import StartByHand
+from tests.vllm.engines import nothing_is_held
+
+TOKENS = 3 * CHUNK + 9
+EARNED = {"kvdepot.trust": "earned"}
+ways = pytest.mark.parametrize("bytes_in_step", [0, 1 << 20], ids=["loaded before", "loaded in the step"])
+
+
+@pytest.fixture
+def depot(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=64, chunk_size=CHUNK)
+
+
+@pytest.fixture
+def start(start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Start an engine, A, that meets what another, B, has stored."""
+
+    def begin(*stored: list[int], weights: bytes = b"", bytes_in_step: int = 0, **options: Any) -> Engine:
+        """stored: prompts that B computes, with these weights."""
+        monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", bytes_in_step)
+        other = start_by_hand(writer="b B", runner="0", **EARNED)
+        other.worker.weights = weights
+        for number, tokens in enumerate(stored):
+            other.run(f"stored {number}", tokens)
+        engine = start_by_hand(writer="a A", runner="0", **EARNED, **options)
+        engine.worker.may_read_wrong = True
+        engine.run("first", prompt(999, 20))
+        return engine
+
+    return begin
+
+
+def compared(depot: Depot) -> tuple[int, int]:
+    counters = depot.status()["counters"]
+    return counters["compared_chunks"], counters["differing_chunks"]
+
+
+def add(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
+    """A request whose lookup is answered."""
+    half, made = engine.scheduler.connector._scheduler, engine.add(name, tokens, **options)
+    eventually(lambda: half._depot.client.pump() or half._depot._lookups[name].future.query())
+    return made
+
+
+@ways
+def test_the_last_chunk_of_a_hit_is_computed_and_compared(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int
+) -> None:
+    long = prompt(2, TOKENS + 10 * CHUNK)
+    engine = start(prompt(1, TOKENS), long, long[: 12 * CHUNK + 1], bytes_in_step=bytes_in_step)
+    assert engine.run("proves", prompt(1, TOKENS)) == 2 * CHUNK
+    assert compared(depot) == (1, 0)
+    assert engine.run("four times as long", long[: 12 * CHUNK + 1]) == 12 * CHUNK
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.run("longer than that", long) == 12 * CHUNK
+    assert compared(depot) == (2, 0)
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.run("the same", long) == 13 * CHUNK
+    assert compared(depot) == (2, 0)
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@ways
+def test_what_follows_from_a_wrong_load_is_never_heard(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int
+) -> None:
+    tokens = prompt(3, TOKENS)
+    engine = start(tokens, weights=b"others", bytes_in_step=bytes_in_step)
+    decoding = add(engine, "decoding", prompt(4, 40), says=60)
+    while "decoding" not in engine.worker.begun:
+        engine.step()
+    pair = [add(engine, name, tokens) for name in ("one", "two")]  # in one step, if they can be
+    engine.finish()
+    for each in (decoding, *pair):
+        check(each)
+    assert compared(depot)[1] > 0
+    assert engine.run("later", tokens) >= 0
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@ways
+def test_a_step_that_completes_no_chunk_takes_the_load_back(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int
+) -> None:
+    tokens, others = prompt(5, TOKENS), [prompt(60 + number, BATCH - CHUNK // 2) for number in range(2)]
+    engine = start(tokens, weights=b"others", bytes_in_step=bytes_in_step)
+    made = [add(engine, f"miss {number}", each) for number, each in enumerate(others)]
+    made.append(add(engine, "hit", tokens))
+    engine.finish()
+    for each in made:
+        check(each)
+    assert engine.run("the same from its own cache", tokens) >= 0
+
+
+@pytest.mark.parametrize("options", [{"steps": 2}, {"runner": "1"}], ids=["async scheduling", "runner V2"])
+def test_where_a_load_cannot_be_taken_back_everything_is_computed(
+    depot: Depot, start_by_hand: StartByHand, options: dict[str, Any]
+) -> None:
+    tokens = prompt(7, TOKENS)
+    options = {"runner": "0", **options, **EARNED}
+    start_by_hand(writer="b B", **options).run("stored", tokens)
+    engine = start_by_hand(writer="a A", **options)
+    assert engine.run("computes", tokens) == 0
+    assert engine.run("has it compared", prompt(8, 20)) == 0
+    eventually(lambda: compared(depot) == (3, 0))
+    assert engine.run("learns of it", prompt(8, 20)) == 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.run("loads", tokens) >= 3 * CHUNK - 1
+
+
+@ways
+@pytest.mark.parametrize("weights", [b"", b"others"], ids=["equal", "other weights"])
+def test_an_abort_while_it_is_compared_leaves_nothing_wrong_behind(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int, weights: bytes
+) -> None:
+    tokens = prompt(9, TOKENS)
+    engine = start(tokens, weights=weights, bytes_in_step=bytes_in_step)
+    add(engine, "aborted", tokens)
+    while "aborted" not in engine.worker.begun:
+        planned = engine.scheduler.schedule()
+        output = engine.worker.step(planned)
+        if "aborted" in engine.worker.begun:  # its comparison has ended, and vLLM takes aborts before outputs
+            engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+        engine.scheduler.update_from_output(planned, output)
+    assert engine.run("after it", tokens) >= 0
+    assert compared(depot)[0] > 0
+
+
+@ways
+def test_a_server_that_is_killed_before_the_comparison_costs_a_computation(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int
+) -> None:
+    tokens = prompt(10, TOKENS)
+    engine = start(tokens, bytes_in_step=bytes_in_step)
+    made = engine.add("hit", tokens)
+    if not bytes_in_step:  # its load ends first
+        half = engine.scheduler.connector._scheduler
+        while "hit" not in half._tracked or half._tracked["hit"].proof is None or half._tracked["hit"].load:
+            engine.step()
+        depot.process.kill(), depot.process.wait()
+    else:
+        lose_server(engine, depot, "hit")
+    engine.finish()
+    check(made)
+
+
+@ways
+def test_engines_short_of_blocks_hear_nothing_wrong(
+    depot: Depot, start: Callable[..., Engine], bytes_in_step: int
+) -> None:
+    chance = random.Random(11)
+    stored = [prompt(seed, CHUNK * chance.randrange(2, 6) + chance.randrange(CHUNK)) for seed in range(6)]
+    engine = start(*stored, weights=b"others", bytes_in_step=bytes_in_step, blocks=24)
+    for turn in range(6):
+        made = [engine.add(f"{turn} {number}", tokens, says=40) for number, tokens in enumerate(stored[turn // 2 :])]
+        engine.finish()
+        for each in made:
+            check(each)
+    assert compared(depot)[1] > 0
