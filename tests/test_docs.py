@@ -24,6 +24,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import typing
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import pytest
 
+from kvdepot.protocol import wire
 from kvdepot.protocol.counters import SERVER, TIER
 from tests.ports import free_port
 from tests.test_structure import LAYERS
@@ -422,3 +425,12 @@ def test_the_site_is_built_without_a_warning(site: Path) -> None:
     for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"
+
+
+def test_security_says_what_each_message_lets_a_client_do() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", page, re.MULTILINE)
+    listed = Counter(name for names, what in rows if what for name in re.findall(r"\w+", names))
+    messages = {message.__name__ for message in typing.get_args(wire.Request)}
+    assert {name for name in listed if name[0].isupper()} == messages
+    assert all(listed[name] == 1 for name in messages), "each once"

@@ -31,7 +31,7 @@ _QUIET_S = 60
 """A mismatch is listed, but neither logged nor noted, if the same two engines had one in the last so many seconds."""
 _ENGINES = 256
 """Engines whose facts are remembered, the latest ones that registered."""
-_UNKNOWN = "unknown: stored before this server started, or loaded from a tier"
+_UNKNOWN = "unknown: stored by an earlier version, or by an engine that gives no name"
 
 
 class Verification:

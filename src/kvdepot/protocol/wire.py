@@ -239,8 +239,9 @@ class Compare(_Message, frozen=True):
     `Comparison`. Nothing is stored.
 
     ticket: as in Store. limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into
-    quarantine; otherwise, the client's engine draws the consequences. has_experts: whether the model is a mixture of
-    experts; then the limit is for the first chunk of a prompt, and others differ if they have nothing in common.
+    quarantine, which is refused where the server samples no hits; otherwise, the client's engine draws the
+    consequences. has_experts: whether the model is a mixture of experts; then the limit is for the first chunk of a
+    prompt, and others differ if they have nothing in common.
     """
 
     instance: int
@@ -365,10 +366,11 @@ class Leases(_Message, frozen=True):
 
 class Forget(_Message, frozen=True):
     """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
-    empty means all. writer: only those in memory that this writer (as in Register) has stored, there and in tiers.
+    empty means all. writer: only what this writer (as in Register) has stored, under any salt.
 
-    Answer: a dict with the number of chunks removed from `memory` and from each tier, by its name. A text instead of a
-    number, or under `error`, says what may still exist and why.
+    Answer: a dict with the number of chunks removed from `memory` and from each tier, by its name; of a writer, 0 from
+    tiers, which refuse and remove its objects when they are read. A text instead of a number, or under `error`, says
+    what may still exist and why.
     """
 
     model: str = ""

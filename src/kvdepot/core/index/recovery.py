@@ -54,7 +54,7 @@ class Restored:
     damaged: list[int] = field(default_factory=list)
     """Slots of the table that do not belong to a complete record."""
     in_use: list[InUse] = field(default_factory=list)
-    """What clients of the earlier server still use."""
+    """The memory that clients of the earlier server still use."""
 
 
 class InUse(NamedTuple):

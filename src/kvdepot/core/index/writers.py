@@ -20,7 +20,7 @@ MOST_WRITERS = 1024
 
 
 @dataclass(slots=True)
-class _Counted:
+class _Named:
     number: int
     slot: int
     shards: int = 0
@@ -31,7 +31,7 @@ class Writers:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._known: dict[str, _Counted] = {}
+        self._known: dict[str, _Named] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -47,7 +47,7 @@ class Writers:
             slot = self._records.write(WriterRecord(number, name)) if len(taken) < MOST_WRITERS else None
             if slot is None:
                 return None
-            known = self._known[name] = _Counted(number, slot)
+            known = self._known[name] = _Named(number, slot)
         known.shards += 1
         return known.number
 
@@ -71,6 +71,6 @@ class Writers:
         without shards are erased."""
         for number, (slot, name) in found.items():
             if shards.get(number) and name not in self._known:
-                self._known[name] = _Counted(number, slot, shards[number])
+                self._known[name] = _Named(number, slot, shards[number])
             else:
                 self._records.erase(slot)
