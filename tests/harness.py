@@ -163,10 +163,10 @@ class Harness:
     # -- events
 
     def deliver(self, identity: bytes, frame: bytes) -> None:
-        """Deliver a message to the core. One that is delivered again while it waits is one request."""
+        """Deliver a message to the core. A lookup that is delivered again while it waits is one request."""
         client, number = self.depot.client(identity), wire.number_of(frame)
-        waiting = () if client is None else (*client.pending.values(), *client.own_copies)
-        self.unanswered[identity, number] += all(each.number != number for each in waiting)
+        lookups = () if client is None else client.pending.values()
+        self.unanswered[identity, number] += all(each.number != number for each in lookups)
         self.act(self.connections.receive([identity, frame], self.users.get(identity, ""), self.now))
 
     def finished(self, token: Any, outcome: Any) -> None:

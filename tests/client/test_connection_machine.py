@@ -106,7 +106,6 @@ class Connections(RuleBasedStateMachine):
         self.reached: dict[bytes, list[Server]] = {}  # by number of a copy or lookup: whom it was sent to
         self.lookups: dict[bytes, str] = {}  # requests of lookups that were sent
         self.ended_lookups: set[bytes] = set()  # sent lookups whose session has ended
-        self.has_gpu = False
         self.connection = Connection(
             "ipc:///nowhere",
             Introduction("liveness", LIVENESS, others_between=lambda: self.sealed),
@@ -147,12 +146,13 @@ class Connections(RuleBasedStateMachine):
             others = [each for each in before if each is not server]
             assert len({each.boot for each in [*before, server]}) <= 2, "it could be this copy that ends servers"
             assert all(each.is_dead for each in others), "two servers may touch the same blocks"
-            assert not self.has_gpu or all(self.now >= each.died_at + LINGER_S for each in others)
+            has_gpu = LAYOUTS[request.instance].device
+            assert not has_gpu or all(self.now >= each.died_at + LINGER_S for each in others)
         if isinstance(request, wire.EndSession) or (isinstance(request, wire.Lookup) and request.hurries):
             ended = [each for each, name in self.lookups.items() if name == request.request]
             self.ended_lookups |= {each for each in ended if each[::-1] < number[::-1]}
-        if server.knows_us:
-            before.append(server)
+        if server.knows_us and not (isinstance(request, COPY) and request.instance not in self.wanted):
+            before.append(server)  # else it refuses this
 
     # -- what the machine does
 
@@ -183,7 +183,6 @@ class Connections(RuleBasedStateMachine):
         ended: list[object] = []
         self.outcomes.append((wire.Register(instance, LAYOUTS[instance]), ended))
         self.wanted.add(instance)
-        self.has_gpu |= bool(LAYOUTS[instance].device)
         self.connection.ask(wire.Register(instance, LAYOUTS[instance]), ended.append)
 
     @precondition(lambda self: self.server is None)

@@ -13,7 +13,7 @@ from kvdepot.core.usage import Usages
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Usage
-from tests.core.desk import Desk, prompt, store
+from tests.core.desk import Desk, prompt, retrieve, store
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d", OTHERS])
 REQUESTS = st.lists(st.tuples(NAMES, NAMES, *[st.integers(0, 1000)] * 3, st.booleans()), max_size=40)
@@ -72,6 +72,22 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     status = desk.depot.status()
     assert status.model_usage == [Usage("", 4, 2, 2, "m")]
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
+
+
+def test_loads_count_as_reused_whoever_ends_the_pins_unless_the_engine_reports_itself() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one")
+    chain = prompt("a", 3)
+    assert desk.ask(b"one", store(chain)) is True
+    for unpins, reports, reused in ((True, False, 2), (False, False, 2), (False, True, 0)):
+        before = desk.depot.status().tokens.reused
+        assert desk.ask(b"one", look(3, "r1", reports=reports)) == 3
+        load = msgspec.structs.replace(retrieve(chain, first=1, request="r1"), unpins=unpins)
+        assert desk.ask(b"one", load) == [True] * 2
+        assert desk.depot.client(b"one").sessions, "there is another chunk to load, or it ends by itself"
+        desk.ask(b"one", wire.EndSession("r1"))
+        assert desk.depot.status().tokens.reused == desk.depot.status().saved.tokens == before + reused
 
 
 def test_a_model_shows_what_an_engine_said_last_of_its_answers() -> None:

@@ -16,7 +16,7 @@ from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.library.namespace import _copy_all
 from kvdepot.memory import shm
 from tests.conftest import Depot, StartDepot
-from tests.library.conftest import Connect, MakeNamespace
+from tests.library.conftest import Connect, MakeNamespace, at_rest
 from tests.library.kv import SMALL, TOKENS, Array, cut, open_namespace, random_kv, random_tokens
 from tests.programs import module
 
@@ -276,6 +276,16 @@ def test_shapes_of_several_kinds_are_found_where_all_can_resume(make: MakeNamesp
         check(cut(into[0], SMALL, 0, n), full, SMALL, n)
         check(cut(into[1], WINDOW, n - 2 * TOKENS, n), window, WINDOW, n, n - 2 * TOKENS)
         assert into[2].tolist() == [n] * 40
+
+
+def test_what_a_program_loads_counts_as_reused(make: MakeNamespace, server: Depot, connect: Connect) -> None:
+    for shapes in ((SMALL,), (SMALL, WINDOW)):
+        ns, tokens = make(*shapes), random_tokens(6 * TOKENS)
+        kv = [random_kv(shape, 6 * TOKENS) for shape in shapes]
+        assert ns.put(tokens, kv if len(kv) > 1 else kv[0]) == ns.get(tokens)[1] == 6 * TOKENS
+        status = at_rest(connect(server))
+        (usage,) = (each for each in status.model_usage if each.model == ns._spec.model)
+        assert (usage.asked_tokens, usage.found_tokens, usage.reused_tokens) == (6 * TOKENS,) * 3
 
 
 # -- sharing

@@ -77,6 +77,7 @@ class Session:
     readers: int = 1  # keys retrieved per part
     retrieved: int = 0  # keys retrieved successfully
     share: PinShare | None = None  # of the pin budget, until its first retrieve
+    reports: bool = False  # its engine says itself what it has saved
     number: bytes = b""  # of the lookup
     answer: object = None
 

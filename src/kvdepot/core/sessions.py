@@ -376,7 +376,7 @@ class Sessions:
                 self.budget.end(share)
                 tail = match.tail_key(request.tails)
                 share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks, tail))
-            session.share = share
+            session.share, session.reports = share, request.reports
             client.pins += parts
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
@@ -388,9 +388,9 @@ class Sessions:
             return
         client.pins -= session.parts
         self._count_no_more(session)
-        # Only retrieves that name their request count here; vLLM's connector reports its savings itself.
+        # Only retrieves that name their request count here.
         retrieved = min(session.retrieved // session.readers, session.parts)
-        if retrieved:
+        if retrieved and not session.reports:
             tokens = session.tokens * retrieved // session.parts
             self._usages.count(client.tenant, session.model, reused=tokens)
         sessions = self._by_request[client.tenant, request, session.model]
@@ -400,7 +400,8 @@ class Sessions:
         self._index.release(session.chunks)
 
     def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
-        """Count `keys` retrieved keys of a request, `done` of them successful; the last expected key ends its pins."""
+        """Count `done` loaded keys of a request, and `keys` keys that it needs no more; the last of these ends its
+        pins."""
         for session in list(self._by_request.get((tenant, request, model), ())):
             session.remaining -= keys
             session.retrieved += done

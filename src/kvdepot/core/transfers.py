@@ -388,8 +388,8 @@ class Transfers:
         for request, model, keys in operation.requests:
             done = sum(results[first : first + keys])
             self._trails.copied(operation.client, request, loaded=done, not_loaded=keys - done)
-            if operation.unpins:
-                self._sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
+            ended = keys if operation.unpins else 0
+            self._sessions.count_retrieved(operation.client.tenant, request, model, ended, done)
             first += keys
 
 

@@ -46,7 +46,7 @@ class Latencies:
         """A request was received. INTERNAL requests are not counted."""
         if kind in INTERNAL:
             return
-        self._asked.setdefault(client, {})[number] = kind, now
+        self._asked.setdefault(client, {}).setdefault(number, (kind, now))  # it may be sent again
 
     def end(self, client: bytes, number: bytes, failed: bool, now: float) -> None:
         """It was answered. Requests that never began (INTERNAL, or not decoded) are not counted."""
