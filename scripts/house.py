@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ LIMITS = {
     "docstrings that are fragments": 7,
     "classes that share a name": 30,
     "test names above 80 characters": 0,
+    "sentences above 35 words": 16,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
 """First words of docstrings that lack their noun."""
@@ -85,10 +87,26 @@ def findings() -> Iterator[Finding]:
                     yield Finding("Any", file, node.lineno, "Any")
     for same in names.values():
         yield from same[1:] and same
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
+        yield from long_sentences(path.read_text(), str(path.relative_to(ROOT)))
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 80:
                 yield Finding("test names above 80 characters", str(path.relative_to(ROOT)), node.lineno, node.name)
+
+
+def long_sentences(text: str, file: str) -> Iterator[Finding]:
+    """Sentences of a page that are too long to be read at once; code in a line is one word, and tables do not count."""
+    text = re.sub(
+        r"<!--.*?-->|^```.*?^```$|^[|#<!].*?$", lambda hidden: "\n" * hidden[0].count("\n"), text, flags=re.M | re.S
+    )
+    at = 1
+    for part in re.split(r"(\n\s*(?=\n|[-*] |\d+\. ))", text):
+        plain = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", part))
+        for sentence in re.split(r"(?<=[.?!])[*)\]]*\s+", plain):
+            if sum(any(map(str.isalnum, word)) for word in sentence.split()) > 35:
+                yield Finding("sentences above 35 words", file, at, " ".join(sentence.split()))
+        at += part.count("\n")
 
 
 def docstrings(node: ast.AST, file: str) -> Iterator[Finding]:

@@ -337,9 +337,9 @@ def odd_chunk_size(config: Config) -> str:
         return ""
     fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK
     return (
-        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block: kvdepot's vLLM "
-        f"connector uses whole blocks instead ({fitting} tokens with blocks of {SMALLEST_BLOCK}), and clients of the "
-        f"LMCache contract whose block does not divide it are refused"
+        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block. kvdepot's vLLM "
+        f"connector uses whole blocks instead: {fitting} tokens with blocks of {SMALLEST_BLOCK}. A client of the "
+        f"LMCache contract is refused if its block does not divide {chunk_size}"
     )
 
 

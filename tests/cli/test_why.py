@@ -22,7 +22,7 @@ def test_why_shows_what_was_found_and_why_no_more(depot: Depot, used: Engine) ->
     head, _, asked, ended, shards, tokens = done.stdout.splitlines()
     assert head == "request cmpl-77-0" and used.model in done.stdout
     assert asked.strip() == f"looked up 2 chunks of {CHUNK} tokens; found 1, 1 of them in memory"
-    assert "was removed too long ago to be remembered; 0 other chunks begin where the hit ends" in ended
+    assert "removed long ago; 0 other chunks are stored behind the last one that was found" in ended
     assert (shards.strip(), tokens.strip()) == ("shards: 1 loaded", "tokens, by its engine: none")
     said = json.loads(run("why", "cmpl-77-0", "--json", "-u", depot.url).stdout)
     (found,) = said["lookups"]

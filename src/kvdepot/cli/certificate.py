@@ -194,8 +194,8 @@ class Certificate(msgspec.Struct):
         out.print(Listing(("prompt", "from", ">first token", ">loaded", "answer", ""), rows).table(out.width))
         out.print(
             "\nidentical: tokens and logprobs are bit for bit those of the engine's own prefix cache or, if nothing was"
-            f" cached, of the computed answer. Without the depot, answers to one prompt differ by up to "
-            f"{self.rounding:.3g}."
+            " cached, of the computed answer. The engine's answers to one prompt without the depot differ from each "
+            f"other by at most {self.rounding:.3g} in a logprob."
         )
         untried = [*(name for name, value in self.engine.tried.items() if not value), *_NOT_TRIED]
         for title, lines in (("What is wrong", self.faults), ("Not tried", untried)):

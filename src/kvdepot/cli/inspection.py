@@ -217,11 +217,10 @@ def reason(lookup: TrailLookup) -> str:
     if lookup.gone_s is not None:
         said += f"; it left memory {duration(lookup.gone_s)} before this lookup"
     if lookup.end == "absent" and not lookup.found:
-        said += (
-            "; its hash covers the text before it, cache_salt, LoRA adapter and changed weights: any of them may differ"
-        )
+        said += "; its hash covers all text before it, the cache_salt, the LoRA adapter and changed weights"
     elif lookup.end == "absent" and lookup.branches is not None:
-        said += f"; {plural(lookup.branches, 'other chunk')} begin{'s' * (lookup.branches == 1)} where the hit ends"
+        are = "is" if lookup.branches == 1 else "are"
+        said += f"; {plural(lookup.branches, 'other chunk')} {are} stored behind the last one that was found"
     return said
 
 

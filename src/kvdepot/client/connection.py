@@ -116,8 +116,8 @@ class Connection:
 
     def no_server(self) -> Unavailable:
         return Unavailable(
-            f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
-            "clients whose key it knows: KVDEPOT_KEY)"
+            f"no kvdepot server answers at {self._url}: start one with `kvdepot serve`. If one with --keys runs there, "
+            "set KVDEPOT_KEY to the key file of this client"
         )
 
     def _cut_off(self) -> Unavailable:

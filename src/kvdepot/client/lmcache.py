@@ -280,7 +280,7 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
             shapes = ", ".join(f"{view.name} {list(view.shape)}" for view in views[:8])
             raise LayoutError(
                 f"the block axis is taken to be axis {axes[0]} of {shapes}, so the number of blocks is "
-                f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored: name the block "
+                f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored. Name the block "
                 "axis (block_axes=...), or register tensors with more blocks"
             )
         self.register([layout], kv_caches)

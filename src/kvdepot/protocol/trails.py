@@ -10,7 +10,7 @@ ENDS = {
     "whole": "all of it was found",
     "quarantine": "the model is in quarantine: see `kvdepot verify`",
     "model": "no model with this name, number of ranks and chunk size was known",
-    "absent": "the next chunk was never stored here, or was removed too long ago to be remembered",
+    "absent": "the next chunk is unknown: never stored here, or removed long ago",
     "evicted": "the next chunk had been evicted to make room",
     "removed": "the next chunk had been forgotten or cleared, or had expired",
     "storing": "the next chunk was still being stored",
