@@ -135,7 +135,7 @@ class Child:
             case "reload":
                 return self.llm.collective_rpc("reload_weights", kwargs={"weights_path": command["folder"]})
             case "stretch positions":
-                return self.inside("stretch")
+                return self.inside("stretch", command.get("first", 0))
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}

@@ -105,12 +105,12 @@ def _adapter(core: Any) -> str | None:
     return sys.modules[type(core.scheduler.connector.scheduler_adapter).__module__].__file__
 
 
-def _stretch(core: Any) -> None:
-    """Have the model compute with another rope factor than its configuration says."""
-    core.model_executor.collective_rpc(_stretch_model)
+def _stretch(core: Any, first: int) -> None:
+    """Have the model compute with another rope factor than its configuration says, from this position on."""
+    core.model_executor.collective_rpc(_stretch_model, args=(first,))
 
 
-def _stretch_model(worker: Any) -> None:
+def _stretch_model(worker: Any, first: int) -> None:
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "cos_sin_cache"):
-            module.cos_sin_cache.copy_(module.cos_sin_cache[::2].repeat_interleave(2, 0))
+            module.cos_sin_cache[first:] = module.cos_sin_cache[::2].repeat_interleave(2, 0)[first:]

@@ -17,9 +17,10 @@ what is trusted is loaded, and the rest is computed and compared with what is st
 experts, and of prompts with images or other items, all is. If a comparison differs, what this engine computes is
 private from then on, and what it has stored under the shared name is removed.
 
-With `--verify-hits`, a share of the hits on trusted chunks is computed and compared in the same way, for as long as the
-engine runs; then the server draws the consequences (core/verification.py). Invariant: nothing that follows from chunks
-of an unproven writer leaves the engine before a comparison has ended well on every rank.
+With `--verify-hits`, a share of the hits on trusted chunks is computed and compared whole, for as long as the engine
+runs, because it looks for damaged bytes, which may be in any chunk; then the server draws the consequences
+(core/verification.py). Invariant: nothing that follows from chunks of an unproven writer leaves the engine before a
+comparison has ended well on every rank.
 """
 
 from __future__ import annotations
@@ -127,18 +128,15 @@ class Trust:
         """
         request, size = tracked.request, self._chunk_tokens
         tokens = found.tokens if found.tail is None else tracked.tails[found.tail].tokens
-        is_plain = self._is_plain and not request.mm_features
         trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
         if not self.name or trusted >= tokens:
-            if not found.tokens or found.tail is not None or tracked.draw >= sampled:
-                return Hit(tokens)
-            return Hit(tokens - size if is_plain else 0, Terms(self._scope(request, tokens), self._sample))
+            is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
+            return Hit(0, Terms(self._scope(request, tokens), self._sample)) if is_sample else Hit(tokens)
         terms = self.terms(request, tokens)
-        if not is_plain:
+        if not self._is_plain or request.mm_features:
             return Hit(0, terms)
-        if self._takes_back and size <= self._step_tokens and end - size > max(trusted, local_tokens):
-            return Hit(end - size, terms, is_unproven=True)
-        return Hit(trusted, terms)
+        is_unproven = self._takes_back and size <= self._step_tokens and end - size > max(trusted, local_tokens)
+        return Hit(end - size if is_unproven else trusted, terms, is_unproven)
 
     def _trusted(self, scope: Scope, found: Cached, local_tokens: int) -> tuple[int, int]:
         """The tokens from the start whose writers are trusted, and the end of the chunks behind them of writers that
