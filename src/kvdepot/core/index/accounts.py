@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard, is_evictable
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
+from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
 
@@ -38,7 +39,15 @@ class Accounts:
         self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
 
         self.given_up: dict[int, tuple[str, bytes, int]] = {}
-        """Tenant, salt and bytes of loads that stores have overtaken, by id() of the shard, until they end."""
+        """Tenant, salt and bytes of loads that stores have overtaken, and of what is lent, by id() of the shard, until
+        they end."""
+
+    def lend(self, extents: Extents) -> Shard:
+        """Keep memory that the allocator has given out for a client that uses it, until `Index.give_back`."""
+        shard = Shard(extents, sum(size for _, size in extents))
+        self.given_up[id(shard)] = "", b"", shard.size
+        self.of("", b"").charge(shard.size)
+        return shard
 
     def all(self) -> list[Account]:
         """The rest, then those of tenants and salts with a quota."""

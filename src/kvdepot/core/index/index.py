@@ -31,7 +31,7 @@ from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.eviction import Policy
-from kvdepot.memory.allocator import Allocator, Extents
+from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
@@ -222,15 +222,8 @@ class Index:
         self._renew(chunk, wall)
         return True
 
-    def lend(self, extents: Extents) -> Shard:
-        """Keep extents that the allocator has given out for a client that uses them, until `give_back`."""
-        shard = Shard(extents, sum(size for _, size in extents))
-        self.accounts.given_up[id(shard)] = "", b"", shard.size
-        self.accounts.of("", b"").charge(shard.size)
-        return shard
-
     def give_back(self, shard: Shard) -> None:
-        """Free the extents of a load that was given up, or of `lend`, once nobody writes to them any more."""
+        """Free the extents of a load that was given up, or lent, once nobody writes to them any more."""
         self.allocator.free(shard.extents)
         tenant, salt, taken = self.accounts.given_up.pop(id(shard))
         self.accounts.of(tenant, salt).charge(-taken)

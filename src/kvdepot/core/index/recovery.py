@@ -127,7 +127,7 @@ def restore(
             index.hold([chunk])
             restored.in_use.append(InUse(record.extents, chunk))
     for start, size, _ in gaps:
-        restored.in_use.append(InUse(((start, size),), None, index.lend(((start, size),))))
+        restored.in_use.append(InUse(((start, size),), None, index.accounts.lend(((start, size),))))
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
