@@ -11,7 +11,7 @@ import torch
 from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient, admin
-from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.errors import BadRequest, ConfigError, UnknownRequest
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually
@@ -94,6 +94,23 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
     worker.shutdown()
     scheduler.shutdown()
+
+
+def test_what_people_ask_by_commands_counts_as_no_request_of_an_engine(depot: Depot) -> None:
+    before = told(depot)
+    with admin.connect(depot.url) as client:
+        with pytest.raises(UnknownRequest):
+            admin.why(client, "a typo")
+        with pytest.raises(BadRequest, match="no lease"):
+            admin.end_lease(client, "another")
+        assert admin.leases(client) == []
+    now = told(depot)
+    assert now.counters["errors"] == before.counters["errors"] and now.latencies == before.latencies
+    with admin.connect(depot.url) as engine:
+        engine.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(HANG_S)
+        with pytest.raises(BadRequest, match="no lease"):
+            admin.end_lease(engine, "another")
+    assert {each.request for each in told(depot).latencies} - {each.request for each in now.latencies} >= {"EndLease"}
 
 
 def test_engines_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:

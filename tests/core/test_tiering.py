@@ -440,6 +440,24 @@ def test_quiet_tiers_are_looked_after() -> None:
     assert len(host.tier_tasks) == 1
 
 
+@pytest.mark.parametrize(("url", "is_asked_soon"), [("disk:///d", True), ("redis://host", False)])
+def test_a_disk_that_still_counts_its_objects_is_asked_every_second(url: str, is_asked_soon: bool) -> None:
+    """Nothing is known of it before; other stores may never count theirs."""
+    tier = MemoryTier()
+    tier.is_counted = False
+    host = new_host((url, tier))
+    assert host.depot.status().tiers[0].objects is None
+    host.tick(1.0, 1001.0)
+    host.rest()
+    tier.is_counted = True
+    host.tick(2.0, 1002.0)
+    assert host.kinds() == ["Probe"] * is_asked_soon
+    host.rest()
+    assert host.depot.status().tiers[0].objects == (0 if is_asked_soon else None)
+    host.tick(3.0, 1003.0)
+    assert not host.tier_tasks
+
+
 def test_saves_carry_what_their_readers_check(tier: MemoryTier) -> None:
     host = new_host(tier)
     chain = prompt("a", 20)

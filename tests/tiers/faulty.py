@@ -55,6 +55,7 @@ class MemoryTier:
         self.objects: dict[str, bytes] = {}
         self.born: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
+        self.is_counted = True  # else it does not know yet how many objects it has
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -117,7 +118,8 @@ class MemoryTier:
 
     def usage(self) -> Usage:
         with self._lock:
-            return Usage(len(self.objects), self._bytes, self.capacity_bytes, dict(self.counters))
+            counts = (len(self.objects), self._bytes) if self.is_counted else (None, None)
+            return Usage(*counts, self.capacity_bytes, dict(self.counters))
 
     def close(self) -> None:
         """The objects stay."""

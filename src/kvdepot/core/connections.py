@@ -20,6 +20,7 @@ from kvdepot.core.depot import Depot
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, UnknownClient, VersionMismatch
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Challenge, Seal, is_open_to_all, is_sealed
+from kvdepot.protocol.metrics import COMMANDS
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,9 @@ class Connections:
                 raise request
             if isinstance(request, wire.Status | wire.Leases | wire.Inspect | wire.Why):
                 self._refuse_unless(self._rates.charge(identity, self._cost(request)))
-            self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
+            kind = type(request).__name__
+            if kind not in COMMANDS or client is None or client.is_engine:
+                self._depot.report.latencies.begin(identity, number, kind, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
                 self._depot.counters["users_refused"] += 1

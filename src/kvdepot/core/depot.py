@@ -44,6 +44,7 @@ from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.metrics import COMMANDS
 from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Status
 from kvdepot.tiers import TierConfig
@@ -148,7 +149,8 @@ class Depot:
             if client.is_engine and not client.is_seen:
                 self.engines.joined(client)
         except KVDepotError as exc:
-            self.counters["errors"] += 1
+            is_command = client is not None and not client.is_engine and type(request).__name__ in COMMANDS
+            self.counters["errors"] += not is_command
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
             log.debug("%s failed: %s", type(request).__name__, exc, extra=asked)
             if client is not None:

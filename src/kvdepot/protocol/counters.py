@@ -128,7 +128,7 @@ SERVER = (
         _REQUESTS, "Engines crashed or were killed.",
     ),
     Counted(
-        "errors", "requests", "Requests answered with an error.", "failed requests", _REQUESTS,
+        "errors", "requests", "Requests of engines answered with an error.", "failed requests", _REQUESTS,
         "The client's log has the message.",
     ),
     Counted(

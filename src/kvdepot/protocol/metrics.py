@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["BOUNDS_S", "ENGINES", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
+__all__ = ["BOUNDS_S", "COMMANDS", "ENGINES", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -20,6 +20,10 @@ INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "Status"})
 latencies."""
 ENGINES = ("EndSession", "Lookup", "Register", "Retrieve", "Store")
 """Requests of running engines. In Prometheus their series begin at 0, and alerts are about them."""
+COMMANDS = frozenset(
+    {"Count", "Drop", "EndLease", "EndQuarantine", "Forget", "Inspect", "Lease", "Leases", "SetQuota", "Why"}
+)
+"""Requests that people make by commands and the web page. They are no engine's unless an engine makes them."""
 _MOST_EVENTS = 100
 _MOST_TEXT = 200
 

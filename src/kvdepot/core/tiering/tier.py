@@ -189,6 +189,8 @@ class TierState:
         self.probing = None
         if isinstance(outcome, Usage):
             self.usage = outcome
+            if outcome.objects is None and self.config.is_local:
+                self.probe_after = 0.0  # it still counts them
 
     # -- load or compute
 
