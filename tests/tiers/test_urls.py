@@ -55,6 +55,11 @@ def test_a_wrong_option_is_refused_with_its_name_and_what_could_be_written(optio
     assert str(refused.value).startswith(f"tier disk:///d: {said}")
 
 
+def test_an_option_may_have_a_plus_and_whatever_is_percent_encoded() -> None:
+    config = parse("redis://host?password_file=/srv/c++/a%20b%40%2B&key_file=/k+1")
+    assert (config.own, config.options.key_file) == ({"password_file": "/srv/c++/a b@+"}, "/k+1")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -274,7 +274,7 @@ def parse(text: str) -> TierConfig:
     place, _, _ = rest.partition("?")
     if "@" in place and KINDS[scheme] != "redis" and not (KINDS[scheme] != "mooncake" and place.startswith("/")):
         raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// does not accept a user or password in its URL")
-    given = dict(parse_qsl(query, keep_blank_values=True))
+    given = dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))  # a + is no space, as in a path
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(scheme, text.partition("?")[0], Options(), given, tuple(secrets_of(text)))
     return msgspec.structs.replace(config, options=convert(common, Options, config.name))
