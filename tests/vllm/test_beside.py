@@ -74,9 +74,13 @@ def recovered(engine: Engine) -> int:
 def test_a_failure_policy_that_ends_requests_is_refused_before_loading(
     vllm_depot: Depot, models: dict[str, Path]
 ) -> None:
-    options = {"skip_tokenizer_init": True, "kv_transfer_config": KVTransferConfig(**beside(vllm_depot.url))}
+    told = beside(vllm_depot.url)
+    options = {"skip_tokenizer_init": True, "kv_transfer_config": KVTransferConfig(**told)}
     with pytest.raises(Exception, match='"kv_load_failure_policy": "recompute"'):
         EngineArgs(model=str(models["gqa"]), **options).create_engine_config()
+    nested = told["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
+    nested["kvdepot.load_failure_policy"] = "fail"  # now it is what the operator wants
+    EngineArgs(model=str(models["gqa"]), **options).create_engine_config()
 
 
 def test_the_documented_lines_of_the_connector_are_in_vllms_log_once(engine: Engine, vllm_depot: Depot) -> None:
