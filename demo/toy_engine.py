@@ -92,8 +92,8 @@ class Engine:
         request.blocks = [self.free.pop() for _ in range(needed)]
         # Blocks for a round trip and a copy; 0 on a miss, or if the server is gone.
         kv, request.loaded = self.kv.get(request.tokens[:-1]) if self.kv else (None, 0)
-        if isinstance(kv, np.ndarray):
-            self.write(request, 0, kv.view(np.float32))
+        if kv is not None:
+            self.write(request, 0, kv)
             request.computed = request.loaded
         return request
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +36,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return ids
 
 
-def open_namespace(depot: kvdepot.Depot, revision: str, *shapes: Shape | State, dtype: str = "bfloat16") -> Namespace:
+def open_namespace(depot: kvdepot.Depot, revision: str, *shapes: Shape | State, dtype: Any = "bfloat16") -> Namespace:
     shape = shapes[0] if len(shapes) == 1 else list(shapes) or SMALL
     return depot.namespace(model="toy", revision=revision, dtype=dtype, shape=shape, chunk_tokens=TOKENS)
 
@@ -46,5 +48,5 @@ def put(ns: Namespace, seed: int) -> int:
 def check(ns: Namespace, seed: int) -> int:
     """The tokens found of a sequence, whose bytes are right."""
     found, n = ns.get(random_tokens(COUNT, seed))
-    assert n == 0 or np.array_equal(found, cut(random_kv(SMALL, COUNT, seed), SMALL, 0, n))
+    assert n == 0 or np.array_equal(found.view("u2"), cut(random_kv(SMALL, COUNT, seed), SMALL, 0, n))
     return n

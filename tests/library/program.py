@@ -49,7 +49,7 @@ def handle(ns: kvdepot.Namespace, do: str, seed: int, count: int) -> object:
         case "get":
             found, n = ns.get(tokens)
             assert (found is None) == (n == 0)
-            return [n, n == 0 or np.array_equal(found, cut(kv, SMALL, 0, n))]
+            return [n, n == 0 or np.array_equal(found.view("u2"), cut(kv, SMALL, 0, n))]
     raise ValueError(do)
 
 

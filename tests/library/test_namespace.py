@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import kvdepot
 from kvdepot import Shape, State
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.library.namespace import _copy_all
+from kvdepot.library.shapes import ITEM_BYTES
 from kvdepot.memory import shm
-from tests.conftest import Depot, StartDepot
+from tests.conftest import HANG_S, Depot, StartDepot
 from tests.library.conftest import Connect, MakeNamespace, at_rest
 from tests.library.kv import SMALL, TOKENS, Array, cut, open_namespace, random_kv, random_tokens
-from tests.programs import module
+from tests.programs import hidden, module
 
 HEADS = Shape(layers=3, heads=2, head_dim=8, order="heads")
 MLA = Shape(layers=2, heads=1, head_dim=24, parts=1)
@@ -75,6 +81,78 @@ def test_every_bit_of_every_dtype_comes_back_from_numpy_and_torch(
         check(cut(bits(target), shape, 0, n), kv, shape, n)
 
 
+TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "float64", "int8", "uint8")
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("kind", ["a name", "a type", "a dtype of NumPy", "a dtype of torch"])
+def test_what_is_got_has_the_type_that_the_namespace_was_given(make: MakeNamespace, name: str, kind: str) -> None:
+    numpy_type = getattr(np, name, None) or getattr(module("ml_dtypes"), name)
+    torch = module("torch")
+    said = {"a type": numpy_type, "a dtype of NumPy": np.dtype(numpy_type), "a dtype of torch": getattr(torch, name)}
+    tokens, states = random_tokens(TOKENS), make(SMALL, State(8), dtype=said.get(kind, name))
+    kv = np.arange(1024).reshape(2, 2, TOKENS, 2, 8) % 5 + 1
+    assert states.put(tokens, [kv.astype(numpy_type), np.ones(8, np.uint8)]) == TOKENS
+    (found, state), n = states.get(tokens)
+    if kind == "a dtype of torch":
+        assert (found.dtype, state.dtype) == (getattr(torch, name), torch.uint8)
+        found = found.to(torch.int64).numpy()
+    else:
+        assert (found.dtype, state.dtype) == (np.dtype(numpy_type), np.uint8)
+    assert n == TOKENS and np.array_equal(found.astype(np.int64), kv) and state.tolist() == [1] * 8
+    same = make(SMALL, State(8), dtype=name)
+    assert same.contains(tokens) == TOKENS
+    assert states.put(tokens, [same.get(tokens)[0][0], state]) == TOKENS  # what is got is taken again
+
+
+def test_without_ml_dtypes_the_bits_of_bfloat16_come_as_unsigned_integers(server: Depot, tmp_path: Path) -> None:
+    code = "import sys, kvdepot; from tests.library.kv import check, open_namespace, put, random_tokens\n"
+    code += "with kvdepot.connect(sys.argv[1]) as depot:\n    ns = open_namespace(depot, 'bits')\n"
+    code += "    print(put(ns, 1), check(ns, 1), ns.get(random_tokens(96, 1))[0].dtype)"
+    environ = os.environ | {"PYTHONPATH": hidden(tmp_path / "hidden", "ml_dtypes")}
+    command = [sys.executable, "-c", code, server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environ, check=True)
+    assert done.stdout == "96 96 uint16\n"
+
+
+def other_types() -> dict[str, tuple[str, Callable[[], Any]]]:
+    """KV as wide as that of a namespace, but of another type: a dtype, and how the KV is made."""
+    kv, wide = np.ones((2, 2, TOKENS, 2, 8)), "float64"
+    return {
+        "NumPy's float16": ("bfloat16", lambda: kv.astype(np.float16)),
+        "NumPy's int16": ("bfloat16", lambda: kv.astype(np.int16)),
+        "NumPy's bfloat16": ("float16", lambda: kv.astype(module("ml_dtypes").bfloat16)),
+        "torch's float16": ("bfloat16", lambda: module("torch").tensor(kv).half()),
+        "torch's bfloat16": ("float16", lambda: module("torch").tensor(kv).bfloat16()),
+        "torch's int16": ("bfloat16", lambda: module("torch").tensor(kv).short()),
+        "integers": ("float32", lambda: kv.astype(np.int32)),
+        "booleans": ("uint8", lambda: kv.astype(bool)),
+        "signed": ("uint8", lambda: kv.astype(np.int8)),
+        "another float8": ("float8_e4m3fn", lambda: module("torch").tensor(kv).to(module("torch").float8_e5m2)),
+        "complex": (wide, lambda: kv.astype(np.complex64)),
+        "complex tensors": (wide, lambda: module("torch").tensor(kv).to(module("torch").complex64)),
+        "dates": (wide, lambda: np.zeros(kv.shape, "M8[s]")),
+        "objects": (wide, lambda: kv.astype(object)),
+        "records": ("float16", lambda: np.zeros(kv.shape, [("a", "u1"), ("b", "u1")])),
+        "another byte order": ("float32", lambda: kv.astype(">f4")),
+        "bits in another byte order": ("float32", lambda: kv.astype(np.float32).view(">u4")),
+        "masked": ("float16", lambda: np.ma.masked_array(kv.astype(np.float16), mask=True)),
+        "layers": ("bfloat16", lambda: [tuple(layer) for layer in kv.astype(np.float16)]),
+    }
+
+
+@pytest.mark.parametrize("name", other_types())
+def test_kv_of_another_type_of_the_same_width_is_refused(make: MakeNamespace, name: str) -> None:
+    dtype, kv = other_types()[name]
+    ns, tokens = make(dtype=dtype), random_tokens(TOKENS)
+    with pytest.raises(BadRequest, match=rf"{dtype}|numbers|masked"):
+        ns.put(tokens, kv())
+    assert ns.contains(tokens) == 0
+    ns.put(tokens, random_kv(SMALL, TOKENS, kind=KINDS[ITEM_BYTES[dtype]]))
+    with pytest.raises(BadRequest, match=rf"{dtype}|numbers|masked"):
+        ns.get_into(tokens, kv())
+
+
 def strided(kv: Array, way: str) -> Array:
     """The same values with other strides, between values that must not change."""
     if way == "transposed":
@@ -113,6 +191,44 @@ def test_a_transposed_tensor_is_stored_and_filled(make: MakeNamespace) -> None:
     turned.fill_(0)
     assert ns.get_into(random_tokens(2 * TOKENS), turned) == 2 * TOKENS
     check(turned, kv, SMALL, 2 * TOKENS)
+
+
+def overlapping() -> dict[str, Callable[[], Any]]:
+    """Arrays to load into, some of whose elements share memory."""
+    kv = random_kv(SMALL, TOKENS)
+    layers, shifted = [tuple(layer) for layer in kv], np.zeros((TOKENS + 1, 2, 8), np.uint16)
+    return {
+        "broadcast": lambda: as_strided(kv, kv.shape, (0, *kv.strides[1:])),
+        "expanded": lambda: tensor(kv[:1], "bfloat16").expand(kv.shape),
+        "steps too small": lambda: as_strided(kv, kv.shape, (kv.strides[0] // 2, *kv.strides[1:])),
+        "values in part": lambda: as_strided(kv, kv.shape, (*kv.strides[:4], 1)),
+        "backwards": lambda: as_strided(kv, kv.shape, (kv.strides[1], *kv.strides[1:]))[:, :, ::-1],
+        "one for all layers": lambda: [layers[0]] * 2,
+        "keys as values": lambda: [(layer[0], layer[0]) for layer in layers],
+        "shifted": lambda: [layers[0], (shifted[1:], shifted[:-1])],
+    }
+
+
+@pytest.mark.parametrize("name", overlapping())
+def test_arrays_whose_elements_share_memory_are_stored_but_not_filled(make: MakeNamespace, name: str) -> None:
+    ns, tokens, kv = make(), random_tokens(TOKENS), overlapping()[name]()
+    assert ns.put(tokens, kv) == TOKENS
+    with pytest.raises(BadRequest, match=r"overlap|share memory"):
+        ns.get_into(tokens, kv)
+
+
+def test_layers_that_lie_between_each_other_are_filled(make: MakeNamespace) -> None:
+    ns, tokens, kv = make(), random_tokens(COUNT), random_kv(SMALL, COUNT)
+    ns.put(tokens, kv)
+    pages = np.zeros((COUNT, 2, 2, 2, 8), np.uint16)  # tokens first: each layer's keys and values lie between others'
+    assert ns.get_into(tokens, [(pages[:, layer, 0], pages[:, layer, 1]) for layer in range(2)]) == 4 * TOKENS
+    check(pages.transpose(1, 2, 0, 3, 4)[:, :, : 4 * TOKENS], kv, SMALL, 4 * TOKENS)
+
+
+def test_a_state_that_lies_within_the_kv_is_not_filled(make: MakeNamespace) -> None:
+    ns, tokens, kv = make(SMALL, State(8)), random_tokens(TOKENS), random_kv(SMALL, TOKENS)
+    with pytest.raises(BadRequest, match="share memory"):
+        ns.get_into(tokens, [kv, kv[0, 0, 0, 0, :4]])
 
 
 @pytest.mark.parametrize("shape", [SMALL, HEADS, MLA], ids=["tokens", "heads", "MLA"])
@@ -480,7 +596,7 @@ def test_bytes_that_change_in_the_arena_are_not_served(start_depot: StartDepot, 
         [True] * TOKENS, [-1] * TOKENS, [2**40] * TOKENS, [2**32] * TOKENS, [np.int64(3)] * TOKENS, [1.0] * TOKENS,
         ["a"] * TOKENS, [None], np.ones(TOKENS, bool), np.full(TOKENS, -1), np.full(TOKENS, 2**40),
         np.ones(TOKENS), np.ones((2, TOKENS), int), array("b", [-1] * TOKENS), array("d", [1.0] * TOKENS),
-        "a" * TOKENS, b"a" * TOKENS, None, 5, {1, 2}, range(TOKENS),
+        "a" * TOKENS, b"a" * TOKENS, None, 5, {1, 2}, range(TOKENS), np.ma.masked_array([1] * TOKENS, mask=True),
     ],
 )  # fmt: skip
 def test_tokens_that_are_none_are_refused_by_every_call(make: MakeNamespace, tokens: Any) -> None:
@@ -500,7 +616,8 @@ def test_tensors_of_tokens_on_another_device_or_of_other_kinds_are_refused(make:
     ns = make()
     for tokens in (
         torch.ones(TOKENS, dtype=torch.long, device="meta"), torch.ones(TOKENS), torch.ones(2, TOKENS, dtype=torch.int),
-        torch.ones(TOKENS, dtype=torch.bool), torch.full((TOKENS,), -1), torch.ones(TOKENS, dtype=torch.bfloat16),
+        torch.ones(TOKENS, dtype=torch.int).to_sparse(), torch.ones(TOKENS, dtype=torch.bool),
+        torch.full((TOKENS,), -1), torch.ones(TOKENS, dtype=torch.bfloat16),
     ):  # fmt: skip
         with pytest.raises(BadRequest, match="token"):
             ns.contains(tokens)
@@ -568,7 +685,13 @@ def test_read_only_arrays_are_stored_but_not_filled(make: MakeNamespace) -> None
         states.get_into(tokens, state)
 
 
-@pytest.mark.parametrize("state", [np.zeros(7, np.uint8), np.zeros((2, 8), np.uint8)[:, ::2], b"12345678", None, [1]])
+@pytest.mark.parametrize(
+    "state",
+    [
+        np.zeros(7, np.uint8), np.zeros((2, 8), np.uint8)[:, ::2], b"12345678", None, [1], np.array([None]),
+        np.ma.masked_array(np.zeros(8, np.uint8), mask=True),
+    ],
+)  # fmt: skip
 def test_states_of_another_size_or_form_are_refused(make: MakeNamespace, state: Any) -> None:
     ns = make(State(8))
     tokens = random_tokens(TOKENS)
@@ -602,7 +725,9 @@ def test_several_shapes_want_one_kv_each(make: MakeNamespace) -> None:
     ("name", "value"),
     [
         ("model", ""), ("model", None), ("revision", ""), ("revision", None), ("dtype", ""), ("dtype", "bf16"),
-        ("dtype", np.float16), ("adapter", None), ("adapter", 3), ("shape", []), ("shape", [SMALL, None]),
+        ("dtype", None), ("dtype", np.complex64), ("dtype", np.dtype(">f2")), ("dtype", np.floating),
+        ("dtype", float), ("dtype", ["float16"]), ("adapter", None), ("adapter", 3), ("shape", []),
+        ("shape", [SMALL, None]),
         ("shape", (2, 2, 16, 2, 8)), ("shape", None), ("chunk_tokens", -1), ("chunk_tokens", True),
         ("chunk_tokens", 16.0), ("chunk_tokens", 1 << 40), ("model", "\ud800"), ("adapter", "a\nb"),
     ],

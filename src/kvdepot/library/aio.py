@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, overload
 
 from kvdepot import library
-from kvdepot.library.shapes import Plain, Shape, State
+from kvdepot.library.namespace import D_co, S_co
 from kvdepot.protocol.status import Status
 
 if TYPE_CHECKING:
-    from kvdepot.library.shapes import Kv
+    import numpy as np
+    import torch
+
+    from kvdepot.library.depot import Dtype, Shapes
+    from kvdepot.library.shapes import Array, Kv, Layers, NumPyType, Tokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,15 +59,8 @@ class Depot:
         self._depot = depot
 
     def namespace(
-        self,
-        *,
-        model: str,
-        revision: str,
-        dtype: str,
-        shape: Shape | State | Sequence[Shape | State],
-        adapter: str = "",
-        chunk_tokens: int = 0,
-    ) -> Namespace:
+        self, *, model: str, revision: str, dtype: Dtype, shape: Shapes, adapter: str = "", chunk_tokens: int = 0
+    ) -> Namespace[Shapes, Dtype]:
         """As `kvdepot.Depot.namespace`. Does not block."""
         return Namespace(
             self._depot.namespace(
@@ -76,37 +73,52 @@ class Depot:
         return await _run(self._depot.status)
 
 
-class Namespace:
+class Namespace(Generic[S_co, D_co]):
     """The KV of one model in a depot; `Depot.namespace` makes it. Tasks may use it side by side."""
 
-    def __init__(self, namespace: library.Namespace) -> None:
+    def __init__(self, namespace: library.Namespace[S_co, D_co]) -> None:
         self.chunk_tokens = namespace.chunk_tokens
         self._namespace = namespace
 
-    async def put(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+    async def put(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
         """As `kvdepot.Namespace.put`. Leave `kv` unchanged until it has ended."""
         return await _run(self._namespace.put, tokens, kv)
 
-    async def get(self, tokens: Sequence[int]) -> tuple[Plain | list[Plain] | None, int]:
+    @overload
+    async def get(self: Namespace[Layers, NumPyType], tokens: Tokens) -> tuple[np.ndarray | None, int]: ...
+    @overload
+    async def get(
+        self: Namespace[Sequence[Layers], NumPyType], tokens: Tokens
+    ) -> tuple[list[np.ndarray] | None, int]: ...
+    @overload
+    async def get(self: Namespace[Layers, torch.dtype], tokens: Tokens) -> tuple[torch.Tensor | None, int]: ...
+    @overload
+    async def get(
+        self: Namespace[Sequence[Layers], torch.dtype], tokens: Tokens
+    ) -> tuple[list[torch.Tensor] | None, int]: ...
+    @overload
+    async def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]: ...
+
+    async def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]:
         """As `kvdepot.Namespace.get`."""
         return await _run(self._namespace.get, tokens)
 
-    async def get_into(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+    async def get_into(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
         """As `kvdepot.Namespace.get_into`. Leave `kv` unused until it has ended."""
         return await _run(self._namespace.get_into, tokens, kv)
 
-    async def contains(self, tokens: Sequence[int]) -> int:
+    async def contains(self, tokens: Tokens) -> int:
         """As `kvdepot.Namespace.contains`."""
         return await _run(self._namespace.contains, tokens)
 
-    async def delete(self, tokens: Sequence[int]) -> int:
+    async def delete(self, tokens: Tokens) -> int:
         """As `kvdepot.Namespace.delete`."""
         return await _run(self._namespace.delete, tokens)
 
-    async def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
+    async def lease(self, tokens: Tokens, retain_s: int, name: str = "") -> int:
         """As `kvdepot.Namespace.lease`."""
         return await _run(self._namespace.lease, tokens, retain_s, name)
 
-    async def release(self, tokens: Sequence[int], name: str = "") -> bool:
+    async def release(self, tokens: Tokens, name: str = "") -> bool:
         """As `kvdepot.Namespace.release`."""
         return await _run(self._namespace.release, tokens, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvdepot.client import admin
 from kvdepot.client.launch import Embedded, Shared
@@ -13,8 +13,19 @@ from kvdepot.config import default_url, home_url, url_in_environment
 from kvdepot.errors import Unavailable
 from kvdepot.library.link import Link
 from kvdepot.library.namespace import ModelFacts, Namespace
-from kvdepot.library.shapes import Shape, State
+from kvdepot.library.shapes import is_torch, name_of
 from kvdepot.protocol.status import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeVar
+
+    import torch
+
+    from kvdepot.library.shapes import Layers, NumPyType
+
+    Shapes = TypeVar("Shapes", bound=Layers | Sequence[Layers])
+    Dtype = TypeVar("Dtype", bound=NumPyType | torch.dtype)
 
 _START_S = 30.0
 
@@ -69,26 +80,21 @@ class Depot:
         self.close()
 
     def namespace(
-        self,
-        *,
-        model: str,
-        revision: str,
-        dtype: str,
-        shape: Shape | State | Sequence[Shape | State],
-        adapter: str = "",
-        chunk_tokens: int = 0,
-    ) -> Namespace:
+        self, *, model: str, revision: str, dtype: Dtype, shape: Shapes, adapter: str = "", chunk_tokens: int = 0
+    ) -> Namespace[Shapes, Dtype]:
         """The KV of one model. Two programs share it exactly if they give the same facts.
 
-        model: its name. revision: names its weights: a commit, or a digest of them. dtype: of the KV, such as
-        "bfloat16". shape: of its layers' KV; several for layers of several kinds. adapter: names a LoRA adapter and its
-        weights. chunk_tokens: tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or
-        impossible facts. Does not block.
+        model: its name. revision: names its weights: a commit, or a digest of them. dtype: of the KV, as a name such as
+        "bfloat16", or as NumPy's or torch's type of this name: with one of torch, `get` gives tensors. shape: of its
+        layers' KV; several for layers of several kinds. adapter: names a LoRA adapter and its weights. chunk_tokens:
+        tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or impossible facts. Does
+        not block.
         """
         shapes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        facts = ModelFacts(model, revision, name_of(dtype), shapes, adapter, chunk_tokens, of_torch=is_torch(dtype))
         with self._link.call() as client:
             least = 0 if client.has_free_chunks else client.chunk_size
-            return Namespace(self._link, ModelFacts(model, revision, dtype, shapes, adapter, chunk_tokens).fit(least))
+            return Namespace(self._link, facts.fit(least))
 
     def status(self) -> Status:
         """The server's status, as `kvdepot status --json` prints it. Blocks 30 s at most. Raises Unavailable."""

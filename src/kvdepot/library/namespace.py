@@ -17,9 +17,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Generic, Protocol, cast, overload
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from kvdepot.client.socket import Client
 from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.errors import BadRequest, Busy, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
 from kvdepot.library.link import Link
-from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, state_bytes
+from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, new_array, refuse_overlaps, state_bytes
 from kvdepot.memory.copier import Bytes, views
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain
@@ -39,7 +39,17 @@ from kvdepot.protocol.layout import Layout, copied_by_client
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
-    from kvdepot.library.shapes import Kv
+    import torch
+    from typing_extensions import TypeVar
+
+    from kvdepot.library.shapes import Array, Kv, Layers, NumPyType, Tokens
+
+    S_co = TypeVar("S_co", bound=Layers | Sequence[Layers], default=Layers | Sequence[Layers], covariant=True)
+    D_co = TypeVar("D_co", bound=NumPyType | torch.dtype, default=NumPyType | torch.dtype, covariant=True)
+else:
+    from typing import TypeVar
+
+    S_co, D_co = TypeVar("S_co"), TypeVar("D_co")
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +67,10 @@ _STATE_TOKENS = 256
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All that determines the bytes of a namespace's chunks; the fields are the parameters of `Depot.namespace`."""
+    """All that determines the bytes of a namespace's chunks; the fields are the parameters of `Depot.namespace`.
+
+    of_torch: whether `get` makes tensors of torch; the only field that says nothing about the bytes.
+    """
 
     model: str
     revision: str
@@ -65,11 +78,12 @@ class ModelFacts:
     shapes: tuple[Shape | State, ...]
     adapter: str = ""
     chunk_tokens: int = 0
+    of_torch: bool = field(default=False, kw_only=True)
 
     def fit(self, least_tokens: int) -> ModelFacts:
         """The same with a chunk size. least_tokens: that this server asks for. Raises BadRequest for facts that are
         missing or impossible."""
-        for name, others in (("model", "models"), ("revision", "weights"), ("dtype", "precisions")):
+        for name, others in (("model", "models"), ("revision", "weights")):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise BadRequest(f"a namespace needs {name}: without it, KV of other {others} could be served")
@@ -77,8 +91,6 @@ class ModelFacts:
             raise BadRequest(f"adapter must be a text, not {type(self.adapter).__name__}")
         if not (self.model + self.revision + self.adapter).isprintable():
             raise BadRequest("model, revision and adapter must be printable text")
-        if self.dtype not in ITEM_BYTES:
-            raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype[:40]!r}")
         if not self.shapes or not all(isinstance(each, Shape | State) for each in self.shapes):
             raise BadRequest("shape must be a kvdepot.Shape or kvdepot.State, or a list of them")
         tokens = self.chunk_tokens
@@ -147,11 +159,12 @@ class _Awaited:
         self._client.ask(wire.Complete(placed.operation, placed.boot, False), deadline_s=None)
 
 
-class Namespace:
+class Namespace(Generic[S_co, D_co]):
     """The KV of one model in a depot; `Depot.namespace` makes it. Any thread may use it.
 
     Calls block while they copy and until the server has answered, 30 s at most for each of its two or three answers.
-    Without a server, nothing is stored or found; no call raises for that.
+    Without a server, nothing is stored or found; no call raises for that. For type checkers, it is generic in the types
+    of `shape` and `dtype`.
     """
 
     def __init__(self, link: Link, facts: ModelFacts) -> None:
@@ -169,7 +182,7 @@ class Namespace:
 
     # -- calls
 
-    def put(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
+    def put(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
         """Store the KV of a token sequence. Returns the tokens that the depot then has from the start, in whole chunks.
 
         tokens: a list of ids, or a one-dimensional array of integers. kv: of these tokens, from the first on, as the
@@ -192,14 +205,28 @@ class Namespace:
 
         return self.chunk_tokens * self._call(store) if count else 0
 
-    def get(self, tokens: Sequence[int]) -> tuple[Plain | list[Plain] | None, int]:
+    @overload
+    def get(self: Namespace[Layers, NumPyType], tokens: Tokens) -> tuple[np.ndarray | None, int]: ...
+    @overload
+    def get(self: Namespace[Sequence[Layers], NumPyType], tokens: Tokens) -> tuple[list[np.ndarray] | None, int]: ...
+    @overload
+    def get(self: Namespace[Layers, torch.dtype], tokens: Tokens) -> tuple[torch.Tensor | None, int]: ...
+    @overload
+    def get(
+        self: Namespace[Sequence[Layers], torch.dtype], tokens: Tokens
+    ) -> tuple[list[torch.Tensor] | None, int]: ...
+    @overload
+    def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]: ...
+
+    def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]:
         """Load the KV of the longest stored prefix: its arrays, or None, and its number of tokens; 0 is a miss.
 
-        The arrays are NumPy's, of unsigned integers as wide as a value: `array.view(dtype)` gives them their type. They
-        are as for `put`; those of a window begin with the first chunk that is needed. Raises BadRequest for wrong
-        tokens.
+        The arrays have the namespace's dtype: they are torch's if that was given as one of torch, and NumPy's
+        otherwise. NumPy has bfloat16 and float8 only if the package ml_dtypes is installed; else their bits come as
+        unsigned integers. A state is an array of uint8. Arrays are as for `put`; those of a window begin with the first
+        chunk that is needed. Raises BadRequest for wrong tokens.
         """
-        made: list[tuple[Plain, int]] = []
+        made: list[tuple[Array, int]] = []
 
         def make(count: int) -> Sequence[tuple[Kv, int]]:
             made[:] = [self._empty(group, count) for group in range(len(self.facts.shapes))]
@@ -211,31 +238,35 @@ class Namespace:
         arrays = [array for array, _ in made]
         return (arrays[0] if len(arrays) == 1 else arrays), count * self.chunk_tokens
 
-    def get_into(self, tokens: Sequence[int], kv: Kv | Sequence[Kv]) -> int:
-        """As `get`, into the caller's arrays: those of `put`, long enough for all whole chunks of `tokens`.
+    def get_into(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
+        """As `get`, into the caller's arrays: those of `put`, long enough for all whole chunks of `tokens`, none of
+        whose elements share memory.
 
         Returns the tokens loaded, which lie at the arrays' start; what follows them may be overwritten. Raises
         BadRequest, and then loads nothing.
         """
         given = self._given(kv)
         most = len(self._chain(tokens)) * self.chunk_tokens
+        filled: list[Plain] = []
         for shape, each in zip(self.facts.shapes, given, strict=True):
             if isinstance(shape, State):
-                arrays, held = [state_bytes(each, shape.size)], most
+                arrays, held = list[Plain]([state_bytes(each, shape.size)]), most
             else:
-                arrays, held = layers_of(each, shape, ITEM_BYTES[self.facts.dtype])
+                arrays, held = layers_of(each, shape, self.facts.dtype)
             if not all(array.flags.writeable for array in arrays):
                 raise BadRequest("KV is loaded into arrays that are read-only")
             if held < most:
                 raise BadRequest(f"KV for {held} tokens is too short: up to {most} of these may be loaded")
+            filled += arrays
+        refuse_overlaps(filled)
         return self.chunk_tokens * self._load(tokens, lambda count: [(each, 0) for each in given])
 
-    def contains(self, tokens: Sequence[int]) -> int:
+    def contains(self, tokens: Tokens) -> int:
         """The tokens that `get` would load. Raises BadRequest for wrong tokens."""
         chain = self._chain(tokens)
         return self.chunk_tokens * self._call(lambda client: self._find(client, chain))
 
-    def delete(self, tokens: Sequence[int]) -> int:
+    def delete(self, tokens: Tokens) -> int:
         """Remove the chunks of these tokens from memory and tiers, except those that other sequences begin with.
 
         Returns the chunks removed from memory. Raises BadRequest for wrong tokens.
@@ -243,7 +274,7 @@ class Namespace:
         prompt = self._prompt(self._chain(tokens))
         return self._call(lambda client: admin.drop(client, prompt)) if prompt else 0
 
-    def lease(self, tokens: Sequence[int], retain_s: int, name: str = "") -> int:
+    def lease(self, tokens: Tokens, retain_s: int, name: str = "") -> int:
         """Keep the chunks of these tokens from eviction for `retain_s` seconds. Returns the tokens held so far;
         chunks stored later are held, too. name: replaces an earlier lease of this name; empty: of its own.
 
@@ -258,7 +289,7 @@ class Namespace:
         lease = prompt.lease(name, LeaseTerms("retain", retain_s))
         return self.chunk_tokens * self._call(lambda client: answer(client, lease, int))
 
-    def release(self, tokens: Sequence[int], name: str = "") -> bool:
+    def release(self, tokens: Tokens, name: str = "") -> bool:
         """End the lease of these tokens, or the one of this name: its chunks may be evicted again. Returns whether
         there was one. Raises BadRequest for wrong arguments."""
         end = wire.EndLease(self._lease_name(self._chain(tokens), name))
@@ -266,19 +297,20 @@ class Namespace:
 
     # -- arguments
 
-    def _chain(self, tokens: Sequence[int]) -> ChunkChain:
+    def _chain(self, tokens: Tokens) -> ChunkChain:
         """The hashes of the whole chunks. Raises BadRequest."""
         ids: Sequence[int]
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(tokens, torch.Tensor):
             if tokens.device.type != "cpu":
                 raise BadRequest(f"tokens on {tokens.device}: pass tokens.cpu()")
-            if tokens.is_floating_point() or tokens.is_complex():
-                raise BadRequest(f"tokens must be integers, not {tokens.dtype}")
+            if tokens.is_floating_point() or tokens.is_complex() or tokens.layout is not torch.strided:
+                raise BadRequest(f"tokens must be plain integers, not {tokens.dtype} of layout {tokens.layout}")
             tokens = tokens.numpy()
         if isinstance(tokens, np.ndarray):
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-                raise BadRequest(f"tokens must be a row of integers, not {tokens.dtype} of shape {list(tokens.shape)}")
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or isinstance(tokens, np.ma.MaskedArray):
+                found = f"{type(tokens).__name__} of {tokens.dtype} of shape {list(tokens.shape)}"
+                raise BadRequest(f"tokens must be a row of integers, not {found}")
             if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < 1 << 32):
                 raise BadRequest("tokens must be integers in [0, 2**32)")
             ids = array("I", tokens.astype(np.uint32).tobytes())
@@ -314,27 +346,27 @@ class Namespace:
             if tokens != count * size:
                 raise BadRequest(f"a state is that after a whole chunk: {tokens} tokens are not a multiple of {size}")
             return count - 1, _StateMoves(kv, shape.size)
-        arrays, held = layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])
+        arrays, held = layers_of(kv, shape, self.facts.dtype)
         first = self._first(group, count)
         needed = tokens - first * size
         if not needed <= held <= tokens:
             raise BadRequest(f"KV of {held} tokens for {tokens} tokens, of which the last {needed} are needed")
         return first, _TokenMoves(arrays, shape, size, tokens - held)
 
-    def _empty(self, group: int, count: int) -> tuple[Plain, int]:
+    def _empty(self, group: int, count: int) -> tuple[Array, int]:
         """Arrays for what a shape needs of `count` chunks, and the number of their first token."""
         shape, first = self.facts.shapes[group], self._first(group, count)
         if isinstance(shape, State):
-            return np.empty(shape.size, np.uint8), 0
+            return new_array((shape.size,), "uint8", self.facts.of_torch), 0
         held = (count - first) * self.chunk_tokens
-        return np.empty(shape.sized(held), f"u{ITEM_BYTES[self.facts.dtype]}"), first * self.chunk_tokens
+        return new_array(shape.sized(held), self.facts.dtype, self.facts.of_torch), first * self.chunk_tokens
 
     def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
         """Views for copying chunks into arrays that begin with this token."""
         shape = self.facts.shapes[group]
         if isinstance(shape, State):
             return _StateMoves(kv, shape.size)
-        return _TokenMoves(layers_of(kv, shape, ITEM_BYTES[self.facts.dtype])[0], shape, self.chunk_tokens, first_token)
+        return _TokenMoves(layers_of(kv, shape, self.facts.dtype)[0], shape, self.chunk_tokens, first_token)
 
     # -- the server
 
@@ -386,7 +418,7 @@ class Namespace:
         lookup = prompt.lookup(request, 1) if request else prompt.probe(f"{self._instance}-{next(self._numbers)}")
         return answer(client, lookup, int)
 
-    def _load(self, tokens: Sequence[int], make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
+    def _load(self, tokens: Tokens, make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
         """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the
         token with which they begin."""
         chain = self._chain(tokens)

@@ -1,14 +1,19 @@
 """The KV of a chunk: which arrays it consists of, and how their values lie in the chunk's bytes.
 
 Arrays of NumPy and tensors of torch become arrays of plain integers of the same size, so that a copy needs no dtype and
-moves each bit, NaNs and bfloat16 included.
+moves each bit, NaNs and bfloat16 included. So the dtype is compared before: values of another type would be read back
+as other numbers.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,8 +24,11 @@ from kvdepot.errors import BadRequest
 if TYPE_CHECKING:
     import torch
 
-    Kv: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor | list[tuple[Kv, Kv]]"
-    """One array of all layers, or a list with the keys and the values of each layer."""
+    Array: TypeAlias = np.ndarray | torch.Tensor
+    Kv: TypeAlias = Array | Sequence[Array] | Sequence[tuple[Array, Array]]
+    """One array of all layers, or a list with the keys and the values of each layer, or with the one array of each."""
+    Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
+    NumPyType: TypeAlias = str | np.dtype[np.generic] | type[np.generic]
 
 Plain: TypeAlias = npt.NDArray[np.unsignedinteger]
 ITEM_BYTES = {
@@ -32,8 +40,12 @@ _PLAIN = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ORDERS = ("tokens", "heads")
 
 
+class Layers:
+    """Layers of one kind: a Shape, or a State."""
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Layers):
     """Layers of attention with equally shaped KV.
 
     parts: 2 for keys and values, 1 where a layer keeps one tensor (MLA). order: "tokens" for arrays of
@@ -78,7 +90,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Layers):
     """Layers that keep `size` bytes of state after a chunk instead of KV of each token (Mamba, linear attention)."""
 
     size: int
@@ -92,35 +104,96 @@ class State:
         return 1
 
 
-def plain(kv: Kv, item_bytes: int) -> Plain:
-    """The memory of an array or a tensor on the CPU, as integers of its values' size. Raises BadRequest."""
+def is_torch(dtype: object) -> bool:
+    """Whether this is a dtype of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dtype, torch.dtype)
+
+
+def name_of(dtype: object) -> str:
+    """The name of a dtype of KV that is given by name, or as NumPy's, ml_dtypes' or torch's type. Raises BadRequest."""
+    name = dtype
+    if is_torch(dtype):
+        name = str(dtype).removeprefix("torch.")
+    elif isinstance(dtype, np.dtype):
+        name = dtype.name if dtype.isnative else repr(dtype)
+    elif isinstance(dtype, type) and issubclass(dtype, np.generic):
+        name = dtype.__name__
+    if dtype is None or name == "":
+        raise BadRequest("a namespace needs dtype: without it, KV of other precisions could be served")
+    if not isinstance(name, str) or name not in ITEM_BYTES:
+        raise BadRequest(f"dtype must be one of {', '.join(ITEM_BYTES)}, or the type of that name, not {name!r:.40}")
+    return name
+
+
+@cache
+def _numpy_type(name: str) -> np.dtype[np.generic]:
+    """NumPy's type of this name, or that of ml_dtypes, if it is installed; else unsigned integers as wide."""
+    for module in ("numpy", "ml_dtypes"):
+        try:
+            found: np.dtype[np.generic] = np.dtype(getattr(import_module(module), name))
+            return found
+        except (ImportError, AttributeError):
+            continue
+    return np.dtype(_PLAIN[ITEM_BYTES[name]])
+
+
+def new_array(sizes: tuple[int, ...], dtype: str, of_torch: bool) -> Array:
+    """An array, or a tensor of torch, of these sizes, whose values are not set."""
+    if not of_torch:
+        return np.empty(sizes, _numpy_type(dtype))
+    torch = import_module("torch")
+    made: Array = torch.empty(sizes, dtype=getattr(torch, dtype))
+    return made
+
+
+def _array(kv: object) -> npt.NDArray[np.generic]:
+    """The memory of an array, or of a tensor on the CPU as integers of its values' size. Raises BadRequest."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(kv, torch.Tensor):
         if kv.device.type != "cpu":
             raise BadRequest(f"KV on {kv.device}: pass a tensor on the CPU (kv.cpu())")
-        if kv.element_size() != item_bytes:
-            raise BadRequest(f"KV of {kv.dtype} in a namespace whose values have {item_bytes} bytes")
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_bytes]
         if kv.layout is not torch.strided or kv.is_quantized or kv.is_conj() or kv.is_neg():
             raise BadRequest(f"KV must be a plain strided tensor, not one of layout {kv.layout} or a lazy view")
-        kv = kv.detach().view(integers).numpy()
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(kv.element_size())
+        try:
+            kv = kv.detach().view(integers or kv.dtype).numpy()
+        except (RuntimeError, TypeError) as exc:  # a class of tensors without memory of their own
+            raise BadRequest(f"KV of {type(kv).__name__} cannot be read: {exc}") from exc
     if not isinstance(kv, np.ndarray):
         raise BadRequest(f"KV must be a NumPy array or a torch tensor, not {type(kv).__name__}")
-    if kv.dtype.itemsize != item_bytes or kv.dtype.hasobject:
-        raise BadRequest(f"KV of {kv.dtype} in a namespace whose values have {item_bytes} bytes")
-    return kv.view(_PLAIN[item_bytes])
+    if isinstance(kv, np.ma.MaskedArray):
+        raise BadRequest("KV must have a value everywhere: a masked array's mask would be lost")
+    if kv.dtype.hasobject:
+        raise BadRequest(f"KV must be numbers, not {kv.dtype}")
+    return kv
 
 
-def layers_of(kv: Kv, shape: Shape, item_bytes: int) -> tuple[list[Plain], int]:
+def _plain(kv: Array, dtype: str) -> Plain:
+    """The memory of KV of a dtype of this name, which may also be given as unsigned integers of its width. Raises
+    BadRequest."""
+    found = _array(kv)
+    is_native = not isinstance(kv, np.ndarray) or kv.dtype.isnative
+    name = (kv.dtype.name if isinstance(kv, np.ndarray) else str(kv.dtype)).removeprefix("torch.")
+    if name not in (dtype, f"uint{8 * ITEM_BYTES[dtype]}") or not is_native:
+        order = "" if is_native else " in another byte order"
+        raise BadRequest(
+            f"KV of {name}{order} in a namespace of {dtype}: pass its values as {dtype}, or their bits as "
+            f"uint{8 * ITEM_BYTES[dtype]}"
+        )
+    return found.view(_PLAIN[ITEM_BYTES[dtype]])
+
+
+def layers_of(kv: Kv, shape: Shape, dtype: str) -> tuple[list[Plain], int]:
     """The arrays of an argument, each `[..., tokens and heads by the shape's order, head_dim]`, in the order of their
     bytes in a chunk; and the number of tokens that they have. Raises BadRequest."""
     if isinstance(kv, list | tuple):
         parts = [part for layer in kv for part in (layer if isinstance(layer, list | tuple) else (layer,))]
-        arrays = [plain(part, item_bytes) for part in parts]
+        arrays = [_plain(part, dtype) for part in parts]
         expected, leading = shape.layers * shape.parts, 0
         what = f"{shape.layers} layers of {shape.parts} arrays"
     else:
-        arrays, expected, leading = [plain(kv, item_bytes)], 1, 2
+        arrays, expected, leading = [_plain(kv, dtype)], 1, 2
         what = "one array"
     axis = shape.token_axis - 2 + leading
     tokens = arrays[0].shape[axis] if arrays and arrays[0].ndim == 3 + leading else 0
@@ -136,10 +209,32 @@ def layers_of(kv: Kv, shape: Shape, item_bytes: int) -> tuple[list[Plain], int]:
 
 def state_bytes(kv: Kv, size: int) -> npt.NDArray[np.uint8]:
     """The memory of a state. Raises BadRequest unless it is one contiguous array of this many bytes."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(kv, torch.Tensor):
-        kv = plain(kv, kv.element_size()) if kv.element_size() in _PLAIN else None
-    if not isinstance(kv, np.ndarray) or kv.nbytes != size or not kv.flags.c_contiguous:
-        found = f"{kv.nbytes} bytes" if isinstance(kv, np.ndarray) else type(kv).__name__
-        raise BadRequest(f"a state must be a contiguous array of {size} bytes, not {found}")
-    return kv.reshape(-1).view(np.uint8)
+    try:
+        found = _array(kv)
+    except BadRequest as exc:
+        raise BadRequest(f"a state must be a contiguous array of {size} bytes: {exc}") from exc
+    if found.nbytes != size or not found.flags.c_contiguous:
+        raise BadRequest(f"a state must be a contiguous array of {size} bytes, not one of {found.nbytes}")
+    return found.reshape(-1).view(np.uint8)
+
+
+def refuse_overlaps(arrays: Sequence[Plain]) -> None:
+    """Raise BadRequest if elements of arrays that are to be filled share memory, in one of them or between two. An
+    array of odd strides that may overlap with itself counts as one that does."""
+    spans = []
+    for each in arrays:
+        axes = [(step, count - 1) for step, count in zip(each.strides, each.shape, strict=True) if count > 1]
+        size = each.itemsize if each.size else 0
+        for step, others in sorted((abs(step), others) for step, others in axes):
+            if step < size:
+                raise BadRequest(f"KV is loaded into an array whose elements overlap: its strides are {each.strides}")
+            size += step * others
+        first = each.__array_interface__["data"][0] + sum(step * others for step, others in axes if step < 0)
+        spans.append((first, first + size, each))
+    spans.sort(key=itemgetter(0))
+    for index, (_, end, one) in enumerate(spans):
+        for first, _, other in spans[index + 1 :]:
+            if first >= end:
+                break
+            if np.shares_memory(one, other):
+                raise BadRequest("KV is loaded into arrays that share memory")
