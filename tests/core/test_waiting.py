@@ -393,6 +393,27 @@ def test_a_queue_is_answered_in_order_and_leaves_room_for_other_clients() -> Non
     assert desk.answers[third] == 12
 
 
+def test_a_tenants_queues_leave_room_for_others_however_many_clients_it_has() -> None:
+    desk = Desk(pages=96)  # of which 72 may be kept
+    names = [f"{number}" for number in range(12)]
+    for tenant in ("red", "blue"):
+        desk.register(desk.hello(tenant.encode(), user=tenant))
+        for name in names[: 12 if tenant == "red" else 4]:
+            assert desk.ask(tenant.encode(), store(prompt(name, 6))) is True
+    clients = [desk.hello(b"red %d" % number, user="red") for number in range(4)]
+    held = [desk.send(client, queued(lookup(prompt(name, 6), name))) for client in clients for name in names]
+    kept_by_red = [asked for asked in held if asked in desk.answers]
+    assert desk.depot.sessions.budget.bytes <= desk.depot.sessions.budget.most_bytes // 2
+    assert {client for client, _ in kept_by_red} == set(clients), "each client has one at least"
+    other = [desk.send(b"blue", queued(lookup(prompt(name, 6), name))) for name in names[:4]]
+    assert sum(desk.answers.get(asked) == 6 for asked in other) == 3
+    for client in clients:
+        for name in names:
+            desk.send(client, wire.EndSession(name))
+    go_on(desk)
+    assert all(desk.answers[asked] == 6 for asked in other)
+
+
 def test_a_queued_lookup_that_is_wanted_now_gets_what_memory_has() -> None:
     desk = with_prompts("a", "b", "c", chunks=12, pages=40)
     waiting = [desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc"][1:]

@@ -185,6 +185,22 @@ def test_a_busy_folder_in_a_quiet_one_has_not_moved(tmp_path: Path) -> None:
     assert _found(folder).digest == before.digest and seen.files == read_state(folder).files
 
 
+def test_what_comes_and_goes_above_weights_that_were_known_before_is_no_change(tmp_path: Path) -> None:
+    """Else one process of an engine could take them for changed, and another that looked before not."""
+    folder = _model(tmp_path / "place" / "org" / "model")
+    before = _found(folder)
+    _tick(tmp_path / "place" / "clock", before.changed_at)
+    (tmp_path / "place" / "org" / "a.log").write_bytes(b"")
+    (tmp_path / "place" / "another").mkdir()
+    assert _found(folder).changed_at > before.changed_at
+    known = [before.digest[:16], "0" * 16]
+    assert find_weights(str(folder), known=known) == before
+    for moved in (folder, folder.parent):
+        moved.rename(tmp_path / "next"), (tmp_path / "next").rename(moved)
+        found = find_weights(str(folder), known=known)
+        assert found is not None and found.changed_at == moved.stat().st_ctime_ns / 1e9 > before.changed_at
+
+
 @pytest.mark.parametrize("link", ["sub", "shard.safetensors"])
 def test_a_link_on_the_way_to_any_file_counts(tmp_path: Path, link: str) -> None:
     """Links of the folder that lead through another link, which is turned."""

@@ -30,8 +30,10 @@ from kvdepot.integrations.vllm import environment, versions
 from kvdepot.integrations.vllm import identity as vllm_identity
 from kvdepot.integrations.vllm.environment import HARMLESS_VARIABLES, describe_environment
 from kvdepot.integrations.vllm.fields import HARMLESS, describe_config, harmless_fields
-from kvdepot.integrations.vllm.identity import identify
+from kvdepot.integrations.vllm.identity import identify, note_facts
+from kvdepot.integrations.weight_files import SETTLED_S, find_weights
 from kvdepot.protocol.model_names import key_of_model
+from tests.conftest import eventually
 from tests.vllm import engines
 
 
@@ -219,6 +221,28 @@ def test_variables_that_change_numbers_separate_engines(
     before = _name(config)
     monkeypatch.setenv(variable, value)
     assert _name(config) != before
+
+
+def test_all_processes_agree_though_files_appear_above_the_model_between_their_looks(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "org" / "model"
+    engines.write_model(folder, engines.LLAMA)
+    found = copy.deepcopy(config)
+    found.model_config.model = str(folder)
+    found.kv_transfer_config = KVTransferConfig(kv_connector="KVDepotConnector", kv_role="kv_both")
+    changed = find_weights(str(folder)).changed_at
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed + SETTLED_S + 0.05)  # just settled
+    note_facts(found)
+    name = _name(found)
+
+    def appear() -> bool:
+        for number, place in enumerate((folder.parent, tmp_path)):
+            (place / f"{number}.log").unlink(missing_ok=True), (place / f"{number}.log").write_bytes(b"")
+        return find_weights(str(folder)).changed_at > changed + 0.1  # the file system's clock ticks
+
+    eventually(appear)
+    assert _name(found) == name
 
 
 def test_layouts_separate_engines_and_not_what_asked_for_them(

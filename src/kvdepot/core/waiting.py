@@ -45,6 +45,7 @@ class PinBudget:
         self.most_bytes = capacity - capacity // 4
         self._marks: dict[bytes, list[int]] = {}  # the shares that have it, and its bytes
         self._clients: dict[Client, list[int]] = {}  # its shares, and the bytes that they brought
+        self._tenants: dict[str, dict[Client, list[int]]] = {}  # the same, of each tenant's clients
 
     @staticmethod
     def weigh(
@@ -75,15 +76,19 @@ class PinBudget:
     def fits(self, share: PinShare) -> bool:
         """Whether a share may be taken: always the first one of its client.
 
-        With that of a queued request, its client may hold no more than all leave of the budget, as ports of a switch
-        share its buffer (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a queue leaves room for others.
+        With that of a queued request, its tenant may hold no more than all leave of the budget, as ports of a switch
+        share its buffer (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a queue leaves room for others,
+        however many clients it has. Its clients share that evenly. A client without a tenant counts as one.
         """
         client = self._clients.get(share.client)
         if client is None or not share.marks:
             return True
         fresh = sum(size for mark, size in share.marks.items() if mark not in self._marks)
         free = self.most_bytes - self.bytes - fresh
-        return free >= (client[1] + fresh if share.is_queued and fresh else 0)
+        if not (share.is_queued and fresh):
+            return free >= 0
+        mates = self._tenants.get(share.client.tenant, {share.client: client})
+        return free >= max(sum(brought for _, brought in mates.values()) + fresh, len(mates) * (client[1] + fresh))
 
     def affordable(self, share: PinShare) -> int:
         """The number of its chunks that would fit."""
@@ -112,6 +117,8 @@ class PinBudget:
         client = self._clients.setdefault(share.client, [0, 0])
         client[0] += 1
         client[1] += brought
+        if share.client.tenant:
+            self._tenants.setdefault(share.client.tenant, {})[share.client] = client
         return share
 
     def end(self, share: PinShare | None) -> None:
@@ -131,12 +138,18 @@ class PinBudget:
         client[1] -= share.brought
         if not client[0]:
             del self._clients[share.client]
+            mates = self._tenants.get(share.client.tenant, {})
+            mates.pop(share.client, None)
+            if not mates:
+                self._tenants.pop(share.client.tenant, None)
 
     def validate(self, shares: Sequence[PinShare]) -> None:
         """Raise AssertionError unless these are the shares that are counted, within the budget; for tests."""
         assert {mark: count for mark, (count, _) in self._marks.items()} == Counter(m for s in shares for m in s.marks)
         assert {each: count for each, (count, _) in self._clients.items()} == Counter(share.client for share in shares)
         assert self.bytes == sum(size for _, size in self._marks.values())
+        by_tenant = {each: count for mates in self._tenants.values() for each, count in mates.items()}
+        assert by_tenant == {each: count for each, count in self._clients.items() if each.tenant}
         largest: dict[Client, int] = {}
         for share in shares:
             largest[share.client] = max(sum(share.marks.values()), largest.get(share.client, 0))

@@ -9,7 +9,8 @@ Both date the last change to what a path leads to: files, the links on the way t
 folder counts from when it was put where it is: a rename sets its `ctime` and that of the folder it is in, and neither
 can be set back. Each is also set when entries come and go in the folder itself, so the earlier of the two counts. Where
 both folders are busy, this counts as a change of the folder with the weights, the one it is in, and those with links;
-further up (`/tmp`), only a rename counts that no entry has come or gone after. All this holds on ext4, XFS, Btrfs and
+further up (`/tmp`), and where the contents were known before, only a rename counts that no entry has come or gone
+after. All this holds on ext4, XFS, Btrfs and
 tmpfs; a mount over a folder goes unnoticed.
 
 In the cache of the Hugging Face hub, a link that is not older than the file that it leads to was made with it, by a
@@ -130,17 +131,23 @@ class _File(NamedTuple):
 
 
 def find_weights(
-    name: str, revision: str | None = None, cache: str | None = None, kinds: Collection[Kind] = ALL_KINDS
+    name: str,
+    revision: str | None = None,
+    cache: str | None = None,
+    kinds: Collection[Kind] = ALL_KINDS,
+    known: Collection[str] = (),
 ) -> Weights | None:
     """The version of the files of these kinds at `name`: a path (`~` is expanded), or a repository of a model hub in
     its local cache (`cache`: the folder of the Hugging Face hub's, if not the default), found as vLLM's loader does.
 
+    known: beginnings of the digests that were there before anything was loaded. If it is one of them, a folder counts
+    as moved only if nothing in it has changed since, so that files that come and go above the weights are no change.
     None if there is no such path or snapshot, more than 20,000 files, or an unreadable one. Does not use the network.
     """
     try:
         path = Path(name).expanduser()
         if name and path.exists():
-            return _read_version([path], kinds)
+            return _read_version([path], kinds, known)
         if uses_modelscope():
             return _in_modelscope_cache(name, revision, kinds)
         return _in_hub_cache(name, revision, cache, kinds)
@@ -213,7 +220,7 @@ def _in_hub_cache(name: str, revision: str | None, cache: str | None, kinds: Col
     return Weights(found.digest, max(found.changed_at, changed_at), found.place)
 
 
-def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
+def _read_version(paths: list[Path], kinds: Collection[Kind], known: Collection[str] = ()) -> Weights:
     """The version of one file, or of all files in some folders: of equal names, those in the first folder.
 
     Raises OSError for unreadable files, and for too many.
@@ -222,7 +229,8 @@ def _read_version(paths: list[Path], kinds: Collection[Kind]) -> Weights:
     for file in _merge(_scan(path, kinds, _Trace()) for path in paths):
         hasher.update(f"{file.name}\0".encode("utf-8", "surrogateescape"))
         hasher.update(hash_file(file.path, file.state.st_size))
-    trace = _Trace()  # after the contents were read, or a change meanwhile would not be dated
+    is_known = any(hasher.hexdigest().startswith(digest) for digest in known)
+    trace = _Trace(is_known)  # after the contents were read, or a change meanwhile would not be dated
     files = _merge(_scan(path, kinds, trace) for path in paths)
     changed_ns = max([trace.changed_ns, *(file.changed_ns for file in files)])
     place = blake3(repr([(file.name, *_stat(file.state)) for file in files]).encode("utf-8", "surrogateescape"))
@@ -306,7 +314,8 @@ def _date(file: Path, blobs: Path | None, trace: _Trace) -> tuple[os.stat_result
 class _Trace:
     """The links and folders on the way to files."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_known: bool = False) -> None:
+        self._is_known = is_known
         self.has_moving_folders = True
         """Whether a folder that moved leads to other files than before. A hub's snapshots are named by contents."""
         self.near = Path("/")
@@ -350,7 +359,8 @@ class _Trace:
     def _folder(self, path: Path, state: os.stat_result) -> _Folder:
         times = (0, 0)
         is_renamed_last = state.st_ctime_ns != state.st_mtime_ns
-        if self.has_moving_folders and path.name and (is_renamed_last or self._is_near(path)):
+        may_have_moved = is_renamed_last or (not self._is_known and self._is_near(path))
+        if self.has_moving_folders and path.name and may_have_moved:
             times = state.st_ctime_ns, self._folders[path.parent].st_ctime_ns
         return _Folder(str(path), state.st_dev, state.st_ino, *times)
 

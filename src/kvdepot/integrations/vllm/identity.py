@@ -52,7 +52,7 @@ log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
 """Files beside a tokenizer that it does not consist of."""
-_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)(?:-([0-9a-f]{32}))?")
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)(?:-([0-9a-f]{32}))?((?:-[0-9a-f]{16})*)")
 
 
 def note_facts(vllm_config: VllmConfig) -> None:
@@ -65,7 +65,8 @@ def note_facts(vllm_config: VllmConfig) -> None:
     name = _NOTE.sub("", vllm_config.instance_id)
     digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
     token_bytes, start = _estimate_token_bytes(vllm_config), _describe_start(vllm_config)
-    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{token_bytes}-{start}"
+    weights = "".join(f"-{each[:16]}" for each in _digests(vllm_config))
+    vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{token_bytes}-{start}{weights}"
 
 
 def _noted_facts(vllm_config: VllmConfig) -> str:
@@ -102,6 +103,22 @@ def _noted_since(vllm_config: VllmConfig) -> float | None:
     """The Unix time at which the engine had read no file yet, equal in all its processes; None if it was not noted."""
     found = _NOTE.search(vllm_config.instance_id)
     return int(found[2]) / 1000 if found else None
+
+
+def _noted_weights(vllm_config: VllmConfig) -> list[str]:
+    """The beginnings of the digests of weights that were there before any process loaded them; see `find_weights`."""
+    found = _NOTE.search(vllm_config.instance_id)
+    return found[5].split("-")[1:] if found else []
+
+
+def _digests(vllm_config: VllmConfig) -> list[str]:
+    """The digests of the weights that are there; what is to be downloaded is not."""
+    try:
+        paths = [(*path, load) for model, load in _models_of(vllm_config) for path in _paths(model, load)]
+    except ConfigError:
+        return []
+    versions = [find_weights(path, revision, load.download_dir, kinds) for path, revision, kinds, load in paths]
+    return [found.digest for found in versions if found is not None]
 
 
 def _describe_start(vllm_config: VllmConfig) -> str:
@@ -315,9 +332,9 @@ def _format(kv_cache_config: KVCacheConfig) -> list[str]:
     return facts
 
 
-def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> tuple[list[str], list[str]]:
-    """Facts that identify the version of a model's weights, and of the code and scales with them; and where they are on
-    this host."""
+def _paths(model: ModelConfig, load: LoadConfig) -> list[tuple[str, str | None, Collection[Kind]]]:
+    """Where a model's weights, and the code and scales with them, are: path, revision and kinds of files. Raises
+    ConfigError if that cannot be known."""
     origin = model.model_weights or model.model
     settings = load.model_loader_extra_config
     if str(load.load_format) not in _LOCAL_FORMATS:
@@ -339,10 +356,16 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> t
     for name in _TOWERS.get(model.hf_config.model_type, ()):
         if tower := getattr(model.hf_config, name, None):
             paths.append((tower, None, {Kind.WEIGHTS}))
+    return paths
+
+
+def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> tuple[list[str], list[str]]:
+    """Facts that identify the version of a model's weights, and of the code and scales with them; and where they are on
+    this host."""
     since = _noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
-    facts, places = [], []
-    for path, revision, kinds in paths:
-        found = find_weights(path, revision, load.download_dir, kinds)
+    known, facts, places = _noted_weights(vllm_config), [], []
+    for path, revision, kinds in _paths(model, load):
+        found = find_weights(path, revision, load.download_dir, kinds, known)
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)
